@@ -1,0 +1,30 @@
+"""autopar: hand over a single-device PyTorch model and a device mesh, get back the fastest plan that fits, running."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import parallelize, plan
+    from autopar.cluster import Cluster
+    from autopar.plan import Plan
+    from autopar.rules import register_rule
+    from autopar.verify import verify
+
+__all__ = ["Cluster", "Plan", "parallelize", "plan", "register_rule", "verify"]
+
+_HOMES = {
+    "Cluster": "autopar.cluster",
+    "Plan": "autopar.plan",
+    "parallelize": "autopar.api",
+    "plan": "autopar.api",
+    "register_rule": "autopar.rules",
+    "verify": "autopar.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names on first use, so that ``import autopar.search`` does not load torch (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415  (only needed here)
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,72 @@
+"""Every error that a user can cause.
+
+A message says what happened, with which values, and what to do.
+"""
+
+__all__ = [
+    "AutoparError",
+    "ConstraintError",
+    "ExampleInputsError",
+    "InfeasibleError",
+    "InputShapeError",
+    "MeshError",
+    "MissingPriceError",
+    "OutputError",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "RuleError",
+    "TraceError",
+    "VerificationError",
+]
+
+
+class AutoparError(Exception):
+    """The base of all errors that autopar raises on purpose."""
+
+
+class ExampleInputsError(AutoparError):
+    """The example inputs are missing, or don't match the model's signature."""
+
+
+class TraceError(AutoparError):
+    """The model can't be captured as one graph, for instance because control flow depends on data."""
+
+
+class OutputError(AutoparError):
+    """The model returns something that can't be carried out of a parallel program."""
+
+
+class InputShapeError(AutoparError):
+    """A call's inputs differ from what the plan was made for, or don't divide over the devices."""
+
+
+class MeshError(AutoparError):
+    """The mesh or cluster can't be used: larger than the world, empty, or of unlike devices."""
+
+
+class ConstraintError(AutoparError):
+    """A constraint can't be read, matches nothing, or contradicts another."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan fits.  The message names the smallest memory that would do, and what fills it."""
+
+
+class PlanFormatError(AutoparError):
+    """The text of a plan can't be read."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan was made for another model, other input shapes or another number of devices."""
+
+
+class RuleError(AutoparError):
+    """A factor rule is malformed or does not fit the op that it is applied to."""
+
+
+class MissingPriceError(AutoparError):
+    """An op, dtype or collective has no price on this cluster."""
+
+
+class VerificationError(AutoparError):
+    """A plan does not compute what the single device computes."""

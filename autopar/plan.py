@@ -1,0 +1,226 @@
+"""The Plan: everything decided, as plain data that prints, saves, diffs, edits and parses back.
+
+A plan holds no tensor, no module and no process group.  It names layers, ops and values as the traced graph does,
+and parameters by their names in the module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanFormatError
+from autopar.placement import Layout, format_layout, parse_layout
+
+__all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer"]
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerStrategy:
+    """How the layers of one kind run.  Layouts are on `mesh`; positions are those of the `Layer`.
+
+    Args:
+        mesh: sizes of the mesh axes, outermost first; their product is the world size.
+        assignments: per op, the factor that each axis splits (`Option.factor`).
+        time: per op, the factor that microbatches split; ``()`` when there is one microbatch.
+        inputs: per layer input, the layout in which it arrives.
+        outputs: per layer output, the layout in which it leaves.
+        copies: value name (in the first layer of the kind) -> the layout in which its readers find it.  A value goes
+            from where it is produced (or stored) to this layout once, and from here to each reader.
+        storage: per held value, the layout in which it is stored between steps.
+        zero: ZeRO level, 0 to 3.  0: whole.  1: storage is sharded, parameters are gathered once a step and gradients
+            reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as 2, and parameters
+            are gathered anew for each use, forward and backward.
+        recompute: ``"none"``, ``"selective"`` (outputs of cheap ops are computed again in backward) or ``"full"``
+            (the layer keeps its inputs only).
+        labels: per axis, the usual name of what it does, for people.
+    """
+
+    mesh: tuple[int, ...]
+    assignments: tuple[tuple[str, ...], ...]
+    time: tuple[str, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    copies: tuple[tuple[str, Layout], ...]
+    storage: tuple[Layout, ...]
+    zero: int = 0
+    recompute: str = "none"
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Predicted cost of one layer on one device for one whole step (all microbatches).
+
+    Seconds add up to the layer's share of the step; bytes are per device, `saved_bytes` for the microbatch in flight.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    activation_comm_s: float = 0.0
+    parameter_comm_s: float = 0.0
+    optimizer_s: float = 0.0
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    transient_bytes: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The layer's share of the step time."""
+        return (
+            self.forward_s + self.backward_s + self.recompute_s
+            + self.activation_comm_s + self.parameter_comm_s + self.optimizer_s
+        )  # fmt: skip
+
+    @property
+    def persistent_bytes(self) -> float:
+        """What the layer holds at the moment of the step's peak, transients apart."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer's name, kind, and index of its strategy and cost in `Plan.strategies`."""
+
+    name: str
+    kind: int
+    strategy: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete decision for one program on one number of devices.
+
+    Args:
+        fingerprint: of the program that it is for.
+        world_size: number of devices.
+        device: name of the device that it was priced for.
+        num_microbatches: passes that the batch is cut into; 1 means none.
+        layers: every layer in order.
+        strategies: the distinct layer strategies; `costs` runs parallel to it.
+        shared_storage: parameter name -> layout on `shared_mesh`, for parameters that several layers read.
+        step_time_s: predicted seconds of one training step, optimizer included.
+        peak_memory_bytes: predicted peak bytes per device.
+        memory_limit_bytes: what the search was allowed.
+        tokens_per_step: batch rows per step, for throughput (samples).
+        optimality_gap: the step time is at most ``1 + optimality_gap`` times that of the best plan in the search space.
+        price_source: share of the step time by where its prices come from ("profile", "measured", "roofline" ...).
+        constraints: what the user asked for.
+        notes: what the user should know.
+        planning_s: seconds spent, by stage ("trace", "search" ...).
+    """
+
+    fingerprint: str
+    world_size: int
+    device: str
+    num_microbatches: int
+    layers: tuple[PlannedLayer, ...]
+    strategies: tuple[LayerStrategy, ...]
+    costs: tuple[LayerCost, ...]
+    shared_mesh: tuple[int, ...]
+    shared_storage: tuple[tuple[str, Layout], ...]
+    step_time_s: float
+    peak_memory_bytes: float
+    memory_limit_bytes: float
+    samples_per_step: int
+    optimality_gap: float
+    price_source: tuple[tuple[str, float], ...] = ()
+    constraints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    planning_s: tuple[tuple[str, float], ...] = ()
+
+    def to_json(self) -> str:
+        """The plan as JSON with one strategy entry per line group; `from_json` reads it back to an equal plan."""
+        return json.dumps({"autopar_plan": FORMAT_VERSION} | _encode(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Parse what `to_json` wrote (or a person edited).
+
+        Raises:
+            PlanFormatError: not JSON, another format version, or a field is missing, unknown or of the wrong form.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanFormatError(f"a plan is JSON, but line {error.lineno} column {error.colno}: {error.msg}") from error
+        if not isinstance(data, dict) or data.get("autopar_plan") != FORMAT_VERSION:
+            raise PlanFormatError(f"not a plan of format {FORMAT_VERSION}: the file must hold "
+                                  f'"autopar_plan": {FORMAT_VERSION}; plan again with this version of autopar')
+        return _decode(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to `path` as readable JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.  Raises what `from_json` raises, and OSError."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _encode(plan: Plan) -> dict[str, Any]:
+    data = asdict(plan)
+    data["strategies"] = [_encode_strategy(strategy) for strategy in plan.strategies]
+    data["shared_storage"] = {name: format_layout(layout) for name, layout in plan.shared_storage}
+    for name in ("price_source", "planning_s"):
+        data[name] = dict(data[name])
+    return data
+
+
+def _encode_strategy(strategy: LayerStrategy) -> dict[str, Any]:
+    data: dict[str, Any] = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    for name in ("inputs", "outputs", "storage"):
+        data[name] = [format_layout(layout) for layout in data[name]]
+    data["copies"] = {name: format_layout(layout) for name, layout in strategy.copies}
+    data["assignments"] = [" ".join(factors) for factors in strategy.assignments]
+    return data
+
+
+def _decode(data: dict[str, Any]) -> Plan:
+    known = {field.name for field in fields(Plan)}
+    given = set(data) - {"autopar_plan"}
+    if known != given:
+        raise PlanFormatError(f"plan fields missing: {sorted(known - given)}, unknown: {sorted(given - known)}")
+    try:
+        return Plan(
+            **{name: data[name] for name in known if not isinstance(data[name], list | dict)},
+            layers=tuple(PlannedLayer(**layer) for layer in data["layers"]),
+            strategies=tuple(_decode_strategy(strategy) for strategy in data["strategies"]),
+            costs=tuple(LayerCost(**cost) for cost in data["costs"]),
+            shared_mesh=tuple(data["shared_mesh"]),
+            shared_storage=_decode_layouts(data["shared_storage"]),
+            price_source=tuple(data["price_source"].items()),
+            constraints=tuple(data["constraints"]),
+            notes=tuple(data["notes"]),
+            planning_s=tuple(data["planning_s"].items()),
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise PlanFormatError(f"a part of the plan has the wrong form: {error}") from error
+
+
+def _decode_strategy(data: dict[str, Any]) -> LayerStrategy:
+    return LayerStrategy(
+        mesh=tuple(data["mesh"]),
+        assignments=tuple(tuple(text.split()) for text in data["assignments"]),
+        time=tuple(data["time"]),
+        inputs=tuple(map(parse_layout, data["inputs"])),
+        outputs=tuple(map(parse_layout, data["outputs"])),
+        copies=_decode_layouts(data["copies"]),
+        storage=tuple(map(parse_layout, data["storage"])),
+        zero=data["zero"],
+        recompute=data["recompute"],
+        labels=tuple(data["labels"]),
+    )
+
+
+def _decode_layouts(data: Mapping[str, str]) -> tuple[tuple[str, Layout], ...]:
+    return tuple((name, parse_layout(text)) for name, text in data.items())

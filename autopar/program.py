@@ -1,0 +1,236 @@
+"""The Program: a traced model as data.  Layers of ops over values; no device, no mesh, no torch.
+
+``trace`` writes it, ``cost``, ``search``, ``lower`` and ``explain`` read it.  Everything is frozen and hashable, and
+values are known by their name in the traced graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.placement import Placement
+
+__all__ = [
+    "Arg",
+    "KernelCollective",
+    "Layer",
+    "Op",
+    "Option",
+    "Program",
+    "Ref",
+    "TensorType",
+    "Value",
+    "iter_refs",
+    "itemsize_bytes",
+]
+
+_ITEMSIZE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+def itemsize_bytes(dtype: str) -> int:
+    """Bytes per element of a dtype named as torch names it, without ``torch.``."""
+    return _ITEMSIZE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A global shape and a dtype (torch's name without ``torch.``, for instance ``"bfloat16"``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """The product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.num_elements * itemsize_bytes(self.dtype)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the dtype can carry a gradient."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of the program.
+
+    `role` is ``"input"`` (a tensor argument of the model), ``"parameter"``, ``"buffer"``, ``"constant"`` (folded while
+    tracing; every device holds it) or ``"op"`` (computed).  `requires_grad` says whether a gradient flows into it.
+    """
+
+    name: str
+    type: TensorType
+    role: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A reference to a value among an op's arguments."""
+
+    name: str
+
+
+# An argument: a Ref, a literal (None, bool, int, float, str), a Dtype-like string such as "torch.float32", or a
+# tuple of arguments.
+Arg = Ref | None | bool | int | float | str | tuple["Arg", ...]
+
+
+def iter_refs(arg: Arg) -> Iterator[str]:
+    """The names of the values that `arg` refers to, in order, repeats included."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for part in arg:
+            yield from iter_refs(part)
+
+
+@dataclass(frozen=True)
+class KernelCollective:
+    """A collective that a special kernel runs inside itself, on the axis that its option is assigned to.
+
+    Args:
+        kind: ``"all_reduce"`` or another of `autopar.placement.Step`'s collectives.
+        phase: ``"forward"`` or ``"backward"``.
+        operand: index of the tensor operand whose local shape, without `drop_dims`, the buffer has; results
+            count on after the operands.
+        drop_dims: dims left out of that shape.
+        dtype: dtype of the buffer.
+        count: how many such tensors travel in one buffer.
+    """
+
+    kind: str
+    phase: str
+    operand: int
+    drop_dims: tuple[int, ...] = ()
+    dtype: str = "float32"
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run an op on one mesh axis: which factor the axis splits.
+
+    Args:
+        factor: the factor's name; ``"-"`` for the whole op on every device; ``"~"`` for the same with gradients that
+            are terms of a sum; ``"+"`` for a linear op applied to terms of a sum.
+        operands: a placement per tensor operand, in the order of `Op.operands`.
+        results: a placement per result.
+        extent: the number of slices that the factor can be cut into divides this (0: any number, the axis cuts
+            nothing).
+        kernel: ``""``: the op itself runs on the local tensors; else the name of a special kernel in ``lower.kernels``.
+        collectives: what that kernel communicates.
+    """
+
+    factor: str
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    extent: int = 0
+    kernel: str = ""
+    collectives: tuple[KernelCollective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the graph.
+
+    `target` is the op's qualified name: ``"aten.linear.default"``, or ``"autopar.<name>"`` for ops that trace introduced
+    (they live in ``lower.kernels``).  `results` names the values it defines.  `options` are the ways it can be split,
+    from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"`` (no rule and nothing found).
+    `saves` are the tensors that autograd keeps for backward, as indices into operands, then results;
+    `saved_extra_bytes` is what it keeps besides (statistics, masks), for the whole op; it scales with the first result.
+    `size_args` lists the positions of arguments that repeat the result's global sizes and become local when lowered.
+    `is_random` marks ops that draw random numbers.  `view` marks ops whose result may alias the first operand.
+    `source` is the user's ``file:line``, `module` the path of the module that ran it.
+    """
+
+    name: str
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    results: tuple[str, ...]
+    options: tuple[Option, ...] = ()
+    rule_source: str = "rule"
+    size_args: tuple[int, ...] = ()
+    saves: tuple[int, ...] = ()
+    saved_extra_bytes: int = 0
+    is_random: bool = False
+    is_view: bool = False
+    source: str = ""
+    module: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The values it reads, one entry per mention, positional arguments first."""
+        return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A contiguous piece of the graph between narrow cuts.
+
+    `inputs` are the values it reads from before it: activations of earlier layers and model inputs; `held` the
+    parameters, buffers and constants it reads; `outputs` the values that later layers or the caller read.  Layers of
+    one `kind` correspond position by position in `ops`, `inputs`, `held` and `outputs`.
+    """
+
+    name: str
+    kind: int
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    held: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole traced model.
+
+    Args:
+        values: every value by name.
+        layers: in execution order.
+        inputs: names of the tensor inputs, in the flattened order of the call's arguments.
+        parameters: value name -> the parameter's name in the module, for every held parameter and buffer.
+        aliases: further module names of the same tensor (tied weights) -> the name in `parameters`.
+        outputs: names of the values that the model returns, in flattened order (repeats allowed).
+        loss: the output that is the scalar loss, or "".
+        updates: buffer value name -> name of the value that replaces it after a forward.
+        notes: what a user should know about this trace (dropped outputs, ops that run whole ...).
+        fingerprint: identifies model structure and input shapes; a plan names it.
+        training: whether the model was traced in training mode.
+    """
+
+    values: Mapping[str, Value] = field(hash=False)
+    layers: tuple[Layer, ...]
+    inputs: tuple[str, ...]
+    parameters: Mapping[str, str] = field(hash=False)
+    aliases: Mapping[str, str] = field(hash=False)
+    outputs: tuple[str, ...]
+    loss: str = ""
+    updates: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    notes: tuple[str, ...] = ()
+    fingerprint: str = ""
+    training: bool = True
+
+    @property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The first layer of each kind, by kind number."""
+        first: dict[int, Layer] = {}
+        for layer in self.layers:
+            first.setdefault(layer.kind, layer)
+        return tuple(first[kind] for kind in sorted(first))
+
+    def type_of(self, name: str) -> TensorType:
+        """The type of the value called `name`."""
+        return self.values[name].type
+
