@@ -1,0 +1,59 @@
+# `make demo` and `make test` are all that a fresh machine needs: they set up by themselves.
+# A machine without an NVIDIA GPU saves a few GB with
+#   make setup TORCH_ARGS="--index-url the-index-of-the-cpu-builds-of-torch"
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS := 2
+# One thread a process: the tests and the demo run several processes on few cores.
+RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: setup check test lint unit slow format demo bench clean
+
+setup: $(READY)
+
+# torch comes first and alone, so that whichever build of it was chosen stays when the rest is installed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+format: $(READY)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+unit: $(READY)
+	$(RUN) $(BIN)/pytest -q -n $(JOBS) -m "not slow"
+
+slow: $(READY)
+	$(RUN) $(BIN)/pytest -q -n $(JOBS) -m slow
+
+# The fast part: under three minutes.
+check:
+	$(MAKE) lint
+	$(MAKE) unit
+
+# Everything: under twenty minutes on two cores.
+test:
+	$(MAKE) check
+	$(MAKE) slow
+
+demo: $(READY)
+	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_text.py
+
+bench: $(READY)
+	$(RUN) $(BIN)/python -m benchmarks.planning
+	$(RUN) $(BIN)/python -m benchmarks.runtime
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache
