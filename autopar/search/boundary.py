@@ -1,0 +1,57 @@
+"""Layouts of what crosses a layer boundary.
+
+At a boundary, all activations that cross it take their layouts from one **policy**: per mesh axis ``R``, ``S(0)``
+or ``S(1)``.  So the search across layers has a small state however many tensors cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from autopar.placement import REPLICATE, Layout, Placement, shard
+from autopar.program import Program, TensorType
+
+__all__ = ["Policy", "arrival_layout", "boundary_layout", "boundary_policies", "has_whole_boundary"]
+
+# A wish per mesh axis: R, S(0) or S(1).
+Policy = Layout
+
+_WISHES: tuple[Placement, ...] = (REPLICATE, shard(0), shard(1))
+
+
+def boundary_policies(mesh: tuple[int, ...]) -> tuple[Policy, ...]:
+    """Every policy on `mesh`; an axis of one device has only ``R``.  The first is all ``R``."""
+    return tuple(itertools.product(*(_WISHES if size > 1 else (REPLICATE,) for size in mesh)))
+
+
+def boundary_layout(policy: Policy, tensor: TensorType, mesh: tuple[int, ...]) -> Layout:
+    """The layout that `policy` gives a tensor of this type: its wish on each axis where the dim exists and divides.
+
+    Axes are served from the outermost; where the tensor can't follow, it is whole (``R``).
+    """
+    sizes = list(tensor.shape)
+    layout: list[Placement] = []
+    for wish, size in zip(policy, mesh, strict=True):
+        follows = wish.is_shard and wish.dim < len(sizes) and sizes[wish.dim] % size == 0
+        if follows:
+            sizes[wish.dim] //= size
+        layout.append(wish if follows else REPLICATE)
+    return tuple(layout)
+
+
+def has_whole_boundary(program: Program, name: str) -> bool:
+    """Whether this value is whole (``R`` on all axes) wherever it crosses a boundary, whatever the policy.
+
+    So are the model's inputs (each rank gets the plain global batch), the loss, and, in a model without a loss
+    inside, all outputs.
+    """
+    if name in program.inputs:
+        return True
+    return name == program.loss if program.loss else name in program.outputs
+
+
+def arrival_layout(program: Program, name: str, policy: Policy, mesh: tuple[int, ...]) -> Layout:
+    """The layout in which value `name` crosses a boundary of this policy; both sides of the boundary agree on it."""
+    if has_whole_boundary(program, name):
+        return (REPLICATE,) * len(mesh)
+    return boundary_layout(policy, program.type_of(name), mesh)
