@@ -1,0 +1,208 @@
+"""What all communicators share: the record of collectives, handles, and the way from tensor dims to plain buffers.
+
+A backend moves *stacked* buffers only, whose leading dim is the coordinate on the axis; here that leading dim is cut
+out of, or merged into, any dim of a tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autopar.placement import Axis
+
+__all__ = ["BaseCommunicator", "Collective", "Handle", "ReduceOp", "merge_stack", "reduce_stack", "split_stack"]
+
+ReduceOp = Literal["sum", "max"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that ran.
+
+    `kind` is a collective of `autopar.placement.Step`, or ``"broadcast"``.  `num_bytes` is the size of one member's
+    buffer on its larger side (`Step.fraction` times the bytes of the global tensor).
+    """
+
+    kind: str
+    axis: Axis
+    num_bytes: int
+
+
+class Handle:
+    """A collective under way.  `wait` gives its result, as often as it is called."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        """`finish` blocks (the host, or the current stream) until the result is there; it is called once."""
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        assert self._result is not None
+        return self._result
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Handle:
+        """A handle for ``change(result)``, computed when waited for."""
+        return Handle(lambda: change(self.wait()))
+
+
+def split_stack(x: Tensor, size: int, dim: int) -> Tensor:
+    """``[.., size * n, ..] -> [size, .., n, ..]``, contiguous: equal slices of `dim`, stacked.
+
+    Raises:
+        ValueError: `dim` does not divide by `size`.
+    """
+    if x.shape[dim] % size:
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {size} devices")
+    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+
+
+def merge_stack(stack: Tensor, dim: int) -> Tensor:
+    """``[size, .., n, ..] -> [.., size * n, ..]``, contiguous: the inverse of `split_stack`."""
+    return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+def reduce_stack(stack: Tensor, op: ReduceOp) -> Tensor:
+    """Reduce the leading dim, in its order; 16-bit floats accumulate in float32, bool sums are "any"."""
+    if op == "max":
+        return stack.amax(0)
+    if stack.dtype is torch.bool:
+        return stack.any(0)
+    return stack.sum(0, dtype=stack.dtype)
+
+
+class BaseCommunicator(ABC):
+    """The dims, the record and the no-op cases of a communicator; a backend adds transport of stacked buffers."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        """`rank` is logical: the position among the ranks that the program runs on."""
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._records: list[list[Collective]] = []
+
+    @property
+    def rank(self) -> int:
+        """See `Communicator.rank`."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """See `Communicator.world_size`."""
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        """See `Communicator.device`."""
+        return self._device
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Collective]]:
+        """See `Communicator.recording`; contexts nest, and each sees all collectives inside it."""
+        record: list[Collective] = []
+        self._records.append(record)
+        try:
+            yield record
+        finally:
+            # by identity: two records may be equal
+            self._records = [other for other in self._records if other is not record]
+
+    def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        """See `Communicator.all_gather`."""
+        return self.start_all_gather(x, axis, dim).wait()
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        """See `Communicator.reduce_scatter`."""
+        return self.start_reduce_scatter(x, axis, dim).wait()
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Tensor:
+        """See `Communicator.all_reduce`."""
+        return self.start_all_reduce(x, axis, op).wait()
+
+    def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+        """See `Communicator.all_to_all`."""
+        return self.start_all_to_all(x, axis, split_dim, concat_dim).wait()
+
+    def broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+        """See `Communicator.broadcast`."""
+        return self.start_broadcast(x, axis, source).wait()
+
+    def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Handle:
+        """See `Communicator.all_gather`."""
+        if axis.size == 1:
+            return _unmoved(x)
+        self._note("all_gather", axis, x.nbytes * axis.size)
+        gathered = self._start_gather(x.detach().contiguous(), axis)
+        return gathered.then(lambda stack: merge_stack(stack, dim % x.ndim))
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
+        """See `Communicator.reduce_scatter`."""
+        if axis.size == 1:
+            return _unmoved(x)
+        stack = split_stack(x.detach(), axis.size, dim % x.ndim)
+        self._note("reduce_scatter", axis, x.nbytes)
+        return self._start_scatter_sum(stack, axis)
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
+        """See `Communicator.all_reduce`."""
+        if axis.size == 1:
+            return _unmoved(x)
+        self._note("all_reduce", axis, x.nbytes)
+        return self._start_reduce(x.detach().contiguous(), axis, op)
+
+    def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle:
+        """See `Communicator.all_to_all`."""
+        if axis.size == 1:
+            return _unmoved(x)
+        stack = split_stack(x.detach(), axis.size, split_dim % x.ndim)
+        self._note("all_to_all", axis, x.nbytes)
+        return self._start_exchange(stack, axis).then(lambda got: merge_stack(got, concat_dim % x.ndim))
+
+    def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
+        """See `Communicator.broadcast`."""
+        if axis.size == 1:
+            return _unmoved(x)
+        self._note("broadcast", axis, x.nbytes)
+        return self._start_broadcast(x.detach().contiguous(), axis, source)
+
+    def _note(self, kind: str, axis: Axis, num_bytes: int) -> None:
+        for record in self._records:
+            record.append(Collective(kind, axis, num_bytes))
+
+    @abstractmethod
+    def prepare(self, axes: Iterable[Axis]) -> None:
+        """See `Communicator.prepare`."""
+
+    @abstractmethod
+    def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
+        """``[...] -> [size, ...]``, the members' tensors in coordinate order."""
+
+    @abstractmethod
+    def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
+        """``[size, ...] -> [...]``, this coordinate's entry of the sum of the members' stacks."""
+
+    @abstractmethod
+    def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
+        """``[...] -> [...]``, reduced over the members; must not write to `x`."""
+
+    @abstractmethod
+    def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
+        """``[size, ...] -> [size, ...]``, entry c to and from coordinate c."""
+
+    @abstractmethod
+    def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
+        """``[...] -> [...]``, the tensor of coordinate `source`; must not write to `x`."""
+
+
+def _unmoved(x: Tensor) -> Handle:
+    return Handle(x.detach().contiguous)

@@ -1,0 +1,145 @@
+"""The real communicator, on torch.distributed: gloo for CPU tensors, NCCL (or the device's own backend) otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import MeshError
+from autopar.lower import compat
+from autopar.lower.collectives import BaseCommunicator, Handle, ReduceOp, reduce_stack
+from autopar.placement import Axis
+
+__all__ = ["ProcessGroupCommunicator"]
+
+# What gloo carries as it is; other dtypes travel as bytes.
+_GLOO_DTYPES = {torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+_REDUCE_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class _Group:
+    """One process group, and where the axis' coordinates stand in it (torch sorts a group's ranks)."""
+
+    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self.process_group = process_group
+        self.members = tuple(members)
+        in_group = sorted(members)
+        is_sorted = list(members) == in_group
+        self.from_group = None if is_sorted else [in_group.index(member) for member in members]
+        self.to_group = None if is_sorted else [list(members).index(member) for member in in_group]
+
+
+class ProcessGroupCommunicator(BaseCommunicator):
+    """See `Communicator`.  Logical rank i is process ``ranks[i]``; all processes in `ranks` take part.
+
+    Example:
+        >>> communicator = ProcessGroupCommunicator(mesh.mesh.flatten().tolist(), device="cpu")
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None, device: torch.device | str = "cpu") -> None:
+        """`ranks` are ranks of the default process group, None for all of them in order.
+
+        Raises:
+            MeshError: there is no process group, or this process is not among `ranks`.
+        """
+        if not dist.is_initialized():
+            raise MeshError("no process group: start the script with torchrun, or call "
+                            "torch.distributed.init_process_group() first")
+        self._ranks = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
+        if dist.get_rank() not in self._ranks:
+            raise MeshError(f"process {dist.get_rank()} is not in the mesh of ranks {self._ranks}: "
+                            "call this only on the ranks of the mesh")
+        super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
+        self._groups: dict[Axis, _Group] = {}
+
+    def prepare(self, axes: Iterable[Axis]) -> None:
+        """See `Communicator.prepare`."""
+        for axis in axes:
+            if axis.size > 1:
+                self._group(axis)
+
+    def _group(self, axis: Axis) -> _Group:
+        if axis not in self._groups:
+            members = [self._ranks[rank] for rank in axis.group(self.rank)]
+            self._groups[axis] = _Group(_open_group(members), members)
+        return self._groups[axis]
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self.device.type == "cpu"
+
+    def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
+        group = self._group(axis)
+        sent = self._carried(x)
+        stack = sent.new_empty((axis.size, *sent.shape))
+        work = compat.start_all_gather(stack, sent, group.process_group)
+        return _Received(work, stack, x, group.from_group).handle
+
+    def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
+        group = self._group(axis)
+        sent = self._carried(stack if group.to_group is None else stack[group.to_group])
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+        return _Received(work, received, stack, group.from_group).handle
+
+    def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
+        if self._is_gloo:  # its own reduce-scatter is slower, and sums 16-bit floats in 16 bits
+            return self._start_exchange(stack, axis).then(lambda got: reduce_stack(got, "sum"))
+        group = self._group(axis)
+        sent = stack if group.to_group is None else stack[group.to_group]
+        result = torch.empty_like(sent[0])
+        work = compat.start_reduce_scatter(result, sent, group.process_group)
+        return _Received(work, result, result, None).handle
+
+    def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
+        if self._is_gloo:
+            return self._start_gloo_reduce(x, axis, op)
+        result = x.clone()
+        work = dist.all_reduce(result, _REDUCE_OPS[op], group=self._group(axis).process_group, async_op=True)
+        return _Received(work, result, x, None).handle
+
+    def _start_gloo_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
+        return self._start_gather(x, axis).then(lambda stack: reduce_stack(stack, op))
+
+    def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
+        group = self._group(axis)
+        result = self._carried(x).clone()
+        work = dist.broadcast(result, group.members[source], group=group.process_group, async_op=True)
+        return _Received(work, result, x, None).handle
+
+    def _carried(self, x: Tensor) -> Tensor:
+        if not self._is_gloo or x.dtype in _GLOO_DTYPES:
+            return x
+        return x.unsqueeze(-1).view(torch.uint8)
+
+
+class _Received:
+    """A buffer that fills up, to be viewed as the dtype of `like` and put into coordinate order."""
+
+    def __init__(self, work: dist.Work, buffer: Tensor, like: Tensor, order: list[int] | None) -> None:
+        self._work = work
+        self._buffer = buffer
+        self._dtype = like.dtype
+        self._order = order
+        self.handle = Handle(self._finish)
+
+    def _finish(self) -> Tensor:
+        self._work.wait()
+        buffer = self._buffer
+        if buffer.dtype is not self._dtype:
+            buffer = buffer.view(self._dtype).squeeze(-1)
+        return buffer if self._order is None else buffer[self._order]
+
+
+def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
+    if sorted(members) == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    # only the members take part, so a world of many groups opens each process's own ones alone
+    group = dist.new_group(sorted(members), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

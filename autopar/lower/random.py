@@ -1,0 +1,110 @@
+"""Random numbers that differ between shards, agree between replicas, and repeat.
+
+Every draw of a forward pass has a seed of its own, derived from the pass's base seed, the op, the microbatch and the
+shard.  So recomputing an op in backward draws the same numbers, in whatever order ops run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from autopar.lower.communicator import Communicator
+from autopar.placement import Axis, Layout, mesh_axes
+
+__all__ = ["RandomState", "agree_base_seed", "derive_seed", "random_scope", "shard_index"]
+
+_MASK = (1 << 64) - 1
+_scope_lock = threading.RLock()
+
+
+def derive_seed(base: int, *parts: int) -> int:
+    """Mix `base` and `parts`, in order, to a seed in [0, 2**63); each part passes through splitmix64's finaliser.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    state = _mix(base & _MASK)
+    for part in parts:
+        state = _mix((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
+    return state >> 1
+
+
+def _mix(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The source of all randomness of one forward pass of one microbatch.
+
+    Args:
+        base_seed: equal on every rank, fresh for every forward pass; see `agree_base_seed`.
+        device: where random tensors are drawn.
+        microbatch: 0-based.
+    """
+
+    base_seed: int
+    device: torch.device
+    microbatch: int = 0
+
+    def seed(self, op_index: int, shard: int) -> int:
+        """The seed of the op at `op_index` (program-wide) on shard number `shard` (`shard_index`)."""
+        return derive_seed(self.base_seed, op_index, self.microbatch, shard)
+
+    def generator(self, op_index: int, shard: int) -> torch.Generator:
+        """A generator that starts at `seed`, for ops that take one (`autopar.dropout`)."""
+        return torch.Generator(self.device).manual_seed(self.seed(op_index, shard))
+
+
+def shard_index(rank: int, layout: Layout, mesh: tuple[int, ...]) -> int:
+    """Which shard of a tensor laid out as `layout` lies on `rank`: replicas (and terms) have the same number.
+
+    It is the row-major coordinate over the axes that shard.
+    """
+    index = 0
+    for placement, axis in zip(layout, mesh_axes(mesh), strict=True):
+        if placement.is_shard:
+            index = index * axis.size + axis.coordinate(rank)
+    return index
+
+
+def agree_base_seed(communicator: Communicator) -> int:
+    """Draw a base seed from rank 0's default CPU generator, and tell every rank: one broadcast of 8 bytes.
+
+    So ``torch.manual_seed`` on rank 0 makes a run repeatable, whatever the other ranks seeded.
+    """
+    seed = torch.zeros(1, dtype=torch.int64)
+    if communicator.rank == 0:
+        seed = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64)
+    everybody = Axis(communicator.world_size, 1)
+    return int(communicator.broadcast(seed.to(communicator.device), everybody).item())
+
+
+@contextmanager
+def random_scope(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, torch's default generator of `device` draws from `seed`; after, it goes on as if nothing had been drawn.
+
+    The generator is the process's, so one thread at a time is inside: never communicate there.
+    """
+    generator = _default_generator(torch.device(device))
+    with _scope_lock:
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]

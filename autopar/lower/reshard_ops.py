@@ -1,0 +1,88 @@
+"""Run the steps of `autopar.placement.reshard` on local tensors, forward, and backward on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.lower.communicator import Communicator
+from autopar.lower.moves import Move, run_move
+from autopar.placement import Step
+
+__all__ = ["apply_backward", "apply_forward", "backward_moves", "forward_moves", "reshard_tensor", "time_slice"]
+
+
+def reshard_tensor(
+    x: Tensor, steps: Sequence[Step], communicator: Communicator, *, differentiable: bool = True
+) -> Tensor:
+    """The local part of the tensor after `steps`; its gradient moves back by the steps' `backward`, in reverse.
+
+    Args:
+        x: the local part before; any dtype (integers and bools move without gradient).
+        steps: from `autopar.placement.reshard`; empty means `x` itself.
+        communicator: of this rank.
+        differentiable: False leaves autograd out of it.
+    """
+    if not steps:
+        return x
+    if differentiable and x.requires_grad and torch.is_grad_enabled():
+        return _Reshard.apply(x, tuple(steps), communicator)  # type: ignore[no-any-return]
+    return apply_forward(x, steps, communicator)
+
+
+def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
+    """Run the `forward` of `steps` in order, outside autograd."""
+    return _run(x.detach(), forward_moves(steps), communicator)
+
+
+def apply_backward(gradient: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
+    """Run the `backward` of `steps` in reverse order on a gradient, outside autograd."""
+    return _run(gradient.detach(), backward_moves(steps), communicator)
+
+
+def forward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """What happens to the value."""
+    return tuple(Move(step.axis, step.forward, step.src.dim, step.dst.dim) for step in steps)
+
+
+def backward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """What happens to the gradient: from the last step to the first, from `dst` to `src`."""
+    return tuple(Move(step.axis, step.backward, step.dst.dim, step.src.dim) for step in reversed(steps))
+
+
+def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """Slice `index` of `count` equal ones along `dim`: a view, differentiable.
+
+    Raises:
+        ValueError: `dim` does not divide by `count`.
+    """
+    if x.shape[dim] % count:
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {count} microbatches")
+    length = x.shape[dim] // count
+    return x.narrow(dim, index * length, length)
+
+
+def _run(x: Tensor, moves: Sequence[Move], communicator: Communicator) -> Tensor:
+    for move in moves:
+        x = run_move(x, move, communicator)
+    return x
+
+
+class _Reshard(torch.autograd.Function):
+    """All steps of a change of layout as one node; it keeps the steps and no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
+        ctx.steps = steps
+        ctx.communicator = communicator
+        y = apply_forward(x, steps, communicator)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return apply_backward(gradients[0], ctx.steps, ctx.communicator), None, None
