@@ -1,0 +1,65 @@
+"""Errors that every rank learns of, before any rank waits for another.
+
+A rank that raised must not leave the others hanging in their next collective.  So whatever can fail on bad input runs
+inside `agree` or `share`: its outcome is exchanged first, and if it failed anywhere it fails everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+
+__all__ = ["agree", "share"]
+
+T = TypeVar("T")
+
+
+def agree(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
+    """Run `action` on every rank of `group`; return its result, or raise on every rank if it raised on any.
+
+    Raises:
+        Exception: this rank's own error, or else the lowest failing rank's, with that rank named.
+    """
+    result, error = _attempt(action)
+    errors: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, _portable(error), group=group)
+    if error is not None:
+        raise error
+    _raise_foreign(errors)
+    return result  # pyright: ignore[reportReturnType]  (no error: there is a result)
+
+
+def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
+    """Run `action` on the first rank of `group` only; return its result on every rank, or raise its error there."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        result, error = _attempt(action)
+        outcome = [result, _portable(error)]
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)
+        return None, error
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """`error` as something that pickles: its own kind if it is ours, else an AutoparError with its text."""
+    if error is None or isinstance(error, AutoparError):
+        return error
+    return AutoparError(f"{type(error).__name__}: {error}")
+
+
+def _raise_foreign(errors: list[Exception | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise type(error)(f"rank {rank} failed: {error}")

@@ -1,0 +1,154 @@
+"""Random legal plans: any mesh per layer kind, any option per op, any copy layout, storage, recomputation, microbatches.
+
+None of them is sensible; all of them must compute what one device computes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+
+from autopar.placement import REPLICATE, Layout, refine_mesh, shard
+from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
+from autopar.program import Layer, Op, Option, Program
+from autopar.search.meshes import mesh_shapes
+from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.search.storage import storage_layout
+
+Mesh = tuple[int, ...]
+
+
+def random_plan(program: Program, world_size: int, seed: int, num_microbatches: int = 1) -> Plan:
+    """A legal plan for `program`, different for every seed."""
+    rng = random.Random(seed)  # noqa: S311
+    meshes = mesh_shapes(world_size, world_size, max_axes=3)
+    time = time_assignment(program, num_microbatches)
+    assert isinstance(time, TimeAssignment), time
+    strategies = [
+        _random_strategy(program, layer, rng.choice(meshes), num_microbatches, time.factors[layer.kind], rng)
+        for layer in program.kinds
+    ]
+    shared_mesh = refine_mesh(*(strategy.mesh for strategy in strategies))
+    return Plan(
+        fingerprint=program.fingerprint,
+        world_size=world_size,
+        device="random",
+        num_microbatches=num_microbatches,
+        layers=tuple(PlannedLayer(layer.name, layer.kind, layer.kind) for layer in program.layers),
+        strategies=tuple(strategies),
+        costs=tuple(LayerCost() for _ in strategies),
+        shared_mesh=shared_mesh,
+        shared_storage=_random_shared_storage(program, shared_mesh, rng),
+        step_time_s=0.0,
+        peak_memory_bytes=0.0,
+        memory_limit_bytes=math.inf,
+        samples_per_step=1,
+        optimality_gap=math.inf,
+    )
+
+
+def shared_parameters(program: Program) -> tuple[str, ...]:
+    """Names of the parameters (value names) that more than one layer reads."""
+    readers: dict[str, int] = {}
+    for layer in program.layers:
+        for name in layer.held:
+            readers[name] = readers.get(name, 0) + 1
+    return tuple(n for n, count in readers.items() if count > 1 and program.values[n].role == "parameter")
+
+
+def _random_shared_storage(program: Program, mesh: Mesh, rng: random.Random) -> tuple[tuple[str, Layout], ...]:
+    found: list[tuple[str, Layout]] = []
+    for name in shared_parameters(program):
+        menu: list[Layout] = [(REPLICATE,) * len(mesh)]
+        for dim, size in enumerate(program.type_of(name).shape):
+            if size % math.prod(mesh) == 0:
+                menu.append((shard(dim),) * len(mesh))
+        found.append((program.parameters[name], rng.choice(menu)))
+    return tuple(found)
+
+
+def option_choices(op: Op, mesh: Mesh, num_microbatches: int, time_factor: str) -> list[tuple[Option, ...]]:
+    """Every legal choice of one option per mesh axis for `op`."""
+    choices: list[tuple[Option, ...]] = [()]
+    for _ in mesh:
+        choices = [(*chosen, option) for chosen in choices for option in op.options]
+    return [chosen for chosen in choices if _is_legal(chosen, mesh, num_microbatches, time_factor)]
+
+
+def _is_legal(chosen: tuple[Option, ...], mesh: Mesh, num_microbatches: int, time_factor: str) -> bool:
+    degrees: dict[str, int] = {time_factor: num_microbatches} if time_factor else {}
+    extents = {option.factor: option.extent for option in chosen}
+    for option, size in zip(chosen, mesh, strict=True):
+        degrees[option.factor] = degrees.get(option.factor, 1) * size
+    divides = all(not extents.get(f, 0) or extents[f] % degree == 0 for f, degree in degrees.items())
+    return divides and len({option.kernel for option in chosen if option.kernel}) <= 1
+
+
+def _random_strategy(
+    program: Program, layer: Layer, mesh: Mesh, num_microbatches: int, time: tuple[str, ...], rng: random.Random
+) -> LayerStrategy:
+    chosen: dict[str, tuple[Option, ...]] = {}
+    for index, op in enumerate(layer.ops):
+        choices = option_choices(op, mesh, num_microbatches, time[index] if time else "")
+        splits = [c for c in choices if any(option.factor not in "-~" for option in c)]
+        chosen[op.name] = rng.choice(splits if splits and rng.random() < 0.8 else choices)
+    whole: Layout = (REPLICATE,) * len(mesh)
+    wanted = _layouts(layer, chosen)
+    boundary = {name: _random_boundary(program, name, mesh, num_microbatches, rng) for name in (*layer.inputs, *layer.outputs)}
+    copies = tuple((name, rng.choice([*layouts, whole])) for name, layouts in wanted.items())
+    by_name = dict(copies)
+    zero = rng.choice((0, 0, 1, 2, 3))
+    axes = tuple(axis for axis in range(len(mesh)) if rng.random() < 0.7) if zero else ()
+    return LayerStrategy(
+        mesh=mesh,
+        assignments=tuple(tuple(option.factor for option in chosen[op.name]) for op in layer.ops),
+        time=time,
+        inputs=tuple(boundary[name] for name in layer.inputs),
+        outputs=tuple(boundary[name] for name in layer.outputs),
+        copies=copies,
+        storage=tuple(_storage(program, name, by_name, mesh, axes) for name in layer.held),
+        zero=zero,
+        recompute=rng.choice(("none", "none", "selective", "full")),
+    )
+
+
+def _storage(program: Program, name: str, copies: Mapping[str, Layout], mesh: Mesh, axes: tuple[int, ...]) -> Layout:
+    if program.values[name].role != "parameter":
+        return (REPLICATE,) * len(mesh)
+    copy = copies.get(name, (REPLICATE,) * len(mesh))
+    if any(p.kind == "P" for p in copy):
+        copy = tuple(REPLICATE if p.kind == "P" else p for p in copy)
+    return storage_layout(copy, program.type_of(name), mesh, axes)
+
+
+def _layouts(layer: Layer, chosen: Mapping[str, tuple[Option, ...]]) -> dict[str, list[Layout]]:
+    """Value -> the layouts in which it is produced in this layer, or read."""
+    wanted: dict[str, list[Layout]] = {}
+    for op in layer.ops:
+        options = chosen[op.name]
+        for index, name in enumerate(op.operands):
+            wanted.setdefault(name, []).append(tuple(option.operands[index] for option in options))
+        for index, name in enumerate(op.results):
+            wanted.setdefault(name, []).append(tuple(option.results[index] for option in options))
+    return wanted
+
+
+def _random_boundary(program: Program, name: str, mesh: Mesh, num_microbatches: int, rng: random.Random) -> Layout:
+    if name in program.inputs or name == program.loss or (not program.loss and name in program.outputs):
+        return (REPLICATE,) * len(mesh)
+    shape = list(program.type_of(name).shape)
+    layout = []
+    for size in mesh:
+        # Whatever dim microbatches cut: leave room for them on every dim.
+        dims = [dim for dim, length in enumerate(shape) if length % (size * num_microbatches) == 0]
+        if dims and rng.random() < 0.7:
+            dim = rng.choice(dims)
+            shape[dim] //= size
+            layout.append(shard(dim))
+        else:
+            layout.append(REPLICATE)
+    return tuple(layout)
+
+
+__all__ = ["option_choices", "random_plan", "shared_parameters"]
