@@ -1,4 +1,4 @@
-"""autopar: hand over a single-device PyTorch model and a device mesh, get back the fastest plan that fits, running."""
+"""autopar: a single-device PyTorch model and a device mesh in, the fastest plan that fits, running, out."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -23,6 +23,7 @@ same dim nest left to right, as in DTensor.  Slices are always equal: a dim is n
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -140,10 +141,10 @@ def refine_mesh(*meshes: tuple[int, ...]) -> tuple[int, ...]:
     world = math.prod(meshes[0])
     strides = sorted({axis.stride for mesh in meshes for axis in mesh_axes(mesh)} | {world}, reverse=True)
     if any(math.prod(mesh) != world for mesh in meshes) or any(
-        outer % inner for outer, inner in zip(strides, strides[1:], strict=False)
+        outer % inner for outer, inner in itertools.pairwise(strides)
     ):
         raise ValueError(f"meshes {meshes} have no common refinement")
-    sizes = tuple(outer // inner for outer, inner in zip(strides, strides[1:], strict=False))
+    sizes = tuple(outer // inner for outer, inner in itertools.pairwise(strides))
     return sizes or (1,)
 
 
@@ -153,7 +154,9 @@ def refine_layout(layout: Layout, mesh: tuple[int, ...], refined: tuple[int, ...
     placements = [p for p, size in zip(layout, mesh, strict=True) if size > 1]
     found: list[Placement] = []
     for fine in mesh_axes(refined):
-        owner = [p for p, a in zip(placements, axes, strict=True) if a.stride <= fine.stride < a.stride * a.size]
+        owner = [
+            p for p, a in zip(placements, axes, strict=True) if a.stride <= fine.stride < a.stride * a.size
+        ]
         found.append(owner[0] if owner else REPLICATE)
     return tuple(found)
 
@@ -168,8 +171,10 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -
     for placement, size in zip(layout, mesh, strict=True):
         if placement.is_shard:
             if sizes[placement.dim] % size:
-                raise ValueError(f"dim {placement.dim} of shape {shape} does not divide by layout "
-                                 f"{format_layout(layout)} on mesh {mesh}")
+                raise ValueError(
+                    f"dim {placement.dim} of shape {shape} does not divide by layout "
+                    f"{format_layout(layout)} on mesh {mesh}"
+                )
             sizes[placement.dim] //= size
     return tuple(sizes)
 
@@ -187,8 +192,9 @@ class Step:
     * ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``: collectives.
 
     `fraction` is what one device holds, relative to the global tensor, on the *larger* side of the step (the
-    gathered side of a gather or scatter; both sides are equal in an all-reduce or all-to-all).  So a collective of
-    this step moves a buffer of ``global_bytes * fraction`` in the convention of the NCCL tests' "size".
+    gathered side of a gather or scatter; both sides are equal in an all-reduce or all-to-all).  So a
+    collective of this step moves a buffer of ``global_bytes * fraction`` in the convention of the NCCL tests'
+    "size".
     """
 
     axis: Axis
@@ -199,7 +205,8 @@ class Step:
     fraction: float
 
 
-# (kind of src, kind of dst) -> (forward, backward).  The gradient goes from dst's gradient placement to src's.
+# (kind of src, kind of dst) -> (forward, backward).  The gradient goes from dst's gradient form
+# to src's.
 _MOVES = {
     ("R", "S"): ("slice", "all_gather"),
     ("R", "P"): ("mask", "none"),

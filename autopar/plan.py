@@ -1,16 +1,17 @@
 """The Plan: everything decided, as plain data that prints, saves, diffs, edits and parses back.
 
-A plan holds no tensor, no module and no process group.  It names layers, ops and values as the traced graph does,
-and parameters by their names in the module.
+A plan holds no tensor, no module and no process group.  It names layers, ops and values as the traced graph
+does, and parameters by their names in the module.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autopar.errors import PlanFormatError
 from autopar.placement import Layout, format_layout, parse_layout
@@ -30,14 +31,15 @@ class LayerStrategy:
         time: per op, the factor that microbatches split; ``()`` when there is one microbatch.
         inputs: per layer input, the layout in which it arrives.
         outputs: per layer output, the layout in which it leaves.
-        copies: value name (in the first layer of the kind) -> the layout in which its readers find it.  A value goes
-            from where it is produced (or stored) to this layout once, and from here to each reader.
+        copies: value name (in the first layer of the kind) -> the layout in which its readers find it.  A
+            value goes from where it is produced (or stored) to this layout once, and from here to each
+            reader.
         storage: per held value, the layout in which it is stored between steps.
-        zero: ZeRO level, 0 to 3.  0: whole.  1: storage is sharded, parameters are gathered once a step and gradients
-            reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as 2, and parameters
-            are gathered anew for each use, forward and backward.
-        recompute: ``"none"``, ``"selective"`` (outputs of cheap ops are computed again in backward) or ``"full"``
-            (the layer keeps its inputs only).
+        zero: ZeRO level, 0 to 3.  0: whole.  1: storage is sharded, parameters are gathered once a step and
+            gradients reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as
+            2, and parameters are gathered anew for each use, forward and backward.
+        recompute: ``"none"``, ``"selective"`` (outputs of cheap ops are computed again in backward) or
+            ``"full"`` (the layer keeps its inputs only).
         labels: per axis, the usual name of what it does, for people.
     """
 
@@ -57,7 +59,8 @@ class LayerStrategy:
 class LayerCost:
     """Predicted cost of one layer on one device for one whole step (all microbatches).
 
-    Seconds add up to the layer's share of the step; bytes are per device, `saved_bytes` for the microbatch in flight.
+    Seconds add up to the layer's share of the step; bytes are per device, `saved_bytes` for the microbatch in
+    flight.
     """
 
     forward_s: float = 0.0
@@ -110,9 +113,10 @@ class Plan:
         step_time_s: predicted seconds of one training step, optimizer included.
         peak_memory_bytes: predicted peak bytes per device.
         memory_limit_bytes: what the search was allowed.
-        tokens_per_step: batch rows per step, for throughput (samples).
-        optimality_gap: the step time is at most ``1 + optimality_gap`` times that of the best plan in the search space.
-        price_source: share of the step time by where its prices come from ("profile", "measured", "roofline" ...).
+        samples_per_step: batch rows per step, for throughput.
+        optimality_gap: the step time is at most ``1 + optimality_gap`` times that of the best plan in the
+            search space.
+        price_source: share of the step time by where its prices come from ("profile", "measured", ...).
         constraints: what the user asked for.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
@@ -138,7 +142,7 @@ class Plan:
     planning_s: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> str:
-        """The plan as JSON with one strategy entry per line group; `from_json` reads it back to an equal plan."""
+        """The plan as readable JSON; `from_json` reads it back to an equal plan."""
         return json.dumps({"autopar_plan": FORMAT_VERSION} | _encode(self), indent=1) + "\n"
 
     @classmethod
@@ -146,16 +150,21 @@ class Plan:
         """Parse what `to_json` wrote (or a person edited).
 
         Raises:
-            PlanFormatError: not JSON, another format version, or a field is missing, unknown or of the wrong form.
+            PlanFormatError: not JSON, another format version, or a field is missing, unknown or of the wrong
+                form.
         """
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanFormatError(f"a plan is JSON, but line {error.lineno} column {error.colno}: {error.msg}") from error
-        if not isinstance(data, dict) or data.get("autopar_plan") != FORMAT_VERSION:
-            raise PlanFormatError(f"not a plan of format {FORMAT_VERSION}: the file must hold "
-                                  f'"autopar_plan": {FORMAT_VERSION}; plan again with this version of autopar')
-        return _decode(data)
+            raise PlanFormatError(
+                f"a plan is JSON, but line {error.lineno} column {error.colno}: {error.msg}"
+            ) from error
+        if not isinstance(data, dict) or cast("dict[str, Any]", data).get("autopar_plan") != FORMAT_VERSION:
+            raise PlanFormatError(
+                f"not a plan of format {FORMAT_VERSION}: the file must hold "
+                f'"autopar_plan": {FORMAT_VERSION}; plan again with this version of autopar'
+            )
+        return _decode(cast("dict[str, Any]", data))
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path` as readable JSON."""
@@ -186,25 +195,21 @@ def _encode_strategy(strategy: LayerStrategy) -> dict[str, Any]:
 
 
 def _decode(data: dict[str, Any]) -> Plan:
-    known = {field.name for field in fields(Plan)}
-    given = set(data) - {"autopar_plan"}
-    if known != given:
-        raise PlanFormatError(f"plan fields missing: {sorted(known - given)}, unknown: {sorted(given - known)}")
-    try:
-        return Plan(
-            **{name: data[name] for name in known if not isinstance(data[name], list | dict)},
-            layers=tuple(PlannedLayer(**layer) for layer in data["layers"]),
-            strategies=tuple(_decode_strategy(strategy) for strategy in data["strategies"]),
-            costs=tuple(LayerCost(**cost) for cost in data["costs"]),
-            shared_mesh=tuple(data["shared_mesh"]),
-            shared_storage=_decode_layouts(data["shared_storage"]),
-            price_source=tuple(data["price_source"].items()),
-            constraints=tuple(data["constraints"]),
-            notes=tuple(data["notes"]),
-            planning_s=tuple(data["planning_s"].items()),
-        )
-    except (TypeError, KeyError, AttributeError) as error:
-        raise PlanFormatError(f"a part of the plan has the wrong form: {error}") from error
+    _check_form(Plan, {name: value for name, value in data.items() if name != "autopar_plan"}, "plan")
+    plan = Plan(
+        **{field.name: data[field.name] for field in fields(Plan) if field.type in ("int", "float", "str")},
+        layers=tuple(PlannedLayer(**part) for part in _checked_parts(PlannedLayer, data, "layers")),
+        strategies=tuple(map(_decode_strategy, _checked_parts(LayerStrategy, data, "strategies"))),
+        costs=tuple(LayerCost(**part) for part in _checked_parts(LayerCost, data, "costs")),
+        shared_mesh=tuple(data["shared_mesh"]),
+        shared_storage=_decode_layouts(data["shared_storage"]),
+        price_source=tuple(data["price_source"].items()),
+        constraints=tuple(data["constraints"]),
+        notes=tuple(data["notes"]),
+        planning_s=tuple(data["planning_s"].items()),
+    )
+    _check_consistency(plan)
+    return plan
 
 
 def _decode_strategy(data: dict[str, Any]) -> LayerStrategy:
@@ -224,3 +229,71 @@ def _decode_strategy(data: dict[str, Any]) -> LayerStrategy:
 
 def _decode_layouts(data: Mapping[str, str]) -> tuple[tuple[str, Layout], ...]:
     return tuple((name, parse_layout(text)) for name, text in data.items())
+
+
+def _checked_parts(kind: type[Any], data: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = data[name]
+    for index, part in enumerate(parts):
+        _check_form(kind, part, f"{name}[{index}]")
+    return parts
+
+
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types) and not isinstance(value, bool)
+
+
+def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, cast("list[Any]", value)))
+
+
+def _is_dict_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_item, cast("dict[str, Any]", value).values()))
+
+
+# How a field of this type stands in the file.
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", _is(int)),
+    "float": ("a number", _is(int, float)),
+    "str": ("a text", _is(str)),
+    "tuple[int, ...]": ("a list of whole numbers", _is_list_of(_is(int))),
+    "tuple[str, ...]": ("a list of texts", _is_list_of(_is(str))),
+    "tuple[Layout, ...]": ("a list of layouts such as 'S(0),R'", _is_list_of(_is(str))),
+    "tuple[tuple[str, ...], ...]": ("a list of texts such as 'b -'", _is_list_of(_is(str))),
+    "tuple[tuple[str, Layout], ...]": ("an object of layouts such as 'S(0),R'", _is_dict_of(_is(str))),
+    "tuple[tuple[str, float], ...]": ("an object of numbers", _is_dict_of(_is(int, float))),
+}
+_LIST_OF_OBJECTS = ("a list of objects", _is_list_of(_is(dict)))
+
+
+def _check_form(kind: type[Any], data: Mapping[str, Any], where: str) -> None:
+    known = {field.name for field in fields(kind)}
+    if known != set(data):
+        missing, unknown = sorted(known - set(data)), sorted(set(data) - known)
+        raise PlanFormatError(f"{where}: fields missing: {missing}, unknown: {unknown}")
+    for field in fields(kind):
+        form, fits = _FORMS.get(str(field.type), _LIST_OF_OBJECTS)
+        if not fits(data[field.name]):
+            raise PlanFormatError(f"{where}: {field.name!r} must be {form}, but is {data[field.name]!r:.80}")
+
+
+def _check_consistency(plan: Plan) -> None:
+    """Refuse a plan whose parts don't fit together, as may happen when a person edits one."""
+    if len(plan.costs) != len(plan.strategies):
+        raise PlanFormatError(f"{len(plan.strategies)} strategies but {len(plan.costs)} costs: one each")
+    for layer in plan.layers:
+        if not 0 <= layer.strategy < len(plan.strategies):
+            raise PlanFormatError(
+                f"layer {layer.name!r} names strategy {layer.strategy} of {len(plan.strategies)}"
+            )
+    for index, strategy in enumerate(plan.strategies):
+        if math.prod(strategy.mesh) != plan.world_size:
+            raise PlanFormatError(
+                f"strategies[{index}]: mesh {strategy.mesh} does not hold {plan.world_size} devices (world_size)"
+            )
+        layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(x for _, x in strategy.copies))
+        for row in (*layouts, *strategy.assignments):
+            if len(row) != len(strategy.mesh):
+                raise PlanFormatError(
+                    f"strategies[{index}]: {' '.join(map(str, row))!r} has {len(row)} parts, "
+                    f"but mesh {strategy.mesh} has {len(strategy.mesh)} axes"
+                )

@@ -1,7 +1,7 @@
 """The Program: a traced model as data.  Layers of ops over values; no device, no mesh, no torch.
 
-``trace`` writes it, ``cost``, ``search``, ``lower`` and ``explain`` read it.  Everything is frozen and hashable, and
-values are known by their name in the traced graph.
+``trace`` writes it, ``cost``, ``search``, ``lower`` and ``explain`` read it.  Everything is frozen and
+hashable, and values are known by their name in the traced graph.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = [
     "Ref",
     "TensorType",
     "Value",
-    "iter_refs",
     "itemsize_bytes",
+    "iter_refs",
 ]
 
 _ITEMSIZE_BYTES = {
@@ -64,8 +64,9 @@ class TensorType:
 class Value:
     """One tensor of the program.
 
-    `role` is ``"input"`` (a tensor argument of the model), ``"parameter"``, ``"buffer"``, ``"constant"`` (folded while
-    tracing; every device holds it) or ``"op"`` (computed).  `requires_grad` says whether a gradient flows into it.
+    `role` is ``"input"`` (a tensor argument of the model), ``"parameter"``, ``"buffer"``, ``"constant"``
+    (folded while tracing; every device holds it) or ``"op"`` (computed).  `requires_grad` says whether a
+    gradient flows into it.
     """
 
     name: str
@@ -81,8 +82,8 @@ class Ref:
     name: str
 
 
-# An argument: a Ref, a literal (None, bool, int, float, str), a Dtype-like string such as "torch.float32", or a
-# tuple of arguments.
+# An argument: a Ref, a literal (None, bool, int, float, str), a Dtype-like string such as "torch.float32", or
+# a tuple of arguments.
 Arg = Ref | None | bool | int | float | str | tuple["Arg", ...]
 
 
@@ -122,13 +123,14 @@ class Option:
     """One way to run an op on one mesh axis: which factor the axis splits.
 
     Args:
-        factor: the factor's name; ``"-"`` for the whole op on every device; ``"~"`` for the same with gradients that
-            are terms of a sum; ``"+"`` for a linear op applied to terms of a sum.
+        factor: the factor's name; ``"-"`` for the whole op on every device; ``"~"`` for the same with
+            gradients that are terms of a sum; ``"+"`` for a linear op applied to terms of a sum.
         operands: a placement per tensor operand, in the order of `Op.operands`.
         results: a placement per result.
-        extent: the number of slices that the factor can be cut into divides this (0: any number, the axis cuts
-            nothing).
-        kernel: ``""``: the op itself runs on the local tensors; else the name of a special kernel in ``lower.kernels``.
+        extent: the number of slices that the factor can be cut into divides this (0: any number, the axis
+            cuts nothing).
+        kernel: ``""``: the op itself runs on the local tensors; else the name of a special kernel in
+            ``lower.kernels``.
         collectives: what that kernel communicates.
     """
 
@@ -144,14 +146,15 @@ class Option:
 class Op:
     """One op of the graph.
 
-    `target` is the op's qualified name: ``"aten.linear.default"``, or ``"autopar.<name>"`` for ops that trace introduced
-    (they live in ``lower.kernels``).  `results` names the values it defines.  `options` are the ways it can be split,
-    from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"`` (no rule and nothing found).
-    `saves` are the tensors that autograd keeps for backward, as indices into operands, then results;
-    `saved_extra_bytes` is what it keeps besides (statistics, masks), for the whole op; it scales with the first result.
-    `size_args` lists the positions of arguments that repeat the result's global sizes and become local when lowered.
-    `is_random` marks ops that draw random numbers.  `view` marks ops whose result may alias the first operand.
-    `source` is the user's ``file:line``, `module` the path of the module that ran it.
+    `target` is the op's qualified name: ``"aten.linear.default"``, or ``"autopar.<name>"`` for ops that trace
+    introduced (they live in ``lower.kernels``).  `results` names the values it defines.  `options` are the
+    ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"``
+    (no rule and nothing found).  `saves` are the tensors that autograd keeps for backward, as indices into
+    operands, then results; `saved_extra_bytes` is what it keeps besides (statistics, masks), for the whole
+    op; it scales with the first result.  `size_args` lists the positions of arguments that repeat the result's
+    global sizes and become local when lowered. `is_random` marks ops that draw random numbers.  `view` marks
+    ops whose result may alias the first operand.  `source` is the user's ``file:line``, `module` the path of
+    the module that ran it.
     """
 
     name: str
@@ -179,9 +182,9 @@ class Op:
 class Layer:
     """A contiguous piece of the graph between narrow cuts.
 
-    `inputs` are the values it reads from before it: activations of earlier layers and model inputs; `held` the
-    parameters, buffers and constants it reads; `outputs` the values that later layers or the caller read.  Layers of
-    one `kind` correspond position by position in `ops`, `inputs`, `held` and `outputs`.
+    `inputs` are the values it reads from before it: activations of earlier layers and model inputs; `held`
+    the parameters, buffers and constants it reads; `outputs` the values that later layers or the caller read.
+    Layers of one `kind` correspond position by position in `ops`, `inputs`, `held` and `outputs`.
     """
 
     name: str
@@ -233,4 +236,3 @@ class Program:
     def type_of(self, name: str) -> TensorType:
         """The type of the value called `name`."""
         return self.values[name].type
-
