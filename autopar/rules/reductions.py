@@ -1,0 +1,46 @@
+"""Ops that combine the elements of a dim: sums are terms on slices, anything else keeps the dim whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.program import Op
+from autopar.rules.rule import Line, Rule, Types, argument, lines
+
+__all__ = ["RULES"]
+
+_TABLE = {
+    "sum": "* -> () | sum *, plus 0",
+    "sum.dim_IntList": "*, @ -> *-@ | sum @, plus 0",
+    "nansum": "*, @ -> *-@ | sum @",
+    # mean over kept dims only: trace writes a mean as a sum and a division by the global count
+    "mean.dim": "*, @ -> *-@ | plus 0",
+    "mean": "... -> () | plus 0",
+    "amax amin logsumexp argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
+    "prod.dim_int var.dim var.correction std.dim std.correction std.dim var.dim": "*, @ -> *-@",
+    "max.dim min.dim median.dim nanmedian.dim var_mean.correction std_mean.correction": "*, @ -> *-@, *-@",
+    "kthvalue": "*, #, @-1 -> *-@, *-@",
+    "mode": "*, @-1 -> *-@, *-@",
+    "max min all any prod var std": "... -> ()",
+    "count_nonzero": "... -> ()",
+    "linalg_vector_norm linalg_norm norm.ScalarOpt_dim": "*, #, @ -> *-@",
+    "softmax.int log_softmax.int _softmax _log_softmax special_softmax": "*, @ -> *",
+    "cumsum": "*, @ -> * | plus 0",
+    "cumprod logcumsumexp": "*, @ -> *",
+    "cummax cummin": "*, @ -> *, *",
+    "topk": "*, #, @-1 -> *, *",
+    "sort sort.stable": "*, @-1 -> *, *",
+    "argsort argsort.stable": "*, @-1 -> *",
+    "glu": "*, @-1 -> *",
+}
+
+
+def _distance(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """pairwise_distance(x, y, p, eps, keepdim): over the last dim."""
+    return Line("* _, * _ -> * _" if argument(op, 4, "keepdim", False) else "* _, * _ -> *")
+
+
+RULES: Mapping[str, Rule] = {
+    **lines(_TABLE),
+    "aten.pairwise_distance.default": _distance,
+}

@@ -1,0 +1,254 @@
+"""Ops that move, join or cut tensors without arithmetic.  All are linear; what splits follows from the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from autopar.program import Op
+from autopar.rules.rule import Line, Rule, Types, argument, lines
+
+__all__ = ["RULES", "dim_names", "match_shapes", "without"]
+
+Shape = tuple[int, ...]
+
+
+def match_shapes(source: Shape, target: Shape) -> tuple[list[str], list[str]]:
+    """The dims of a reshape from `source` to `target` as factors.
+
+    Both shapes are cut into the shortest runs of equal products.  In memory order, equal slices of a run are equal
+    slices of its first dim (size-1 dims aside) on either side, so those two carry the run's factor.
+
+    >>> match_shapes((2, 12), (2, 3, 4))
+    (['d0', 'd1'], ['d0', 'd1', '_'])
+    """
+    dims: tuple[list[str], list[str]] = (["_"] * len(source), ["_"] * len(target))
+    if 0 in source:
+        return dims
+    left = [index for index, size in enumerate(source) if size > 1]
+    right = [index for index, size in enumerate(target) if size > 1]
+    while left and right:
+        name, heads = f"d{left[0]}", (left[0], right[0])
+        a, b = source[left.pop(0)], target[right.pop(0)]
+        while a != b:
+            if a < b:
+                a *= source[left.pop(0)]
+            else:
+                b *= target[right.pop(0)]
+        dims[0][heads[0]] = dims[1][heads[1]] = name
+    return dims
+
+
+def dim_names(rank: int, *whole: int) -> list[str]:
+    """``["d0", "d1" ...]`` with ``"_"`` at the dims in `whole`, which may be negative."""
+    kept_whole = {dim % rank for dim in whole} if rank else set[int]()
+    return [f"d{index}" if index not in kept_whole else "_" for index in range(rank)]
+
+
+def without(dims: list[str], *removed: int) -> list[str]:
+    """`dims` without those at the positions `removed`, which may be negative."""
+    gone = {dim % len(dims) for dim in removed}
+    return [name for index, name in enumerate(dims) if index not in gone]
+
+
+def _text(dims: list[str]) -> str:
+    return " ".join(dims) or "()"
+
+
+def _view(source: list[str], target: list[str], *, num_results: int = 1, **properties: tuple[int, ...]) -> Line:
+    results = ", ".join([_text(target)] * num_results)
+    return Line(f"{_text(source)} -> {results} | plus 0", is_view=True, **properties)
+
+
+def _reshape(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    return _view(*match_shapes(operand_types[0].shape, result_types[0].shape), size_args=(1,))
+
+
+def _regroup(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """A reshape whose arguments hold no sizes."""
+    return _view(*match_shapes(operand_types[0].shape, result_types[0].shape))
+
+
+def _reshape_like(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    source, target = match_shapes(operand_types[0].shape, result_types[0].shape)
+    return Line(f"{_text(source)}, {_text(target)} -> {_text(target)} | plus 0", is_view=True)
+
+
+def _unflatten(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """unflatten(x, dim, sizes): the first of the new dims can be cut only if its size is left open (-1)."""
+    dim, sizes = argument(op, 1, "dim"), argument(op, 2, "sizes")
+    if not isinstance(dim, int) or not isinstance(sizes, tuple):
+        return None
+    source, target = match_shapes(operand_types[0].shape, result_types[0].shape)
+    at = dim % len(source)
+    first = next((index for index, size in enumerate(sizes) if size != 1), 0)
+    if sizes[first] != -1:
+        source[at] = target[at + first] = "_"
+    return _view(source, target)
+
+
+def _permutation(order: Callable[[Op, list[int]], list[int] | None]) -> Rule:
+    """`order` says, for an op and the dims 0, 1 ... of its operand, in which order the result has them."""
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+        names = dim_names(len(operand_types[0].shape))
+        result = order(op, list(range(len(names))))
+        return None if result is None else _view(names, [names[index] for index in result])
+
+    return rule
+
+
+def _as_dims(arg: object, rank: int) -> list[int]:
+    parts = arg if isinstance(arg, tuple) else (arg,)
+    return [part % rank for part in parts if isinstance(part, int) and rank]
+
+
+def _permute(op: Op, dims: list[int]) -> list[int]:
+    return _as_dims(argument(op, 1, "dims"), len(dims))
+
+
+def _swap(op: Op, dims: list[int]) -> list[int] | None:
+    first, second = argument(op, 1, "dim0"), argument(op, 2, "dim1")
+    if not isinstance(first, int) or not isinstance(second, int):
+        return None
+    if dims:
+        dims[first], dims[second] = dims[second], dims[first]
+    return dims
+
+
+def _swap_last(op: Op, dims: list[int]) -> list[int]:
+    return dims[:-2] + dims[-2:][::-1]
+
+
+def _reverse(op: Op, dims: list[int]) -> list[int]:
+    return dims[::-1]
+
+
+def _move(op: Op, dims: list[int]) -> list[int]:
+    source, target = (_as_dims(argument(op, at, ""), len(dims)) for at in (1, 2))
+    rest = iter([dim for dim in dims if dim not in source])
+    placed = dict(zip(target, source, strict=True))
+    return [placed[index] if index in placed else next(rest) for index in dims]
+
+
+def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
+    """Takes a part, or parts, along one dim; the other dims split."""
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+        dim = argument(op, dim_at, "dim", default)
+        if not isinstance(dim, int):
+            return None
+        names = dim_names(len(operand_types[0].shape), dim)
+        return _view(names, names if keeps_dim else without(names, dim), num_results=len(result_types))
+
+    return rule
+
+
+def _slice(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """slice(x, dim, start, end, step): a slice of everything leaves its dim free to be split."""
+    shape = operand_types[0].shape
+    dim, start, end, step = (argument(op, at, "", default) for at, default in ((1, 0), (2, 0), (3, None), (4, 1)))
+    if not isinstance(dim, int):
+        return None
+    is_all = start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= shape[dim]))
+    names = dim_names(len(shape)) if is_all else dim_names(len(shape), dim)
+    return _view(names, names)
+
+
+def _join(op: Op, operand_types: Types, result_types: Types, *, is_new: bool) -> Line | None:
+    dim = argument(op, 1, "dim", 0)
+    if not isinstance(dim, int):
+        return None
+    result = dim_names(len(result_types[0].shape), dim)
+    operand = without(result, dim) if is_new else result
+    return Line(f"[{_text(operand)}] -> {_text(result)} | plus 0")
+
+
+def _cat(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    return _join(op, operand_types, result_types, is_new=False)
+
+
+def _stack(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    return _join(op, operand_types, result_types, is_new=True)
+
+
+def _repeat(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """repeat, tile: dims that are not repeated split."""
+    source, target = operand_types[0].shape, result_types[0].shape
+    shift = len(target) - len(source)
+    is_kept = [dim >= shift and source[dim - shift] == size for dim, size in enumerate(target)]
+    names = [f"d{dim}" if kept else "_" for dim, kept in enumerate(is_kept)]
+    return Line(f"{_text(names[shift:])} -> {_text(names)} | plus 0")
+
+
+def _repeat_interleave(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """repeat_interleave(x, repeats, dim): slices of the dim give slices, unless the result's size is given."""
+    dim = argument(op, 2, "dim")
+    if not isinstance(dim, int):
+        return Line("... -> _ | plus 0")
+    rank = len(operand_types[0].shape)
+    names = dim_names(rank) if dict(op.kwargs).get("output_size") is None else dim_names(rank, dim)
+    return Line(f"{_text(names)} -> {_text(names)} | plus 0")
+
+
+def _unfold(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    dim = argument(op, 1, "dimension")
+    if not isinstance(dim, int):
+        return None
+    names = dim_names(len(operand_types[0].shape), dim)
+    return _view(names, [*names, "_"])
+
+
+def _diagonal(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    first, second = argument(op, 2, "dim1", 0), argument(op, 3, "dim2", 1)
+    if not isinstance(first, int) or not isinstance(second, int):
+        return None
+    names = dim_names(len(operand_types[0].shape), first, second)
+    return _view(names, [*without(names, first, second), "_"])
+
+
+def _update(dim_at: int, *, keeps_dim: bool) -> Rule:
+    """select_scatter, slice_scatter: x with a part along one dim replaced by src."""
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+        dim = argument(op, dim_at, "dim", 0)
+        if not isinstance(dim, int):
+            return None
+        names = dim_names(len(operand_types[0].shape), dim)
+        source = names if keeps_dim else without(names, dim)
+        return Line(f"{_text(names)}, {_text(source)} -> {_text(names)} | plus 0 1")
+
+    return rule
+
+
+def _aten(names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"aten.{name if '.' in name else name + '.default'}": rule for name in names.split()}
+
+
+RULES: Mapping[str, Rule] = {
+    **_aten("view reshape _unsafe_view", _reshape),
+    **_aten("unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints ravel", _regroup),
+    **_aten("atleast_1d atleast_2d atleast_3d", _regroup),
+    **_aten("view_as reshape_as", _reshape_like),
+    **_aten("unflatten.int", _unflatten),
+    **lines({"expand broadcast_to": "*, # -> * | plus 0"}, size_args=(1,), is_view=True),
+    **lines({"expand_as": "*, * -> * | plus 0"}, is_view=True),
+    **_aten("permute", _permutation(_permute)),
+    **_aten("transpose.int swapaxes swapdims", _permutation(_swap)),
+    **_aten("mT adjoint", _permutation(_swap_last)),
+    **_aten("t numpy_T", _permutation(_reverse)),
+    **_aten("movedim.int movedim.intlist moveaxis.int moveaxis.intlist", _permutation(_move)),
+    **_aten("select.int", _cut(1, None, keeps_dim=False)),
+    **_aten("unbind.int", _cut(1, 0, keeps_dim=False)),
+    **_aten("split.Tensor split.sizes split_with_sizes unsafe_split.Tensor", _cut(2, 0, keeps_dim=True)),
+    **_aten("chunk unsafe_chunk tensor_split.sections tensor_split.indices", _cut(2, 0, keeps_dim=True)),
+    **_aten("narrow", _cut(1, None, keeps_dim=True)),
+    **_aten("slice.Tensor", _slice),
+    **_aten("cat concat concatenate", _cat),
+    **_aten("stack", _stack),
+    **_aten("repeat tile", _repeat),
+    **_aten("repeat_interleave.self_int", _repeat_interleave),
+    **_aten("unfold", _unfold),
+    **_aten("diagonal", _diagonal),
+    **_aten("select_scatter", _update(2, keeps_dim=False)),
+    **_aten("slice_scatter", _update(2, keeps_dim=True)),
+}
