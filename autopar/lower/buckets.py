@@ -15,8 +15,7 @@ from torch import Tensor
 
 from autopar.lower.collectives import Handle, merge_stack, split_stack
 from autopar.lower.communicator import Communicator
-from autopar.lower.moves import COLLECTIVE_KINDS, Move, run_move
-from autopar.lower.reshard_ops import backward_moves, forward_moves
+from autopar.lower.moves import COLLECTIVE_KINDS, Move, backward_moves, forward_moves, run_move
 from autopar.placement import Step
 
 __all__ = ["BucketHandle", "gather_bucket", "reduce_bucket", "start_gather_bucket", "start_reduce_bucket"]

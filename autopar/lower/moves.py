@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar.lower.communicator import Communicator
-from autopar.placement import Axis
+from autopar.placement import Axis, Step
 
-__all__ = ["COLLECTIVE_KINDS", "Move", "run_move"]
+__all__ = ["COLLECTIVE_KINDS", "Move", "backward_moves", "forward_moves", "run_move"]
 
 COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
 
@@ -31,6 +31,16 @@ class Move(NamedTuple):
     def dim(self) -> int:
         """The sharded dim of a move that has one (all but all_to_all)."""
         return max(self.from_dim, self.to_dim)
+
+
+def forward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """What happens to the value."""
+    return tuple(Move(step.axis, step.forward, step.src.dim, step.dst.dim) for step in steps)
+
+
+def backward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """What happens to the gradient: from the last step to the first, from `dst` to `src`."""
+    return tuple(Move(step.axis, step.backward, step.dst.dim, step.src.dim) for step in reversed(steps))
 
 
 def run_move(x: Tensor, move: Move, communicator: Communicator) -> Tensor:

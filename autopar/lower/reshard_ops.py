@@ -9,11 +9,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autopar.lower.buckets import (
+    BucketHandle,
+    gather_bucket,
+    reduce_bucket,
+    start_gather_bucket,
+    start_reduce_bucket,
+)
 from autopar.lower.communicator import Communicator
-from autopar.lower.moves import Move, run_move
+from autopar.lower.moves import Move, backward_moves, forward_moves, run_move
 from autopar.placement import Step
 
-__all__ = ["apply_backward", "apply_forward", "backward_moves", "forward_moves", "reshard_tensor", "time_slice"]
+__all__ = [
+    "BucketHandle",
+    "apply_backward",
+    "apply_forward",
+    "gather_bucket",
+    "reduce_bucket",
+    "reshard_tensor",
+    "start_gather_bucket",
+    "start_reduce_bucket",
+    "time_slice",
+]
 
 
 def reshard_tensor(
@@ -42,16 +59,6 @@ def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) 
 def apply_backward(gradient: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
     """Run the `backward` of `steps` in reverse order on a gradient, outside autograd."""
     return _run(gradient.detach(), backward_moves(steps), communicator)
-
-
-def forward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
-    """What happens to the value."""
-    return tuple(Move(step.axis, step.forward, step.src.dim, step.dst.dim) for step in steps)
-
-
-def backward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
-    """What happens to the gradient: from the last step to the first, from `dst` to `src`."""
-    return tuple(Move(step.axis, step.backward, step.dst.dim, step.src.dim) for step in reversed(steps))
 
 
 def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
