@@ -288,7 +288,7 @@ def _check_consistency(plan: Plan) -> None:
     for index, strategy in enumerate(plan.strategies):
         if math.prod(strategy.mesh) != plan.world_size:
             raise PlanFormatError(
-                f"strategies[{index}]: mesh {strategy.mesh} does not hold {plan.world_size} devices (world_size)"
+                f"strategies[{index}]: mesh {strategy.mesh} does not hold world_size {plan.world_size}"
             )
         layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(x for _, x in strategy.copies))
         for row in (*layouts, *strategy.assignments):

@@ -151,10 +151,10 @@ class Op:
     ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"``
     (no rule and nothing found).  `saves` are the tensors that autograd keeps for backward, as indices into
     operands, then results; `saved_extra_bytes` is what it keeps besides (statistics, masks), for the whole
-    op; it scales with the first result.  `size_args` lists the positions of arguments that repeat the result's
-    global sizes and become local when lowered. `is_random` marks ops that draw random numbers.  `view` marks
-    ops whose result may alias the first operand.  `source` is the user's ``file:line``, `module` the path of
-    the module that ran it.
+    op; it scales with the first result.  `size_args` lists the positions of arguments that repeat the
+    result's global sizes and become local when lowered.  `is_random` marks ops that draw random numbers.
+    `is_view` marks ops whose result may alias the first operand.  `source` is the user's ``file:line``,
+    `module` the path of the module that ran it.
     """
 
     name: str

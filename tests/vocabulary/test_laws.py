@@ -1,0 +1,129 @@
+"""Laws of the whole package: what it may import, and the words that it may not know."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar import errors
+
+PACKAGE = Path(autopar.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Names of model families: planning must come out of rules, costs and search alone.  Long names count wherever
+# they stand, short ones (parts of many words) only where no letter touches them.
+LONG = "llama gpt bert mixtral mistral qwen gemma deepseek falcon mamba whisper starcoder siglip convnext resnet olmo"
+SHORT = "vit deit swin t5 mt5 phi2 phi3 bart bloom dbrx unet"
+FAMILY = re.compile(
+    rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ', '|')})(?![a-z])", re.IGNORECASE
+)
+# Where private interfaces of torch may be used: one place for each stage that needs them.
+COMPAT = {PACKAGE / "trace" / "compat.py", PACKAGE / "lower" / "compat.py"}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_source_names_a_model(path: Path):
+    assert FAMILY.findall(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["LlamaDecoderLayer", "model_type == 'gpt2'", "is_bert", "vit_base", "T5", "GPTNeoX", "x.unet"]
+)
+def test_a_model_name_is_seen(text: str):
+    assert FAMILY.search(text)
+
+
+@pytest.mark.parametrize("text", ["invite", "activity", "embark", "swing", "philosophy", "blooming", "int5"])
+def test_an_ordinary_word_is_no_model_name(text: str):
+    assert not FAMILY.search(text)
+
+
+def private_uses(source: str) -> list[str]:
+    """What a source takes from torch under a name that begins with one underscore."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+    return sorted({name for name in found if re.match(r"torch\.(\w+\.)*_(?!_)\w+", name)})
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path not in COMPAT], ids=relative)
+def test_private_torch_is_used_in_compat_only(path: Path):
+    assert private_uses(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._guards",
+        "from torch.fx import _pytree",
+        "torch._C._foo()",
+        "from torch._inductor.ir import x",
+    ],
+)
+def test_a_private_use_is_seen(source: str):
+    assert private_uses(source) != []
+    assert private_uses("from torch import nn\nx = torch.zeros(1).add_(1)\ntorch.__version__") == []
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["autopar", "autopar.search", "autopar.rules", "autopar.cost", "autopar.plan", "autopar.program",
+     "autopar.cluster", "autopar.placement", "autopar.errors"],
+)  # fmt: skip
+def test_pure_parts_load_no_torch(module: str):
+    loaded = modules_loaded_by(f"import {module}")
+    assert module in loaded
+    assert "torch" not in loaded
+
+
+def test_loading_torch_would_be_seen():
+    assert "torch" in modules_loaded_by("import torch")
+
+
+def test_public_names_load_on_first_use():
+    assert {"Cluster", "Plan", "parallelize", "plan", "register_rule", "verify"} <= set(autopar.__all__)
+    assert "autopar.plan" in modules_loaded_by("import autopar; autopar.Plan")
+    assert "torch" not in modules_loaded_by(
+        "import autopar; autopar.Plan; autopar.Cluster; autopar.register_rule"
+    )
+
+
+@pytest.mark.parametrize("name", autopar.__all__)
+def test_every_public_name_exists(name: str):
+    assert getattr(autopar, name).__module__.startswith("autopar")
+
+
+def test_an_unknown_name_is_refused_as_python_does():
+    with pytest.raises(AttributeError, match="has no attribute 'paralelize'"):
+        autopar.paralelize  # noqa: B018
+
+
+def test_every_error_is_one_family_and_explains_itself():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.AutoparError)
+        assert kind.__doc__
+    defined = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert defined == set(errors.__all__)

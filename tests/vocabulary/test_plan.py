@@ -1,0 +1,109 @@
+"""A plan is text: it round-trips, and what can't be read is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from autopar.errors import PlanFormatError
+from autopar.plan import FORMAT_VERSION, LayerCost, Plan
+from tests.vocabulary.plans import plans, small_plan
+
+
+@settings(max_examples=60)
+@given(plans())
+def test_json_round_trip(plan: Plan):
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    assert Plan.from_json(text).to_json() == text
+
+
+def test_file_round_trip(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    small_plan().save(path)
+    assert Plan.load(path) == small_plan()
+    assert Plan.load(str(path)) == small_plan()
+
+
+def test_layouts_and_assignments_are_readable():
+    data = json.loads(small_plan().to_json())
+    assert data["autopar_plan"] == FORMAT_VERSION
+    assert data["strategies"][0]["assignments"] == ["b f", "b -"]
+    assert data["strategies"][0]["copies"] == {"x": "S(0),B"}
+    assert data["shared_storage"] == {"embedding.weight": "S(0)"}
+
+
+def test_an_edit_is_read_back():
+    data = json.loads(small_plan().to_json())
+    data["strategies"][0]["storage"] = ["S(1),R"]
+    edited = Plan.from_json(json.dumps(data))
+    assert edited != small_plan()
+    assert json.loads(edited.to_json()) == data
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> str:
+    data = json.loads(small_plan().to_json())
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("layers"), r"plan: fields missing: \['layers'\], unknown: \[\]"),
+        (lambda d: d.update(colour=1), r"plan: fields missing: \[\], unknown: \['colour'\]"),
+        (lambda d: d.update(autopar_plan=99), "not a plan of format 1"),
+        (lambda d: d.pop("autopar_plan"), "not a plan of format 1"),
+        (lambda d: d.update(layers=5), "plan: 'layers' must be a list of objects, but is 5"),
+        (lambda d: d.update(layers=[5]), r"'layers' must be a list of objects, but is \[5\]"),
+        (lambda d: d.update(world_size="4"), "plan: 'world_size' must be a whole number, but is '4'"),
+        (lambda d: d.update(world_size=True), "plan: 'world_size' must be a whole number, but is True"),
+        (lambda d: d.update(step_time_s=None), "plan: 'step_time_s' must be a number, but is None"),
+        (lambda d: d.update(notes="all well"), "plan: 'notes' must be a list of texts, but is 'all well'"),
+        (lambda d: d.update(planning_s={"trace": "x"}), "'planning_s' must be an object of numbers"),
+        (lambda d: d.update(shared_storage={"w": "S(x)"}), r"placement 'S\(x\)' is none of"),
+        (lambda d: d.update(shared_storage=["w"]), "'shared_storage' must be an object of layouts"),
+        (lambda d: d["layers"][1].pop("kind"), r"layers\[1\]: fields missing: \['kind'\]"),
+        (lambda d: d["layers"][1].update(strategy=1), "layer 'block.1' names strategy 1 of 1"),
+        (lambda d: d["layers"][1].update(strategy=-1), "layer 'block.1' names strategy -1 of 1"),
+        (lambda d: d["costs"][0].update(forward_s="1"), r"costs\[0\]: 'forward_s' must be a number"),
+        (lambda d: d["costs"].append(d["costs"][0]), "1 strategies but 2 costs"),
+        (lambda d: d["strategies"][0].update(zeroo=1), r"strategies\[0\]: .* unknown: \['zeroo'\]"),
+        (lambda d: d["strategies"][0].update(mesh=[4, 2]), r"mesh \(4, 2\) does not hold world_size 4"),
+        (lambda d: d["strategies"][0].update(mesh="22"), "'mesh' must be a list of whole numbers"),
+        (
+            lambda d: d["strategies"][0].update(inputs=["S(0)"]),
+            r"'S\(0\)' has 1 parts, but mesh \(2, 2\) has 2",
+        ),
+        (lambda d: d["strategies"][0].update(inputs=["S(0),Z"]), "placement 'Z' is none of"),
+        (lambda d: d["strategies"][0].update(inputs=[0]), "'inputs' must be a list of layouts"),
+        (lambda d: d["strategies"][0].update(copies={"x": "B"}), "'B' has 1 parts"),
+        (lambda d: d["strategies"][0].update(assignments=["b f s"]), "'b f s' has 3 parts"),
+    ],
+)
+def test_what_cannot_be_read_is_named(change: Callable[[dict[str, Any]], Any], message: str):
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(edit(change))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1 column 1"),
+        ('{"autopar_plan": 1,\n "layers": }', "line 2 column 12"),
+        ("[]", "not a plan of format 1"),
+        ('"plan"', "not a plan of format 1"),
+    ],
+)
+def test_what_is_no_plan_at_all_is_refused(text: str, message: str):
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(text)
+
+
+def test_costs_add_up():
+    cost = LayerCost(*[float(2**i) for i in range(11)])
+    assert cost.total_s == 2**6 - 1
+    assert cost.persistent_bytes == 2**6 + 2**7 + 2**8 + 2**9
