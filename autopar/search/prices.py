@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
+from autopar.cluster import OpTime
 from autopar.placement import Axis
 from autopar.program import Op, TensorType
 
 __all__ = ["OpTime", "Prices"]
 
 
-@dataclass(frozen=True)
-class OpTime:
-    """Seconds that one op takes on local tensors, forward and backward apart, and where the numbers come from.
-
-    `source` is one of ``"profile"``, ``"measured"``, ``"published"``, ``"roofline"``.
-    """
-
-    forward_s: float
-    backward_s: float
-    source: str
-
-
 class Prices(Protocol):
-    """Prices on one kind of device in one cluster.  Every method is pure; equal arguments give equal prices."""
+    """Prices on one kind of device in one cluster.  Pure: equal arguments give equal prices."""
 
     @property
     def device(self) -> str:
@@ -53,7 +41,7 @@ class Prices(Protocol):
         ...
 
     def collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
-        """Seconds of one collective (`kind` as in `Step.forward`) on `axis`; `num_bytes` as `Step.fraction` counts.
+        """Seconds of one collective on `axis`: `kind` as in `Step.forward`, `num_bytes` as `Step.fraction` counts.
 
         Raises:
             MissingPriceError: this kind has no price.
@@ -61,7 +49,7 @@ class Prices(Protocol):
         ...
 
     def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
-        """Seconds of one optimizer step over `num_parameters` local elements that reads and writes so many bytes each."""
+        """Seconds of one optimizer step over local elements, reading and writing so many bytes of each."""
         ...
 
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:

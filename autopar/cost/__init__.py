@@ -1,0 +1,12 @@
+"""Cost: what ops, collectives and optimizer steps take on a cluster, in seconds, and where each number
+comes from.
+
+`ClusterPrices` is what a search asks.  `autopar.cost.measure` (the only part that loads torch) makes a
+`Profile`.
+"""
+
+from autopar.cost.prices import ClusterPrices
+from autopar.cost.profile import Curve, Point, Profile
+from autopar.cost.work import Work, count_work
+
+__all__ = ["ClusterPrices", "Curve", "Point", "Profile", "Work", "count_work"]

@@ -1,0 +1,221 @@
+"""`ClusterPrices`: seconds of ops, collectives and optimizer steps on a cluster, from a profile or a
+roofline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autopar.cluster import Cluster, OpTime
+from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
+from autopar.cost.profile import Curve, Profile
+from autopar.cost.work import Work, count_work, packet_name
+from autopar.errors import MissingPriceError
+from autopar.placement import Axis
+from autopar.program import Op, TensorType
+
+__all__ = ["ClusterPrices", "OpTime"]
+
+_LARGE_BYTES = 2.0**26
+_OPTIMIZER_KERNELS = 12
+"""Kernels of one fused-by-group optimizer step over a large list of tensors."""
+
+
+class ClusterPrices:
+    """Prices on `cluster`; what `profile` has measured comes from there, the rest from a roofline.
+
+    Satisfies the protocol `autopar.search.prices.Prices`.  The roofline of a matrix product is
+    ``launch + max(flops / rate, reads / bandwidth) + writes / bandwidth``: the result is written after the
+    last
+    product of each tile, which is why products with a short inner dimension stay below the peak.
+
+    Equal arguments give equal prices; answers are kept, so that asking again is fast.
+
+    >>> from autopar.cluster import Cluster, OpTime
+    >>> ClusterPrices(Cluster.of("h100")).collective_s("all_reduce", Axis(8, 1), 2.0**30) < 4.2e-3
+    True
+    """
+
+    def __init__(self, cluster: Cluster, profile: Profile | None = None) -> None:
+        """Price on `cluster`, with `profile`'s measurements where it has any."""
+        self.cluster = cluster
+        self.profile = profile
+        self._curves: Mapping[str, Curve] = profile.curves if profile else {}
+        self._op_times: dict[tuple[int, tuple[TensorType, ...], tuple[TensorType, ...], bool], OpTime] = {}
+        self._ops: dict[int, Op] = {}
+        self._terms: dict[tuple[str, Axis], CollectiveTerms] = {}
+        device = cluster.device
+        self._bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
+
+    @property
+    def device(self) -> str:
+        """The device's name, for the plan."""
+        return self.profile.device if self.profile else self.cluster.device.name
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of one device that a program may use."""
+        return self.cluster.device.usable_memory_bytes
+
+    @property
+    def devices_per_node(self) -> int:
+        """How many neighbouring ranks share the fast links."""
+        return self.cluster.devices_per_node
+
+    def op_s(
+        self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
+    ) -> OpTime:
+        """Seconds of `op` on tensors of these local types; backward is 0.0 if not `differentiable`.
+
+        Raises:
+            MissingPriceError: the op computes with a dtype for which the device has no rate.
+        """
+        # Hashing an op costs more than pricing it; its identity does, as long as it is kept alive here.
+        key = (id(op), operands, results, differentiable)
+        found = self._op_times.get(key)
+        if found is None:
+            self._ops[id(op)] = op
+            found = self._op_times[key] = self._price_op(op, operands, results, differentiable)
+        return found
+
+    def collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
+        """Seconds of one collective on `axis` with a buffer of `num_bytes` (the NCCL tests' "size").
+
+        Raises:
+            MissingPriceError: this kind has no price.
+        """
+        curve = self._collective_curve(kind, axis)
+        if curve is not None:
+            return curve[0].seconds(num_bytes * curve[1])
+        terms = self._terms.get((kind, axis))
+        if terms is None:
+            terms = self._terms[kind, axis] = collective_terms(self.cluster, kind, axis)
+        return terms.seconds(num_bytes)
+
+    def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
+        """Seconds of one optimizer step over `num_parameters` local elements that reads and writes so many
+        bytes each."""
+        num_bytes = num_parameters * bytes_per_parameter
+        curve = self._curves.get("optimizer")
+        if curve is not None:
+            return curve.seconds(num_bytes)
+        return num_bytes / self._bytes_per_s + _OPTIMIZER_KERNELS * self.cluster.device.launch_s
+
+    def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
+        """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large
+        one."""
+        latency_s = self.collective_s(kind, axis, 0.0)
+        large_s = self.collective_s(kind, axis, _LARGE_BYTES)
+        share = traffic_share(kind, axis.size)
+        rate = share * _LARGE_BYTES / (large_s - latency_s) if large_s > latency_s else math.inf
+        return {"latency_s": latency_s, "bytes_per_s": rate}
+
+    def _collective_curve(self, kind: str, axis: Axis) -> tuple[Curve, float] | None:
+        """The measured curve of the nearest group size, and by what to scale a buffer to give it the same
+        traffic."""
+        check_kind(kind)
+        if self.profile is None or axis.size <= 1:
+            return None
+        sizes = self.profile.measured_group_sizes(kind)
+        if not sizes:
+            return None
+        nearest = min(sizes, key=lambda size: (abs(math.log(size / axis.size)), size))
+        share = traffic_share(kind, axis.size) / traffic_share(kind, nearest)
+        return self._curves[f"collective/{kind}/{nearest}"], share
+
+    def _price_op(
+        self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
+    ) -> OpTime:
+        work = count_work(op, operands, results)
+        measured = self._measured(op, work)
+        forward_s, backward_s = measured or self._roofline(work)
+        return OpTime(
+            forward_s, backward_s if differentiable else 0.0, "measured" if measured else "roofline"
+        )
+
+    def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
+        if work.kind in ("matmul", "attention"):
+            return self._measured_flops(work)
+        if work.kind == "view":
+            return self._measured_view(work)
+        name = packet_name(op.target)
+        forward = self._curves.get(f"op/{name}/forward") or self._curves.get("elementwise/forward")
+        backward = self._curves.get(f"op/{name}/backward") or self._curves.get("elementwise/backward")
+        if forward is None or backward is None:
+            return None
+        has_backward = work.num_backward_kernels > 0
+        return forward.seconds(work.num_bytes), backward.seconds(
+            work.backward_num_bytes
+        ) if has_backward else 0.0
+
+    def _measured_flops(self, work: Work) -> tuple[float, float] | None:
+        forward = self._curves.get(f"{work.kind}/{work.dtype}/forward")
+        backward = self._curves.get(f"{work.kind}/{work.dtype}/backward")
+        if forward is None or backward is None:
+            return None
+        whole = 2.0 if work.kind == "matmul" else 2.5
+        part = work.backward_flops / (whole * work.flops) if work.flops else 1.0
+        return (
+            max(forward.seconds(work.flops), self._measured_bytes_s(work.num_bytes)),
+            max(part * backward.seconds(whole * work.flops), self._measured_bytes_s(work.backward_num_bytes)),
+        )
+
+    def _measured_view(self, work: Work) -> tuple[float, float] | None:
+        forward, backward = self._curves.get("view/forward"), self._curves.get("view/backward")
+        if forward is None or backward is None:
+            return None
+        return forward.overhead_s, max(backward.overhead_s, self._measured_bytes_s(work.backward_num_bytes))
+
+    def _measured_bytes_s(self, num_bytes: float) -> float:
+        """What moving so many bytes takes at least; 0.0 where only overhead would be told."""
+        curve = self._curves.get("elementwise/forward")
+        if curve is None or num_bytes <= curve.points[0].amount:
+            return 0.0
+        return curve.seconds(num_bytes)
+
+    def _roofline(self, work: Work) -> tuple[float, float]:
+        rate = self._rate(work) if work.flops else math.inf
+        forward_s = 0.0 if work.kind == "view" else self._roofline_s(
+            work.flops / rate, work.read_bytes, work.write_bytes, 1
+        )  # fmt: skip
+        backward_s = self._roofline_s(
+            work.backward_flops / rate,
+            work.backward_read_bytes,
+            work.backward_write_bytes,
+            work.num_backward_kernels,
+        )
+        return forward_s, backward_s
+
+    def _roofline_s(self, compute_s: float, read_bytes: float, write_bytes: float, num_kernels: int) -> float:
+        moving_s = read_bytes / self._bytes_per_s
+        return (
+            num_kernels * self.cluster.device.launch_s
+            + max(compute_s, moving_s)
+            + write_bytes / self._bytes_per_s
+        )
+
+    def _rate(self, work: Work) -> float:
+        device = self.cluster.device
+        peak = device.flops_per_s.get(work.dtype)
+        if peak is None:
+            raise MissingPriceError(
+                f"{device.name} has no rate for {work.dtype} products, only in {', '.join(device.flops_per_s)}. "
+                "Add it to Device.flops_per_s"
+            )
+        if work.kind == "attention":
+            return peak * device.attention_efficiency * attention_fraction(work)
+        return peak * device.matmul_efficiency
+
+
+def attention_fraction(work: Work) -> float:
+    """Which part of its best rate fused attention reaches at this length and head size.
+
+    ``length / (length + 540)`` for causal, ``length / (length + 200)`` for full attention, times 0.87 for
+    heads
+    smaller than 128 and further in proportion below 64: fitted within 6 % to the published sweeps over
+    lengths 512 to
+    16384 on two generations of devices (FlashAttention-2, figures 4 and 7: HW-0324 to HW-0395).
+    """
+    lost = 540 if work.is_causal else 200
+    head = 1.0 if work.head_dim >= 128 else 0.87 * min(1.0, work.head_dim / 64)
+    return max(head, 0.05) * work.length / (work.length + lost)
