@@ -42,16 +42,21 @@ def boundary_layout(policy: Policy, tensor: TensorType, mesh: tuple[int, ...]) -
 def has_whole_boundary(program: Program, name: str) -> bool:
     """Whether this value is whole (``R`` on all axes) wherever it crosses a boundary, whatever the policy.
 
-    So are the model's inputs (each rank gets the plain global batch), the loss, and, in a model without a loss
-    inside, all outputs.
+    So are the model's inputs (each rank gets the plain global batch), new values of buffers, the loss, and, in a model
+    without a loss inside, all outputs.
     """
-    if name in program.inputs:
+    if name in program.inputs or name in program.updates.values():
         return True
     return name == program.loss if program.loss else name in program.outputs
 
 
-def arrival_layout(program: Program, name: str, policy: Policy, mesh: tuple[int, ...]) -> Layout:
-    """The layout in which value `name` crosses a boundary of this policy; both sides of the boundary agree on it."""
+def arrival_layout(
+    program: Program, name: str, policy: Policy, mesh: tuple[int, ...], tensor: TensorType | None = None
+) -> Layout:
+    """The layout in which value `name` crosses a boundary of this policy; both sides of the boundary agree on it.
+
+    `tensor` is what one microbatch holds of it, if there are several.
+    """
     if has_whole_boundary(program, name):
         return (REPLICATE,) * len(mesh)
-    return boundary_layout(policy, program.type_of(name), mesh)
+    return boundary_layout(policy, tensor or program.type_of(name), mesh)

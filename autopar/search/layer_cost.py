@@ -1,37 +1,44 @@
-"""What one layer costs under a strategy: the one formula that search minimises and the plan reports."""
+"""What one layer costs under a strategy: the one formula that search minimises and the plan reports.
+
+Seconds of a step with M microbatches::
+
+      M * sum over ops      forward (twice if recomputed) + backward
+    + M * sum over values   collectives of source -> copy and copy -> each reader (forward, backward, recompute)
+    +     sum over params   collectives of storage -> copy, as often as the ZeRO level says (`parameter_times`)
+    + M * sum over kernels  the collectives inside special kernels
+    +     sum over params   the optimizer on what this device stores
+
+Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `layer_memory`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.placement import Axis, Layout
+from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Program
+from autopar.search.flows import Flow
+from autopar.search.layer_memory import layer_memory
+from autopar.search.op_states import kernel_runs
+from autopar.search.placed import PlacedLayer, SharedStorage, place
 from autopar.search.prices import Prices
+from autopar.search.reshard_tables import LOCAL
+from autopar.search.training import TrainingSpec, is_cheap
 
-__all__ = ["PricedCollective", "SharedStorage", "TrainingSpec", "is_cheap", "layer_collectives", "layer_cost"]
-
-# Value name of a parameter that several layers read -> (mesh, layout on it) of its one storage.
-SharedStorage = Mapping[str, tuple[tuple[int, ...], Layout]]
-
-
-@dataclass(frozen=True)
-class TrainingSpec:
-    """How the program is trained.
-
-    Args:
-        is_training: False: only forward passes, no gradients, no optimizer.
-        optimizer_state_bytes_per_element: 8 for Adam with two float32 moments, 0 for plain SGD.
-        gradient_itemsize_bytes: bytes of a parameter's gradient element; 0: as the parameter's dtype.
-        storage_itemsize_bytes: bytes of a stored parameter element; 0: as the parameter's dtype.  If it differs, a copy
-            in the parameter's dtype is held besides.
-    """
-
-    is_training: bool = True
-    optimizer_state_bytes_per_element: float = 8.0
-    gradient_itemsize_bytes: int = 0
-    storage_itemsize_bytes: int = 0
+__all__ = [
+    "PricedCollective",
+    "SharedStorage",
+    "TrainingSpec",
+    "is_cheap",
+    "layer_collectives",
+    "layer_cost",
+    "parameter_times",
+    "placed_collectives",
+    "placed_cost",
+]
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,15 @@ class PricedCollective:
     purpose: str
 
 
-def is_cheap(op: Op) -> bool:
-    """Whether selective recomputation runs `op` again in backward instead of keeping its result."""
-    raise NotImplementedError
+def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) -> tuple[int, int]:
+    """How often per step a parameter is gathered, and how often its gradient is reduced.
+
+    ZeRO-3 gathers for the forward and again for the backward of every microbatch; levels 2 and 3 reduce in every
+    microbatch; the others gather and reduce once.
+    """
+    if not training.is_training:
+        return (num_microbatches if zero == 3 else 1), 0
+    return (2 * num_microbatches if zero == 3 else 1), (num_microbatches if zero >= 2 else 1)
 
 
 def layer_collectives(
@@ -64,8 +77,9 @@ def layer_collectives(
     training: TrainingSpec | None = None,
     shared_storage: SharedStorage | None = None,
 ) -> tuple[PricedCollective, ...]:
-    """Every collective that one step of this layer runs, in no particular order."""
-    raise NotImplementedError
+    """Every collective that one step of this layer runs, value by value."""
+    placed = place(program, layer, strategy, num_microbatches, shared_storage)
+    return placed_collectives(placed, training or TrainingSpec())
 
 
 def layer_cost(
@@ -79,6 +93,116 @@ def layer_cost(
 ) -> LayerCost:
     """Seconds and bytes of this layer for one step on one device.
 
-    The memory of parameters in `shared_storage` is not counted here: they are held once for the whole plan.
+    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are held and updated
+    once for the whole plan.
+
+    Raises:
+        ValueError: the strategy does not fit the layer.
+        MissingPriceError: an op or collective has no price.
     """
-    raise NotImplementedError
+    return placed_cost(place(program, layer, strategy, num_microbatches, shared_storage), prices, training)
+
+
+def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
+    """As `layer_collectives`, of a layer that a strategy has been applied to."""
+    found = [run for flow in placed.read_flows() for run in _flow_collectives(placed, flow, training)]
+    for op, state in zip(placed.layer.ops, placed.states, strict=True):
+        for run in kernel_runs(state, placed.mesh):
+            backward = run.phase == "backward"
+            if not backward or training.is_training:
+                times = placed.view.num_microbatches
+                found.append(PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel"))
+            if not backward and _reruns_collectives(placed, training):
+                times = placed.view.num_microbatches
+                found.append(PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel"))
+    return tuple(found)
+
+
+def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
+    return training.is_training and placed.recompute == "full"
+
+
+def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Iterator[PricedCollective]:
+    count = placed.view.num_microbatches
+    has_gradient = training.is_training and flow.value.requires_grad
+    again = count if _reruns_collectives(placed, training) else 0
+    purpose = "parameter" if flow.is_parameter else "activation"
+    name = flow.value.name
+    first = placed.view.value_type(flow).num_bytes
+    if flow.is_parameter:
+        gathers, reduces = parameter_times(placed.zero, count, training)
+        gradient = flow.value.type.num_elements * training.gradient_itemsize(flow.value.type.dtype)
+        times = (gathers, reduces if has_gradient else 0, 0)
+        yield from _collectives(name, placed.to_copy(flow), (first, gradient), times, purpose)
+    else:
+        times = (count, count if has_gradient else 0, again)
+        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose)
+    times = (count, count if has_gradient else 0, again)
+    for op, mention in flow.readers:
+        num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
+        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose)
+    if flow.output >= 0:
+        yield from _collectives(name, placed.to_output(flow), (first, first), times, purpose)
+
+
+def _collectives(
+    name: str,
+    steps: tuple[Step, ...],
+    num_bytes: tuple[float, float],
+    times: tuple[int, int, int],
+    purpose: str,
+) -> Iterator[PricedCollective]:
+    """The collectives of one reshard; `num_bytes` of value and gradient, `times` forward, backward, recompute."""
+    ahead, back, again = times
+    for step in steps:
+        runs = ((step.forward, num_bytes[0], ahead, "forward"), (step.backward, num_bytes[1], back, "backward"),
+                (step.forward, num_bytes[0], again, "recompute"))  # fmt: skip
+        for kind, whole, count, phase in runs:
+            if kind not in LOCAL and count and whole:
+                yield PricedCollective(name, kind, step.axis, whole * step.fraction, count, phase, purpose)
+
+
+def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
+    """As `layer_cost`, of a layer that a strategy has been applied to."""
+    forward_s = backward_s = recompute_s = activation_s = parameter_s = 0.0
+    count = placed.view.num_microbatches
+    for op, state in zip(placed.layer.ops, placed.states, strict=True):
+        differentiable = is_differentiable(placed.program, op, training)
+        time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+        forward_s += count * time.forward_s
+        backward_s += count * time.backward_s
+        recompute_s += count * time.forward_s if is_rerun(op, placed.recompute, training) else 0.0
+    for run in placed_collectives(placed, training):
+        seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+        if run.phase == "recompute":
+            recompute_s += seconds
+        elif run.purpose == "parameter":
+            parameter_s += seconds
+        else:
+            activation_s += seconds
+    optimizer_s = sum(optimizer_seconds(placed, flow, prices, training) for flow in placed.flows.values())
+    memory = layer_memory(placed, training)
+    return LayerCost(
+        forward_s, backward_s, recompute_s, activation_s, parameter_s, optimizer_s, memory.parameter_bytes,
+        memory.gradient_bytes, memory.optimizer_bytes, memory.saved_bytes, memory.transient_bytes,
+    )  # fmt: skip
+
+
+def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
+    """Whether the op has a backward pass."""
+    return training.is_training and any(program.values[name].requires_grad for name in op.results)
+
+
+def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
+    """Whether backward computes the op again."""
+    return training.is_training and (recompute == "full" or (recompute == "selective" and is_cheap(op)))
+
+
+def optimizer_seconds(placed: PlacedLayer, flow: Flow, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds of the optimizer on this device's part of one parameter; 0 for what it does not update."""
+    if not flow.is_parameter or not flow.value.requires_grad or not training.is_training:
+        return 0.0
+    if flow.value.name in placed.shared:
+        return 0.0
+    elements = math.prod(local_shape(flow.value.type.shape, placed.storage[flow.producer], placed.mesh))
+    return prices.optimizer_s(elements, training.optimizer_traffic_bytes(flow.value.type.dtype))
