@@ -29,7 +29,8 @@ def batch_norm(
 ) -> Normed:
     """Normalise each channel (dim 1) of `x` by its own statistics.
 
-    Returns the result and the new running mean and variance (None where there is no old one); nothing is written to.
+    Returns the result and the new running mean and variance (None where there is no old one); nothing is
+    written to.
     """
     mean = None if running_mean is None else running_mean.detach().clone()
     var = None if running_var is None else running_var.detach().clone()
@@ -37,7 +38,7 @@ def batch_norm(
     return y, mean, var
 
 
-def sync_batch_norm(
+def sync_batch_norm(  # noqa: PLR0913  (the op's arguments)
     communicator: Communicator,
     axes: Sequence[Axis],
     x: Tensor,
@@ -48,14 +49,16 @@ def sync_batch_norm(
     momentum: float,
     eps: float,
 ) -> Normed:
-    """`batch_norm` of the whole batch, of which this device holds a slice; statistics are whole on every device.
+    """`batch_norm` of the whole batch, of which this device holds a slice.
 
-    Communicates an all-reduce of two numbers per channel on each of `axes`, forward and backward; float32, or float64
-    for float64 `x`.  The gradients of `weight` and `bias` are terms (``B``).
+    Statistics are whole on every device.
+
+    Communicates an all-reduce of two numbers per channel on each of `axes`, forward and backward; float32, or
+    float64 for float64 `x`.  The gradients of `weight` and `bias` are terms (``B``).
 
     Args:
         communicator: of this rank.
-        axes: the axes that cut the batch (or a spatial dim) of `x`.
+        axes: all the axes that cut the batch or a spatial dim of `x`.
         x: ``[batch, channels, ...]``, this device's equal slice.
         weight: per channel, or None.
         bias: per channel, or None.
@@ -66,10 +69,12 @@ def sync_batch_norm(
     """
     y, mean, var = _SyncBatchNorm.apply(x, weight, bias, running_mean, communicator, tuple(axes), eps)
     count = _num_per_channel(x) * num_shards(axes)
-    new_mean = None if running_mean is None else torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
     unbiased = var * (count / max(count - 1, 1))
-    new_var = None if running_var is None else torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
-    return y, new_mean, new_var
+    return y, _blend(running_mean, mean, momentum), _blend(running_var, unbiased, momentum)
+
+
+def _blend(running: Tensor | None, fresh: Tensor, momentum: float) -> Tensor | None:
+    return None if running is None else torch.lerp(running, fresh.to(running.dtype), momentum)
 
 
 def _num_per_channel(x: Tensor) -> int:
@@ -97,7 +102,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         wide = x if x.dtype is torch.float64 else x.float()
         mean, var = _whole_statistics(wide, running_mean, communicator, axes)
         scale = (var + eps).rsqrt()
-        normed = wide.sub(_per_channel(mean, x)).mul_(_per_channel(scale if weight is None else scale * weight, x))
+        gain = scale if weight is None else scale * weight
+        normed = wide.sub(_per_channel(mean, x)).mul_(_per_channel(gain, x))
         if bias is not None:
             normed += _per_channel(bias, x)
         ctx.save_for_backward(x, mean, scale, *(() if weight is None else (weight,)))
@@ -128,8 +134,8 @@ def _whole_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per channel over all slices, in one all-reduce per axis.
 
-    The moments that are summed are about a point that every device knows, the running mean: about zero, a large mean
-    would cancel the variance.
+    The moments that are summed are about a point that every device knows, the running mean: about zero, a
+    large mean would cancel the variance.
     """
     dims = [dim for dim in range(x.ndim) if dim != 1]
     var, mean = torch.var_mean(x, dims, correction=0)

@@ -1,8 +1,8 @@
 """Move many tensors at once: equal collectives on one axis travel as one flat buffer.
 
-Used for parameters (gathered before a layer) and their gradients (reduced after it).  Local moves run tensor by
-tensor; wherever several tensors wait for the same kind of collective on the same axis, in the same dtype, they share
-one.  The bytes recorded are the sum of the parts.
+Used for parameters (gathered before a layer) and their gradients (reduced after it).  Local moves run tensor
+by tensor; wherever several tensors wait for the same kind of collective on the same axis, in the same dtype,
+they share one.  The bytes recorded are the sum of the parts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def start_reduce_bucket(
 class BucketHandle:
     """Tensors on their way.  Every rank must start and wait for its buckets in the same order."""
 
-    def __init__(self, xs: Sequence[Tensor], moves: Sequence[Sequence[Move]], communicator: Communicator) -> None:
+    def __init__(
+        self, xs: Sequence[Tensor], moves: Sequence[Sequence[Move]], communicator: Communicator
+    ) -> None:
         """Start moving ``xs[i]`` by ``moves[i]``."""
         self._xs = [x.detach() for x in xs]
         self._left = [[move for move in own if _moves_something(move)] for own in moves]
@@ -112,7 +114,7 @@ def _moves_something(move: Move) -> bool:
 
 
 def _start_flat(flat: Tensor, move: Move, communicator: Communicator) -> Handle:
-    """Run one collective on a packed buffer: ``[total]``, or ``[size, total]`` where each coordinate has its row."""
+    """Run one collective on a buffer ``[total]``, or ``[size, total]`` where each coordinate has its row."""
     axis = move.axis
     if move.kind == "all_gather":
         return communicator.start_all_gather(flat, axis, 0).then(lambda got: got.view(axis.size, -1))

@@ -1,7 +1,7 @@
-"""What all communicators share: the record of collectives, handles, and the way from tensor dims to plain buffers.
+"""What all communicators share: the record of collectives, handles, and stacking along any tensor dim.
 
-A backend moves *stacked* buffers only, whose leading dim is the coordinate on the axis; here that leading dim is cut
-out of, or merged into, any dim of a tensor.
+A backend moves *stacked* buffers only, whose leading dim is the coordinate on the axis; here that leading dim
+is cut out of, or merged into, any dim of a tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from autopar.placement import Axis
 
-__all__ = ["BaseCommunicator", "Collective", "Handle", "ReduceOp", "merge_stack", "reduce_stack", "split_stack"]
+__all__ = [
+    "BaseCommunicator",
+    "Collective",
+    "Handle",
+    "ReduceOp",
+    "merge_stack",
+    "reduce_stack",
+    "split_stack",
+]
 
 ReduceOp = Literal["sum", "max"]
 
@@ -26,8 +34,8 @@ ReduceOp = Literal["sum", "max"]
 class Collective:
     """One collective that ran.
 
-    `kind` is a collective of `autopar.placement.Step`, or ``"broadcast"``.  `num_bytes` is the size of one member's
-    buffer on its larger side (`Step.fraction` times the bytes of the global tensor).
+    `kind` is a collective of `autopar.placement.Step`, or ``"broadcast"``.  `num_bytes` is the size of one
+    member's buffer on its larger side (`Step.fraction` times the bytes of the global tensor).
     """
 
     kind: str
@@ -82,7 +90,7 @@ def reduce_stack(stack: Tensor, op: ReduceOp) -> Tensor:
 
 
 class BaseCommunicator(ABC):
-    """The dims, the record and the no-op cases of a communicator; a backend adds transport of stacked buffers."""
+    """Dims, record and no-op cases of a communicator; a backend adds the transport of stacked buffers."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         """`rank` is logical: the position among the ranks that the program runs on."""

@@ -1,7 +1,7 @@
-"""What the lowered program may ask of the other devices: the `Communicator` protocol and its two implementations.
+"""What a lowered program may ask of the other devices: the `Communicator` protocol, implemented twice.
 
-`ProcessGroupCommunicator` talks through torch.distributed; `simulate` runs every rank as a thread of this process.
-Both know `Axis` objects, never process groups by name, so a program is the same on either.
+`ProcessGroupCommunicator` talks through torch.distributed; `simulate` runs every rank as a thread of this
+process.  Both know `Axis` objects, never process groups by name, so a program is the same on either.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 class Communicator(Protocol):
     """Collectives on local tensors, along mesh axes, for one rank.
 
-    The members of a collective are ``axis.group(rank)``, in coordinate order.  Operands may be non-contiguous and are
-    never written to; results are contiguous and fresh, except on an axis of size 1, where nothing happens, nothing is
-    recorded, and the operand itself may come back.  Sums of 16-bit floats accumulate in float32.  ``bool`` sums are
-    "any".  Every ``start_*`` returns at once (where the backend can) and ``wait()`` gives the result; all members must
-    start their collectives in the same order.
+    The members of a collective are ``axis.group(rank)``, in coordinate order.  Operands may be non-contiguous
+    and are never written to; results are contiguous and fresh, except on an axis of size 1, where nothing
+    happens, nothing is recorded, and the operand itself may come back.  Sums of 16-bit floats accumulate in
+    float32.  ``bool`` sums are "any".  Every ``start_*`` returns at once (where the backend can) and
+    ``wait()`` gives the result; all members must start their collectives in the same order.
     """
 
     @property
@@ -55,7 +55,7 @@ class Communicator(Protocol):
         ...
 
     def prepare(self, axes: Iterable[Axis]) -> None:
-        """Create what collectives on `axes` need; every rank calls it with the same axes in the same order."""
+        """Create what collectives on `axes` need; every rank calls it with the same axes, in one order."""
         ...
 
     def recording(self) -> AbstractContextManager[list[Collective]]:

@@ -24,13 +24,13 @@ __all__ = [
 
 
 def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather `x` of every member into `result` (``[size, *x.shape]``), both contiguous.  Renamed in torch 2.13."""
+    """Gather the members' `x` into `result` (``[size, *x.shape]``), both contiguous; renamed in torch 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(result, x, group=group, async_op=True)
 
 
 def start_reduce_scatter(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Sum the members' `stack` (``[size, *result.shape]``) and leave the own entry in `result`.  Renamed in 2.13."""
+    """Leave the own entry of the members' summed `stack` in `result`, both contiguous; renamed in torch 2.13."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(result, stack, group=group, async_op=True)
 
@@ -40,8 +40,8 @@ def make_mesh(
 ) -> DeviceMesh:
     """A DeviceMesh of these axis sizes over `ranks`, row-major.
 
-    With `rank` (the process rank that it is for) no process group is touched or needed; operations that communicate
-    then fail.  Without, its groups are created: call it on every process.
+    With `rank` (the process rank that it is for) no process group is touched or needed; operations that
+    communicate then fail.  Without, its groups are created: call it on every process.
     """
     layout = torch.tensor(list(ranks), dtype=torch.int).view(sizes)
     if rank is None:
@@ -57,14 +57,19 @@ def to_torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
-    """The DTensor of global `shape` whose local part is `local`, without communication; it shares `local`'s storage.
+    """The DTensor of global `shape` whose local part is `local`, without communication.
 
-    `stride` is the global one, row-major by default.
+    It shares `local`'s storage.  `stride` is the global one, row-major by default.
     """
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
-        local.detach(), mesh, to_torch_placements(layout), run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        local.detach(),
+        mesh,
+        to_torch_placements(layout),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
     )
 
 

@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that is cut into slices, one per device.
 
-With x the logits of one position, w the class weights (1 without), C the number of classes, y the target, s the
-smoothing and ``log Z = log sum_c exp(x_c)``, the loss of a position that counts is
+With x the logits of one position, w the class weights (1 without), C the number of classes, y the target, s
+the smoothing and ``log Z = log sum_c exp(x_c)``, the loss of a position that counts is
 
     (1 - s) w_y (log Z - x_y)  +  s / C sum_c w_c (log Z - x_c)
 
@@ -26,7 +26,7 @@ from autopar.placement import Axis
 __all__ = ["vocab_parallel_cross_entropy"]
 
 
-def vocab_parallel_cross_entropy(
+def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
     communicator: Communicator,
     axes: Sequence[Axis],
     logits: Tensor,
@@ -39,8 +39,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """``autopar.cross_entropy`` on this device's slice of the classes; the result is whole on every device.
 
-    Communicates forward only: an all-reduce (max) of one number per position and an all-reduce (sum) of two, three
-    with label smoothing, on each of `axes`; float32, or float64 for float64 logits.
+    Communicates forward only: an all-reduce (max) of one number per position and an all-reduce (sum) of two,
+    three with label smoothing, on each of `axes`; float32, or float64 for float64 logits.
 
     Args:
         communicator: of this rank.
@@ -56,8 +56,8 @@ def vocab_parallel_cross_entropy(
     num_local = logits.shape[class_dim]
     num_classes = num_local * num_shards(axes)
     if weight is not None and weight.shape != (num_classes,):
-        raise ValueError(f"class weights must be whole on every device: {num_classes} classes, but weights of shape "
-                         f"{tuple(weight.shape)}")
+        raise ValueError(f"class weights must be whole on every device: {num_classes} classes, "
+                         f"but weights of shape {tuple(weight.shape)}")
     settings = _Settings(
         communicator, tuple(axes), num_classes, shard_coordinate(communicator, axes) * num_local,
         ignore_index, label_smoothing,
@@ -94,12 +94,15 @@ class _CrossEntropy(torch.autograd.Function):
     """Per-position losses of logits ``[..., own classes]``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings
+    ) -> Tensor:
         dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
         top = settings.reduce(logits.amax(-1).to(dtype), "max")
-        top = top.masked_fill(top == -torch.inf, 0.0)  # a position without any class: let log Z say -inf, not nan
+        top = top.masked_fill(top == -torch.inf, 0.0)  # no class is possible: log Z shall be -inf, not nan
         index, is_own = settings.locate(target, logits.shape[-1])
-        sums = settings.reduce(_local_sums(logits, top, index, is_own, weight, settings), "sum")
+        own_sums = _local_sums(logits, top, index, is_own, weight, settings)
+        sums = settings.reduce(own_sums, "sum")
         log_z = sums[0].log()
         counts, smooth_counts = _counts(target, weight, settings, log_z)
         losses = (1 - settings.label_smoothing) * counts * (log_z - sums[1])
@@ -133,7 +136,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _local_sums(
     logits: Tensor, top: Tensor, index: Tensor, is_own: Tensor, weight: Tensor | None, settings: _Settings
 ) -> Tensor:
-    """``[2 or 3, ...]``: sum of exp, the target's logit if it is here, weighted sum of logits; all relative to `top`."""
+    """``[2 or 3, ...]``: sum of exp, the target's logit if here, weighted sum of logits; relative to `top`."""
     at_target = logits.gather(-1, index).squeeze(-1).to(top.dtype) - top
     shifted = torch.sub(logits, top.unsqueeze(-1))
     sums = [at_target.masked_fill_(~is_own, 0.0)]
@@ -143,7 +146,9 @@ def _local_sums(
     return torch.stack([shifted.exp_().sum(-1), *sums])
 
 
-def _counts(target: Tensor, weight: Tensor | None, settings: _Settings, like: Tensor) -> tuple[Tensor | float, float]:
+def _counts(
+    target: Tensor, weight: Tensor | None, settings: _Settings, like: Tensor
+) -> tuple[Tensor | float, float]:
     """How much each position's target counts, and the factor of the smoothed part."""
     smooth = settings.label_smoothing / settings.num_classes
     if weight is None:

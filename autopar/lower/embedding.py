@@ -25,7 +25,7 @@ def vocab_parallel_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """``aten.embedding`` on this device's rows: the rows that it has, zeros for others; the sum over `axes` is the result.
+    """``aten.embedding`` from this device's rows, zeros for others; the sum over `axes` is the result.
 
     Args:
         communicator: of this rank; nothing is communicated.

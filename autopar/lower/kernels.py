@@ -1,7 +1,7 @@
 """The callables behind `Op.target` and `Option.kernel`.
 
-`OPS` are the whole ``autopar.*`` ops on plain tensors, `KERNELS` the special kernels that run an op on shards of a
-factor that plain local computation cannot be split on.
+`OPS` are the whole ``autopar.*`` ops on plain tensors, `KERNELS` the special kernels that run an op on shards
+of a factor that plain local computation cannot be split on.
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "sum",
 ) -> Tensor:
-    """Cross entropy of class indices with the classes on `class_dim`; a scalar for ``"sum"``, per position for ``"none"``."""
+    """Cross entropy of class indices with the classes on `class_dim`: ``"sum"``, or per position (``"none"``)."""
     num_classes = logits.shape[class_dim]
     rows = logits.movedim(class_dim, -1).reshape(-1, num_classes)
     losses = torch.nn.functional.cross_entropy(
-        rows, target.reshape(-1), weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        rows,
+        target.reshape(-1),
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
     )
     return losses if reduction == "sum" else losses.view(target.shape)
 

@@ -19,7 +19,7 @@ COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all
 class Move(NamedTuple):
     """A `forward` or `backward` of a `Step`, with its direction resolved.
 
-    `kind` is one of `Step`'s words; `from_dim` is the dim sharded before, `to_dim` the one sharded after, -1 for none.
+    `kind` is one of `Step`'s words; `from_dim` is sharded before, `to_dim` after; -1 for none.
     """
 
     axis: Axis

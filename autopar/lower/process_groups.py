@@ -1,4 +1,4 @@
-"""The real communicator, on torch.distributed: gloo for CPU tensors, NCCL (or the device's own backend) otherwise."""
+"""The real communicator, on torch.distributed: gloo for CPU tensors, otherwise the device's own backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from autopar.placement import Axis
 __all__ = ["ProcessGroupCommunicator"]
 
 # What gloo carries as it is; other dtypes travel as bytes.
-_GLOO_DTYPES = {torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+_GLOO_DTYPES = {
+    torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+}  # fmt: skip
+_GLOO_SUM_DTYPES = _GLOO_DTYPES - {torch.float16}  # gloo would sum those in 16 bits
+# Buffers up to this size go straight to each member: gloo's gather and all-reduce pass them round a ring, and
+# with 2 to 4 processes on one machine that took 1.3 to 2 times as long.
+_DIRECT_BYTES = 1 << 20
 _REDUCE_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -72,6 +78,8 @@ class ProcessGroupCommunicator(BaseCommunicator):
         return self.device.type == "cpu"
 
     def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
+        if self._is_gloo and x.nbytes * axis.size <= _DIRECT_BYTES:
+            return self._start_exchange(x.expand(axis.size, *x.shape).contiguous(), axis)
         group = self._group(axis)
         sent = self._carried(x)
         stack = sent.new_empty((axis.size, *sent.shape))
@@ -95,14 +103,25 @@ class ProcessGroupCommunicator(BaseCommunicator):
         return _Received(work, result, result, None).handle
 
     def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
-        if self._is_gloo:
-            return self._start_gloo_reduce(x, axis, op)
+        if self._is_gloo and x.nbytes * axis.size <= _DIRECT_BYTES:
+            return self._start_gather(x, axis).then(lambda stack: reduce_stack(stack, op))
+        if self._is_gloo and x.dtype not in _GLOO_SUM_DTYPES:
+            return self._start_reduce_in_parts(x, axis, op)
         result = x.clone()
         work = dist.all_reduce(result, _REDUCE_OPS[op], group=self._group(axis).process_group, async_op=True)
         return _Received(work, result, x, None).handle
 
-    def _start_gloo_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
-        return self._start_gather(x, axis).then(lambda stack: reduce_stack(stack, op))
+    def _start_reduce_in_parts(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
+        """Each coordinate reduces a part of the elements in `reduce_stack`'s precision and hands it round."""
+        padding = -x.numel() % axis.size
+        parts = torch.nn.functional.pad(x.flatten(), (0, padding)).view(axis.size, -1)
+        exchanged = self._start_exchange(parts, axis)
+
+        def hand_round(stack: Tensor) -> Tensor:
+            whole = self._start_gather(reduce_stack(stack, op), axis).wait()
+            return whole.flatten()[: x.numel()].view(x.shape)
+
+        return exchanged.then(hand_round)
 
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         group = self._group(axis)

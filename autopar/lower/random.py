@@ -1,7 +1,7 @@
 """Random numbers that differ between shards, agree between replicas, and repeat.
 
-Every draw of a forward pass has a seed of its own, derived from the pass's base seed, the op, the microbatch and the
-shard.  So recomputing an op in backward draws the same numbers, in whatever order ops run.
+Every draw of a forward pass has a seed of its own, derived from the pass's base seed, the op, the microbatch
+and the shard.  So recomputing an op in backward draws the same numbers, in whatever order ops run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _scope_lock = threading.RLock()
 
 
 def derive_seed(base: int, *parts: int) -> int:
-    """Mix `base` and `parts`, in order, to a seed in [0, 2**63); each part passes through splitmix64's finaliser.
+    """Mix `base` and `parts`, in order, to a seed in [0, 2**63).
 
+    Each part passes through splitmix64's finaliser.
     Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
     state = _mix(base & _MASK)
@@ -88,9 +89,9 @@ def agree_base_seed(communicator: Communicator) -> int:
 
 @contextmanager
 def random_scope(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, torch's default generator of `device` draws from `seed`; after, it goes on as if nothing had been drawn.
+    """Inside, torch's default generator of `device` draws from `seed`.
 
-    The generator is the process's, so one thread at a time is inside: never communicate there.
+    After, it goes on as if nothing had been drawn.  The generator is the process's, so one thread at a time is inside: never communicate there.
     """
     generator = _default_generator(torch.device(device))
     with _scope_lock:

@@ -36,7 +36,7 @@ __all__ = [
 def reshard_tensor(
     x: Tensor, steps: Sequence[Step], communicator: Communicator, *, differentiable: bool = True
 ) -> Tensor:
-    """The local part of the tensor after `steps`; its gradient moves back by the steps' `backward`, in reverse.
+    """The local part of the tensor after `steps`, differentiable by the steps' `backward` in reverse.
 
     Args:
         x: the local part before; any dtype (integers and bools move without gradient).
@@ -68,7 +68,8 @@ def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
         ValueError: `dim` does not divide by `count`.
     """
     if x.shape[dim] % count:
-        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {count} microbatches")
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by "
+                         f"{count} microbatches")
     length = x.shape[dim] // count
     return x.narrow(dim, index * length, length)
 

@@ -1,8 +1,8 @@
 """All ranks in one process: every rank is a thread, collectives are meetings of threads.
 
-Used to rehearse programs without a cluster.  Results are deterministic: sums run in coordinate order, and no rank
-sees another's tensor after the meeting.  What would hang a cluster raises here: members that come to a meeting with
-different collectives, and ranks that all wait for somebody who never comes.
+Used to rehearse programs without a cluster.  Results are deterministic: sums run in coordinate order, and no
+rank sees another's tensor after the meeting.  What would hang a cluster raises here: members that come to a
+meeting with different collectives, and ranks that all wait for somebody who never comes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -58,7 +59,7 @@ class _Room:
         self.error: BaseException | None = None
 
     def meet(self, rank: int, group: tuple[int, ...], what: str, x: Tensor) -> list[Tensor]:
-        """Bring `x`, wait for the others of `group`, and get everybody's tensor in coordinate order (read only)."""
+        """Bring `x`, wait for the others of `group`, get everybody's tensor by coordinate (read only)."""
         brought = x.clone()  # the rank may overwrite x while others still read
         with self.changed:
             self.check()
@@ -95,7 +96,7 @@ class _Room:
             return
 
     def check_stuck(self) -> None:
-        """Fail at once when every rank waits or has returned: nobody is left who could complete a meeting."""
+        """Fail when every rank waits or has returned: nobody is left who could complete a meeting."""
         if self.waiting and len(self.waiting) + len(self.done) == self.world_size:
             self.fail(CollectiveMismatchError(f"every rank waits for another that never comes; {self.describe()}"))
 
@@ -168,7 +169,7 @@ def simulate(
     timeout_s: float = 120,
     device: torch.device | str = "cpu",
 ) -> list[T]:
-    """Run ``fn(communicator)`` for every rank of a world at once, each in a thread, and return the results by rank.
+    """Run ``fn(communicator)`` for all ranks at once, each in a thread; returns the results by rank.
 
     The threads inherit whether gradients are enabled.
 
@@ -221,7 +222,5 @@ def _join(threads: list[threading.Thread], room: _Room) -> None:
 
 
 def _fail_quietly(room: _Room, error: BaseException) -> None:
-    try:
+    with suppress(_AbortedError):
         room.fail(error)
-    except _AbortedError:
-        pass
