@@ -1,0 +1,193 @@
+"""Train an unmodified transformers LlamaForCausalLM on the Python standard library's source, byte by byte.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_text.py        # or: make demo
+
+Ends with what autopar predicted beside what was measured, and the loss beside a single device's.
+"""
+
+import argparse
+import copy
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+
+CONFIG = LlamaConfig(
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    max_position_embeddings=256,
+    use_cache=False,
+)
+NUM_WARMUP_STEPS = 3  # not timed
+
+
+def main(num_steps: int, batch_size: int, sequence_length: int) -> None:
+    """Train on every process, then once more on one, and compare."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    is_first = dist.get_rank() == 0
+    console = Console(quiet=not is_first)
+
+    torch.manual_seed(0)
+    single = LlamaForCausalLM(CONFIG)
+    batches = read_batches(num_steps, batch_size, sequence_length)
+
+    console.print(f"Planning {sum(p.numel() for p in single.parameters()):,} parameters on {mesh} ...")
+    model = autopar.parallelize(copy.deepcopy(single), mesh, batches[0])
+    console.print(model.plan)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, step_times_s = train(
+        model, optimizer, model.clip_grad_norm_, batches, console, f"{mesh.size()} processes"
+    )
+    held_bytes = measure_held_bytes(model, optimizer)
+    saved_bytes = measure_saved_bytes(model, batches[0])
+
+    if is_first:
+        optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3)
+        clip = lambda max_norm: nn.utils.clip_grad_norm_(single.parameters(), max_norm)  # noqa: E731
+        single_losses, _ = train(single, optimizer, clip, batches, console, "1 process")
+        print_losses(console, losses, single_losses)
+        print_predictions(console, model.plan, statistics.median(step_times_s), held_bytes, saved_bytes)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def read_batches(num_batches: int, batch_size: int, length: int) -> list[dict[str, Tensor]]:
+    """Random passages of the standard library's source as byte tokens; the same on every rank."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
+    random = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(text) - length, (num_batches, batch_size, 1), generator=random)
+    tokens = text[starts + torch.arange(length)].long()
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_grad_norm_: Callable[[float], Tensor],
+    batches: Sequence[dict[str, Tensor]],
+    console: Console,
+    title: str,
+) -> tuple[list[float], list[float]]:
+    """An ordinary training loop: every step's loss, and the seconds of every step after the first few."""
+    texts = ("{task.description}", "loss {task.fields[loss]:.3f}", "{task.fields[rate]:,.0f} tokens/s")
+    description, loss_text, rate_text = map(TextColumn, texts)
+    columns = (description, BarColumn(), MofNCompleteColumn(), loss_text, rate_text, TimeElapsedColumn())
+    bar = Progress(*columns, console=console)
+    losses: list[float] = []
+    times_s: list[float] = []
+    with bar:
+        task = bar.add_task(title, total=len(batches), loss=float("nan"), rate=0.0)
+        for batch in batches:
+            started_s = time.perf_counter()
+            loss = model(**batch).loss
+            loss.backward()
+            clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            times_s.append(time.perf_counter() - started_s)
+            rate = batch["input_ids"].numel() / times_s[-1]
+            bar.update(task, advance=1, loss=losses[-1], rate=rate)
+    return losses, times_s[NUM_WARMUP_STEPS:] or times_s
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that this rank holds of these tensors."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def measure_held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Parameters, gradients (one for each parameter that is trained) and optimizer state on this rank."""
+    parameters = list(model.parameters())
+    gradients = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return count_bytes([*parameters, *gradients, *(value for value in states if isinstance(value, Tensor))])
+
+
+def measure_saved_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """What autograd keeps between the forward and the backward of one step, parameters apart."""
+    held = {p.to_local().untyped_storage().data_ptr() for p in model.parameters() if isinstance(p, DTensor)}
+    kept: dict[int, Tensor] = {}  # holds on to the tensors, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch).loss
+    saved_bytes = sum(
+        tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in held
+    )
+    loss.backward()
+    model.zero_grad()
+    return saved_bytes
+
+
+def print_losses(console: Console, parallel: list[float], single: list[float]) -> None:
+    """Some steps' losses side by side."""
+    table = Table("step", "autopar", "single device", "difference", title="The same steps on a single device")
+    shown = sorted({0, 1, len(single) // 4, len(single) // 2, 3 * len(single) // 4, len(single) - 1})
+    for step in shown:
+        ours, theirs = parallel[step], single[step]
+        table.add_row(str(step), f"{ours:.6f}", f"{theirs:.6f}", f"{abs(ours - theirs):.1e}")
+    console.print(table)
+    largest = max(abs(ours - theirs) for ours, theirs in zip(parallel, single, strict=True))
+    console.print(f"Largest difference of all {len(single)} steps: {largest:.1e}")
+
+
+def print_predictions(
+    console: Console, plan: autopar.Plan, step_s: float, held_bytes: int, saved_bytes: int
+) -> None:
+    """Prediction beside measurement, then the ratio."""
+    table = Table(
+        "", "predicted", "measured", "measured / predicted", title="Prediction and measurement, rank 0"
+    )
+    table.add_row(
+        "step time",
+        f"{plan.step_time_s:.3f} s",
+        f"{step_s:.3f} s (median)",
+        f"{step_s / plan.step_time_s:.2f}",
+    )
+    mib = 2**20
+    measured = held_bytes + saved_bytes
+    table.add_row(
+        "peak memory", f"{plan.peak_memory_bytes / mib:.1f} MiB", f"{measured / mib:.1f} MiB",
+        f"{measured / plan.peak_memory_bytes:.2f}",
+    )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"Measured memory: {held_bytes / mib:.1f} MiB of parameters, gradients and optimizer state, and "
+        f"{saved_bytes / mib:.1f} MiB that autograd keeps for backward.  Transients, which the prediction "
+        "includes, can't be measured on a CPU this way."
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    arguments = parser.parse_args()
+    main(arguments.steps, arguments.batch_size, arguments.sequence_length)
