@@ -43,7 +43,7 @@ class ClusterPrices:
         self._curves: Mapping[str, Curve] = profile.curves if profile else {}
         self._op_times: dict[tuple[int, tuple[TensorType, ...], tuple[TensorType, ...], bool], OpTime] = {}
         self._ops: dict[int, Op] = {}
-        self._terms: dict[tuple[str, Axis], CollectiveTerms] = {}
+        self._terms: dict[tuple[str, Axis], tuple[Curve | CollectiveTerms, float]] = {}
         device = cluster.device
         self._bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
 
@@ -84,13 +84,12 @@ class ClusterPrices:
         Raises:
             MissingPriceError: this kind has no price.
         """
-        curve = self._collective_curve(kind, axis)
-        if curve is not None:
-            return curve[0].seconds(num_bytes * curve[1])
-        terms = self._terms.get((kind, axis))
-        if terms is None:
-            terms = self._terms[kind, axis] = collective_terms(self.cluster, kind, axis)
-        return terms.seconds(num_bytes)
+        found = self._terms.get((kind, axis))
+        if found is None:
+            measured = self._collective_curve(kind, axis)
+            found = measured or (collective_terms(self.cluster, kind, axis), 1.0)
+            self._terms[kind, axis] = found
+        return found[0].seconds(num_bytes * found[1])
 
     def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
         """Seconds of one optimizer step over `num_parameters` local elements that reads and writes so many
@@ -111,17 +110,24 @@ class ClusterPrices:
         return {"latency_s": latency_s, "bytes_per_s": rate}
 
     def _collective_curve(self, kind: str, axis: Axis) -> tuple[Curve, float] | None:
-        """The measured curve of the nearest group size, and by what to scale a buffer to give it the same
-        traffic."""
+        """The measured curve of the most similar axis, and what scales a buffer to give it the same traffic.
+
+        Axes are similar if both stay inside a node, or both leave it with as many ranks of each node.
+        """
         check_kind(kind)
         if self.profile is None or axis.size <= 1:
             return None
-        sizes = self.profile.measured_group_sizes(kind)
-        if not sizes:
+        similar = [a for a in self.profile.measured_axes(kind) if self._reach(a) == self._reach(axis)]
+        if not similar:
             return None
-        nearest = min(sizes, key=lambda size: (abs(math.log(size / axis.size)), size))
-        share = traffic_share(kind, axis.size) / traffic_share(kind, nearest)
-        return self._curves[f"collective/{kind}/{nearest}"], share
+        nearest = min(similar, key=lambda a: (abs(math.log(a.size / axis.size)), a != axis, a))
+        share = traffic_share(kind, axis.size) / traffic_share(kind, nearest.size)
+        return self.profile.collective(kind, nearest), share
+
+    def _reach(self, axis: Axis) -> int:
+        """0 inside a node, else how many ranks of one node the axis joins."""
+        per_node = max(1, self.cluster.devices_per_node // axis.stride)
+        return 0 if axis.size <= per_node else per_node
 
     def _price_op(
         self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
@@ -199,8 +205,8 @@ class ClusterPrices:
         peak = device.flops_per_s.get(work.dtype)
         if peak is None:
             raise MissingPriceError(
-                f"{device.name} has no rate for {work.dtype} products, only in {', '.join(device.flops_per_s)}. "
-                "Add it to Device.flops_per_s"
+                f"{device.name} has no rate in {work.dtype}, only in {', '.join(device.flops_per_s)}: "
+                "add it to Device.flops_per_s"
             )
         if work.kind == "attention":
             return peak * device.attention_efficiency * attention_fraction(work)

@@ -10,7 +10,7 @@ The keys of `Profile.curves`:
 ``elementwise/forward``            the same for any other op; so ``backward``
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
-``collective/<kind>/<group size>`` seconds over the NCCL tests' "size"
+``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
 =================================  ====================================================
 """
 
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from autopar.errors import MissingPriceError
+from autopar.placement import Axis
 
 __all__ = ["Curve", "Point", "Profile"]
 
@@ -110,10 +111,15 @@ class Profile:
     memory_bytes: float
     curves: Mapping[str, Curve] = field(hash=False)
 
-    def measured_group_sizes(self, kind: str) -> tuple[int, ...]:
-        """Group sizes on which a collective of `kind` was measured."""
+    def measured_axes(self, kind: str) -> tuple[Axis, ...]:
+        """The axes on which a collective of `kind` was measured."""
         prefix = f"collective/{kind}/"
-        return tuple(sorted(int(key.removeprefix(prefix)) for key in self.curves if key.startswith(prefix)))
+        found = (key.removeprefix(prefix).split("/") for key in self.curves if key.startswith(prefix))
+        return tuple(sorted(Axis(int(size), int(stride)) for size, stride in found))
+
+    def collective(self, kind: str, axis: Axis) -> Curve:
+        """The curve of `kind` on one of `measured_axes`."""
+        return self.curves[f"collective/{kind}/{axis.size}/{axis.stride}"]
 
     @property
     def spread(self) -> float:

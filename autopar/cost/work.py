@@ -307,7 +307,8 @@ WORK: dict[str, Callable[[Op, Types, Types], Work]] = {
     **_named(
         _count_attention,
         "scaled_dot_product_attention _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
         "flash_attn._flash_attn_forward flash_attn_3._flash_attn_forward",
     ),
     **_named(_count_add, "add sub rsub"),
