@@ -6,7 +6,7 @@ Seconds of a step with M microbatches::
     + M * sum over values   collectives of source -> copy and copy -> each reader (forward, backward, recompute)
     +     sum over params   collectives of storage -> copy, as often as the ZeRO level says (`parameter_times`)
     + M * sum over kernels  the collectives inside special kernels
-    +     sum over params   the optimizer on what this device stores
+    +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
 
 Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `layer_memory`.
 """
@@ -35,6 +35,7 @@ __all__ = [
     "is_cheap",
     "layer_collectives",
     "layer_cost",
+    "optimizer_s_per_element",
     "parameter_times",
     "placed_collectives",
     "placed_cost",
@@ -180,7 +181,7 @@ def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> 
             parameter_s += seconds
         else:
             activation_s += seconds
-    optimizer_s = sum(optimizer_seconds(placed, flow, prices, training) for flow in placed.flows.values())
+    optimizer_s = _optimizer_seconds(placed, prices, training)
     memory = layer_memory(placed, training)
     return LayerCost(
         forward_s, backward_s, recompute_s, activation_s, parameter_s, optimizer_s, memory.parameter_bytes,
@@ -198,11 +199,36 @@ def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
     return training.is_training and (recompute == "full" or (recompute == "selective" and is_cheap(op)))
 
 
-def optimizer_seconds(placed: PlacedLayer, flow: Flow, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds of the optimizer on this device's part of one parameter; 0 for what it does not update."""
-    if not flow.is_parameter or not flow.value.requires_grad or not training.is_training:
-        return 0.0
-    if flow.value.name in placed.shared:
-        return 0.0
-    elements = math.prod(local_shape(flow.value.type.shape, placed.storage[flow.producer], placed.mesh))
-    return prices.optimizer_s(elements, training.optimizer_traffic_bytes(flow.value.type.dtype))
+def optimizer_s_per_element(
+    program: Program, dtype: str, num_devices: int, prices: Prices, training: TrainingSpec
+) -> float:
+    """Seconds of the optimizer per stored element of this dtype.
+
+    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per parameter.  The
+    rate is that of a device which stores an equal share of the whole program.
+    """
+    values = map(program.values.__getitem__, program.parameters)
+    total = sum(value.type.num_elements for value in values if value.role == "parameter" and value.requires_grad)
+    share = max(1.0, total / num_devices)
+    return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
+
+
+def _optimizer_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds of the optimizer on what this device stores of the layer's parameters."""
+    rates: dict[str, float] = {}
+    seconds = 0.0
+    for flow in placed.flows.values():
+        tensor = flow.value.type
+        if not updates(flow, training) or flow.value.name in placed.shared:
+            continue
+        if tensor.dtype not in rates:
+            devices = math.prod(placed.mesh)
+            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
+        stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
+        seconds += math.prod(stored) * rates[tensor.dtype]
+    return seconds
+
+
+def updates(flow: Flow, training: TrainingSpec) -> bool:
+    """Whether the optimizer updates this value."""
+    return flow.is_parameter and flow.value.requires_grad and training.is_training

@@ -15,7 +15,13 @@ from autopar.program import Layer, Op, Program, TensorType
 from autopar.search.boundary import Policy, arrival_layout, boundary_policies, has_whole_boundary
 from autopar.search.elimination import Table
 from autopar.search.flows import Flow, TimeView, find_flows, time_view
-from autopar.search.layer_cost import is_differentiable, is_rerun, parameter_times
+from autopar.search.layer_cost import (
+    is_differentiable,
+    is_rerun,
+    optimizer_s_per_element,
+    parameter_times,
+    updates,
+)
 from autopar.search.layer_memory import parameter_memory
 from autopar.search.op_states import Allowed, OpState, kernel_runs, op_states
 from autopar.search.placed import SharedStorage, stored_steps
@@ -85,6 +91,7 @@ class LayerProblem:
     op_tables: tuple[OpTable, ...] = field(repr=False)
     reshards: tuple[ReshardTable, ...] = field(repr=False)
     parameters: tuple[ParameterChoice, ...] = field(repr=False)
+    optimizer_s_per_element: dict[str, float]
 
     @property
     def whole(self) -> Layout:
@@ -140,10 +147,14 @@ def build_problem(
     if min(sizes):
         op_tables = tuple(_op_table(scene, index) for index in range(len(states)))
         reshards = _reshard_tables(scene, copy_variables, domains)
+    rates = {
+        dtype: optimizer_s_per_element(program, dtype, math.prod(mesh), prices, training)
+        for dtype in {flow.value.type.dtype for flow in flows.values() if updates(flow, training)}
+    }
     return LayerProblem(
         program, layer, mesh, policies, num_microbatches, time, prices, training, scene.shared, flows, view, states,
         copy_variables, domains, free, sizes, op_tables, reshards,
-        tuple(_parameter_choices(scene, copy_variables, domains)),
+        tuple(_parameter_choices(scene, copy_variables, domains)), rates,
     )  # fmt: skip
 
 
@@ -387,7 +398,7 @@ def _parameter_seconds(
     problem: LayerProblem, flow: Flow, copy: Layout, zero: int, shard_axes: tuple[int, ...], weight: float
 ) -> float:
     tensor, training, name = flow.value.type, problem.training, flow.value.name
-    trains = training.is_training and flow.value.requires_grad
+    trains = updates(flow, training)
     stored = storage_layout(copy, tensor, problem.mesh, shard_axes)
     gathers, reduces = parameter_times(zero, problem.num_microbatches, training)
     gradient_bytes = tensor.num_elements * training.gradient_itemsize(tensor.dtype)
@@ -402,7 +413,7 @@ def _parameter_seconds(
     copied = math.prod(local_shape(tensor.shape, copy, problem.mesh))
     memory = parameter_memory(tensor.dtype, elements, copied, zero, flow.value.requires_grad, training)
     if trains:
-        seconds += problem.prices.optimizer_s(elements, training.optimizer_traffic_bytes(tensor.dtype))
+        seconds += elements * problem.optimizer_s_per_element[tensor.dtype]
     return seconds + weight * memory.persistent_bytes
 
 
