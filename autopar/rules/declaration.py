@@ -34,7 +34,7 @@ Remarks, separated by commas:
 
 ==================  ==================================================================================
 ``sum h f``         these factors are summed: slices give terms of a sum.  ``sum *`` and ``sum @`` likewise.
-``by v kernel``     splitting factor ``v`` needs that special kernel; it hands out and takes whole gradients.
+``by v kernel``     splitting factor ``v`` needs that special kernel; results without ``v`` come out whole
 ``plus 0 1``        linear in arguments 0 and 1 together (the others fixed): may run on terms of a sum
 ==================  ==================================================================================
 

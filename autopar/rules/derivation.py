@@ -4,8 +4,8 @@ For one mesh axis on factor f:
 
 * a tensor that has f is sliced: ``S(dim)``;
 * an operand without f: ``B`` (its gradients are terms of a sum, one from each slice), or ``P`` if it is added once
-  and f is summed (terms that add up to one bias), or ``R`` if every result comes out whole;
-* a result without f: ``P`` if f is summed, else f can't be split.
+  and f is summed (terms that add up to one bias), or ``R`` if every result comes out whole or no gradient can flow;
+* a result without f: ``P`` if f is summed, ``R`` if a special kernel makes it whole, else f can't be split.
 
 The slices must match, so their number divides the greatest common divisor of the sizes of the dims that have f.
 """
@@ -30,11 +30,15 @@ _WHOLE = "_"
 class _Tensor:
     """One operand or result with its shape and, per dim, the factor it carries (or "_")."""
 
-    shape: tuple[int, ...]
+    type: TensorType
     factors: tuple[str, ...]
     is_offset: bool = False
     is_same: bool = False
     argument: int = -1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.type.shape
 
 
 @dataclass(frozen=True)
@@ -105,18 +109,18 @@ def _bind(
         default=0,
     )
     operands: list[_Tensor] = []
-    for (index, pattern), shape in zip(found, shapes, strict=True):
-        factors = _expand(pattern, len(shape), rank, frozenset())
+    for (index, pattern), kind in zip(found, operand_types, strict=True):
+        factors = _expand(pattern, len(kind.shape), rank, frozenset())
         if factors is None:
             return None
-        operands.append(_Tensor(shape, factors, pattern.is_offset, False, index))
+        operands.append(_Tensor(kind, factors, pattern.is_offset, False, index))
     named = frozenset(operands[0].factors[dim] for dim in dims) if operands else frozenset[str]()
     outputs: list[_Tensor] = []
     for pattern, kind in zip(results, result_types, strict=True):
         factors = _expand(pattern, len(kind.shape), rank, named)
         if factors is None:
             return None
-        outputs.append(_Tensor(kind.shape, factors, False, pattern.is_same))
+        outputs.append(_Tensor(kind, factors, False, pattern.is_same))
     summed = set(declaration.summed)
     if "*" in summed:
         summed |= {f"d{index}" for index in range(rank)}
@@ -238,7 +242,7 @@ def _factor_option(
             results.append(REPLICATE)
         else:
             return None
-    is_whole = bool(kernel) or all(placement == REPLICATE for placement in results)
+    is_whole = all(placement == REPLICATE for placement in results)
     operands: list[Placement] = []
     for tensor, own in zip(bound.operands, dims[:num_operands], strict=True):
         if own:
@@ -246,7 +250,7 @@ def _factor_option(
         elif tensor.is_offset and factor in bound.summed:
             operands.append(PARTIAL)
         else:
-            operands.append(REPLICATE if is_whole else BROADCAST)
+            operands.append(REPLICATE if is_whole or not tensor.type.is_floating else BROADCAST)
     return Option(factor, tuple(operands), tuple(results), extent, kernel, collectives)
 
 

@@ -36,7 +36,7 @@ def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> Line | Non
     """batch_norm(x, weight, bias, mean, var, training, ...): with fixed statistics every dim splits, else channels do."""
     if len(operand_types[0].shape) < 2:
         return None
-    dims = "n c ..." if argument(op, 5, "training") else "n c *"
+    dims = "_ c ..." if argument(op, 5, "training") else "n c *"
     return Line(f"{dims}, c, c, c, c -> {dims}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.program import Op
+from autopar.rules.derivation import named_dims
 from autopar.rules.rule import Line, Rule, Types, argument, lines
 
 __all__ = ["RULES", "dim_names", "match_shapes", "without"]
@@ -66,6 +67,15 @@ def _reshape(op: Op, operand_types: Types, result_types: Types) -> Line | None:
 def _regroup(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     """A reshape whose arguments hold no sizes."""
     return _view(*match_shapes(operand_types[0].shape, result_types[0].shape))
+
+
+def _squeeze(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """squeeze(x, dims): a dim that it may remove stays whole, for a slice of it could come to have size 1."""
+    rank = len(operand_types[0].shape)
+    dims = named_dims(argument(op, 1, "dim"), rank)
+    source, target = match_shapes(operand_types[0].shape, result_types[0].shape)
+    whole = {source[dim] for dim in dims}
+    return _view(*(["_" if name in whole else name for name in names] for names in (source, target)))
 
 
 def _reshape_like(op: Op, operand_types: Types, result_types: Types) -> Line | None:
@@ -226,7 +236,8 @@ def _aten(names: str, rule: Rule) -> dict[str, Rule]:
 
 RULES: Mapping[str, Rule] = {
     **_aten("view reshape _unsafe_view", _reshape),
-    **_aten("unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints ravel", _regroup),
+    **_aten("squeeze squeeze.dim squeeze.dims", _squeeze),
+    **_aten("unsqueeze flatten.using_ints ravel", _regroup),
     **_aten("atleast_1d atleast_2d atleast_3d", _regroup),
     **_aten("view_as reshape_as", _reshape_like),
     **_aten("unflatten.int", _unflatten),
