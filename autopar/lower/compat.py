@@ -26,13 +26,13 @@ __all__ = [
 def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Gather the members' `x` into `result` (``[size, *x.shape]``), both contiguous; renamed in torch 2.13."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(result, x, group=group, async_op=True)
+    return gather(result.view(-1), x.view(-1), group=group, async_op=True)
 
 
 def start_reduce_scatter(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Leave the own entry of the members' summed `stack` in `result`, both contiguous; renamed in torch 2.13."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(result, stack, group=group, async_op=True)
+    return scatter(result.view(-1), stack.view(-1), group=group, async_op=True)
 
 
 def make_mesh(
