@@ -130,6 +130,8 @@ def check_options(sample: Sample, found: RuleMatch | None = None) -> int:
 def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[torch.Tensor]:
     """`whole` as the devices of one axis hold it."""
     if placement.kind == "S":
+        if whole.shape[placement.dim] % num_slices:
+            raise RuleViolationError(f"dim {placement.dim} of {tuple(whole.shape)} has no {num_slices} equal slices")
         return [part.contiguous() for part in whole.chunk(num_slices, placement.dim)]
     if placement.kind == "P":
         terms = [_random_like(whole) for _ in range(num_slices - 1)]
@@ -203,7 +205,7 @@ def _check_option(sample: Sample, found: RuleMatch, option: Option, num_slices: 
 
     pieces = [split(x.detach(), p, num_slices) for x, p in zip(operands, option.operands, strict=True)]
     local_seeds = [
-        split_gradient(s, p, num_slices) if s.is_floating_point() else [s] * num_slices
+        split_gradient(s, p, num_slices) if s.is_floating_point() or p.is_shard else [s] * num_slices
         for s, p in zip(seeds, option.results, strict=True)
     ]
     sizes = _local_sizes(found, option, whole, num_slices)
@@ -259,9 +261,16 @@ def _run(
         else:
             args, kwargs = _fill(sample, operands, sizes)
             results = _flat(KERNELS[option.kernel](communicator, (Axis(num_slices, 1),), *args, **kwargs))
+        for index, (result, parts) in enumerate(zip(results, seeds, strict=True)):
+            if result.shape != parts[rank].shape:
+                raise RuleViolationError(f"{sample.target} option {option.factor!r}, result {index}: local shape "
+                                         f"{tuple(result.shape)} instead of {tuple(parts[rank].shape)}")
         gradients = _gradients(results, [parts[rank] for parts in seeds], operands)
         return [result.detach() for result in results], gradients
 
-    if not option.kernel:
-        return [run_on(rank) for rank in range(num_slices)]
-    return simulate(num_slices, lambda communicator: run_on(communicator.rank, communicator))
+    try:
+        if not option.kernel:
+            return [run_on(rank) for rank in range(num_slices)]
+        return simulate(num_slices, lambda communicator: run_on(communicator.rank, communicator))
+    except (RuntimeError, IndexError) as error:
+        raise RuleViolationError(f"{sample.target} option {option.factor!r} on {num_slices} devices: {error}") from error
