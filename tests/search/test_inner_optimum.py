@@ -170,7 +170,7 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
 
 
 @given(cases(max_ops=2), st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
     solutions = solve(case)
     assert solutions.exact
