@@ -1,0 +1,10 @@
+"""trace: a torch module and example inputs become a `Program`.
+
+`capture` exports the module on fake tensors, `conversion` makes plain data of it, the passes listed in
+`autopar.trace.pipeline.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
+"""
+
+from autopar.trace.signature import default_example_inputs
+from autopar.trace.pipeline import Traced, trace
+
+__all__ = ["Traced", "default_example_inputs", "trace"]

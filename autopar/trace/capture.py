@@ -1,0 +1,212 @@
+"""From a module and example inputs to an exported graph, without touching the module or computing anything."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sysconfig
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.trace import compat
+from autopar.trace.signature import CallForm
+from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
+
+__all__ = ["WRAPPED", "Captured", "capture", "frame_of_text", "user_frame"]
+
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An exported model.
+
+    Args:
+        exported: functional ATen; its modules' paths start with `WRAPPED`.
+        outputs: the structure of what the model returns.
+        classes: module path -> class name.
+        names: every name of a parameter or buffer -> the first name of the same tensor.
+        tensors: that first name -> the user's own tensor.
+    """
+
+    exported: torch.export.ExportedProgram
+    outputs: Structure
+    classes: Mapping[str, str]
+    names: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+
+
+class _Wrapper(nn.Module):
+    """Calls the user's module on a flat list of tensors and returns one; export sees nothing else."""
+
+    def __init__(self, module: nn.Module, form: CallForm) -> None:
+        super().__init__()
+        self.add_module(WRAPPED, module)
+        self._form = form
+        self.records = _Records()
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors that the module returns."""
+        args, kwargs = self._form.arguments(tensors)
+        returned = self.get_submodule(WRAPPED)(*args, **kwargs)
+        self.records.outputs, found = describe(returned)
+        if not found:
+            raise OutputError(_no_tensors(self.records.outputs))
+        return found
+
+
+@dataclass
+class _Records:
+    outputs: Structure | None = None
+    custom_functions: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def capture(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], *, training: bool, dtype: torch.dtype | None
+) -> Captured:
+    """Export a copy of `model` made of fake CPU tensors.
+
+    Raises:
+        TraceError: control flow that depends on data, or something else that can't be part of one graph.
+        ExampleInputsError: the model's own code fails on inputs of these shapes.
+        OutputError: the model returns no tensor.
+    """
+    names, own = _tensor_names(model)
+    mode = compat.fake_mode()
+    fakes: dict[int, Tensor] = {}
+
+    def swap(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
+        return fakes[id(tensor)]
+
+    wrapper = _Wrapper(_copy_with(model, list(own.values()), swap), form)
+    wrapper.train(training)
+    inputs = [compat.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
+    exported = _export(wrapper, inputs, form)
+    assert wrapper.records.outputs is not None
+    classes = {name: type(module).__qualname__ for name, module in model.named_modules()}
+    return Captured(exported, wrapper.records.outputs, classes, names, own)
+
+
+def _tensor_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    own: dict[str, Tensor] = {}
+    members = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in members:
+        canonical = first.setdefault(id(tensor), name)
+        names[name] = canonical
+        own.setdefault(canonical, tensor)
+    return names, own
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    return dtype if dtype is not None and tensor.is_floating_point() else None
+
+
+def _fake_member(mode: Any, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return compat.fake_tensor(mode, tensor)
+    made = compat.fake_tensor(mode, tensor.detach(), _cast(tensor, dtype))
+    return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+
+def _copy_with(model: nn.Module, members: Sequence[Tensor], swap: Any) -> nn.Module:
+    memo: dict[int, Any] = {id(tensor): swap(tensor) for tensor in members}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
+        return compat.clone_tree(model, swap)
+
+
+def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torch.export.ExportedProgram:
+    def report(function: type, args: tuple[Any, ...]) -> None:
+        if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            where = user_frame(traceback.extract_stack())
+            wrapper.records.custom_functions.append((function.__qualname__, where))
+
+    try:
+        with compat.intercept_autograd_functions(report):
+            exported = torch.export.export(wrapper, tuple(inputs), strict=False)
+        compat.inline_grad_regions(exported.graph_module)
+        exported = compat.run_decompositions(exported)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise _explain(error, form) from error
+    if wrapper.records.custom_functions:
+        name, where = wrapper.records.custom_functions[0]
+        raise TraceError(
+            f"{where}: {name} is a custom torch.autograd.Function, whose backward does not show in a traced graph. "
+            "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a factor rule "
+            "with autopar.register_rule)"
+        )
+    return exported
+
+
+def _explain(error: BaseException, form: CallForm) -> AutoparError:
+    """The error for what went wrong in export, with the user's own line."""
+    chain = _chain(error)
+    own = next((e for e in chain if isinstance(e, AutoparError)), None)
+    if own is not None:
+        return own
+    where = next((w for e in reversed(chain) if (w := user_frame(traceback.extract_tb(e.__traceback__)))), "")
+    cause = chain[-1]
+    text = str(cause).strip().split("\n")[0]
+    if any(isinstance(e, compat.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
+        return TraceError(
+            f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
+            "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as "
+            "a plain Python argument; shapes must not depend on values"
+        )
+    if where and not type(cause).__module__.startswith("torch."):
+        return ExampleInputsError(
+            f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
+            f"{_inputs_text(form)} and is called as {form.signature_text}"
+        )
+    return TraceError(f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _inputs_text(form: CallForm) -> str:
+    parts = zip(form.names, form.shapes, form.dtypes, strict=True)
+    return ", ".join(f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts)
+
+
+def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours, or ""."""
+    ours = str(__file__).rsplit("/", 1)[0]
+    for frame in reversed(frames):
+        name = frame.filename
+        standard = name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name
+        if not standard and not name.startswith((compat.TORCH_DIRECTORY, ours, "<")):
+            return f"{name}:{frame.lineno}"
+    return ""
+
+
+def frame_of_text(stack_trace: str) -> str:
+    """`user_frame` for the text that fx keeps with a node."""
+    found = re.findall(r'^\s*File "(.+?)", line (\d+)', stack_trace, flags=re.MULTILINE)
+    return user_frame([traceback.FrameSummary(name, int(line), "") for name, line in found])
+
+
+def _no_tensors(outputs: Structure) -> str:
+    dropped = [end for end in walk(outputs) if isinstance(end, Dropped)]
+    assert not any(isinstance(end, Leaf) for end in walk(outputs))
+    found = ", ".join(end.type_name for end in dropped) or "constants only"
+    return (f"the model returns no tensor that a parallel program can carry out ({found}). Return tensors, or tuples, "
+            "lists, dicts or dataclasses of tensors")

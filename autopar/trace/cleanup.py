@@ -1,0 +1,211 @@
+"""Passes that take away what computes nothing: asserts, aliases, copies, dead code, computations done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.program import Arg, Op, Ref, TensorType
+from autopar.trace.gradients import differentiable
+from autopar.trace.graph import Graph, map_refs, rename
+
+__all__ = [
+    "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_random", "merge_equal_ops",
+    "spell_out_sizes",
+]  # fmt: skip
+
+_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_RANDOM = (
+    "autopar.dropout", "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.bernoulli", "aten.multinomial",
+    "aten.exponential", "aten.normal", "aten.uniform", "aten.native_dropout", "aten.dropout", "aten.feature_dropout",
+    "aten.alpha_dropout", "aten.feature_alpha_dropout", "aten.rrelu", "aten.empty", "aten.cauchy", "aten.geometric",
+    "aten.log_normal", "aten.poisson", "aten.binomial",
+)  # fmt: skip
+
+
+def is_random(op: Op) -> bool:
+    """Whether running `op` twice may give two results."""
+    if op.target.startswith("aten.scaled_dot_product_attention"):
+        return argument(op, 4, "dropout_p", 0.0) != 0.0
+    name = op.target.split(".")[1]
+    stems = tuple(target.split(".")[1] for target in _RANDOM)
+    return op.target.startswith(("aten.", "autopar.")) and (
+        name in stems or name.removesuffix("_like").removesuffix("_functional") in stems
+    )
+
+
+def argument(op: Op, position: int, name: str, default: Arg) -> Arg:
+    """An argument of `op` that may be given by position, by name or not at all."""
+    return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)
+
+
+def drop_aliases(graph: Graph) -> Graph:
+    """Take away alias and lift ops, and detach where no gradient arrives anyway."""
+    live = differentiable(graph)
+
+    def is_alias(op: Op) -> bool:
+        if op.target == "aten.detach.default":
+            return op.operands[0] not in live
+        return op.target in ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default")
+
+    return _bypass(graph, {op.name for op in graph.ops if is_alias(op)})
+
+
+def drop_needless_copies(graph: Graph) -> Graph:
+    """Take away clones that change no memory order, or that a reshape makes itself when it has to.
+
+    Views become reshapes: on a device's local tensors, whose strides may differ from the whole ones', a view could
+    fail; where it would not, a reshape is one.
+    """
+    graph = graph.rewrite(
+        lambda op: [replace(op, target="aten.reshape.default")] if op.target in _RESHAPES else None
+    )
+    readers: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for name in op.operands:
+            readers.setdefault(name, []).append(op.target)
+    at_end = graph.read_at_end
+
+    def is_needless(op: Op) -> bool:
+        if op.target not in ("aten.clone.default", "aten.contiguous.default"):
+            return False
+        if op.operands[0] not in graph.strided:
+            return True
+        only_reshapes = set(readers.get(op.results[0], ())) <= {"aten.reshape.default"}
+        return op.results[0] in graph.strided or (only_reshapes and op.results[0] not in at_end)
+
+    return _bypass(graph, {op.name for op in graph.ops if is_needless(op)})
+
+
+def drop_identities(graph: Graph) -> Graph:
+    """Take away ops that give back their operand: slices of everything, casts to the same dtype, cat of one tensor ...
+
+    A cat with empty pieces (a key/value cache before its first token) loses the pieces first.
+    """
+    graph = graph.rewrite(lambda op: _without_empty_pieces(op, graph))
+    return _bypass(graph, {op.name for op in graph.ops if len(op.results) == 1 and _is_identity(op, graph)})
+
+
+def _without_empty_pieces(op: Op, graph: Graph) -> Iterable[Op] | None:
+    pieces = op.args[0] if op.args else None
+    if op.target != "aten.cat.default" or not isinstance(pieces, tuple):
+        return None
+    full = tuple(p for p in pieces if isinstance(p, Ref) and graph.types[p.name].num_elements)
+    return [replace(op, args=(full, *op.args[1:]))] if full and len(full) < len(pieces) else None
+
+
+def _is_identity(op: Op, graph: Graph) -> bool:
+    operands = op.operands
+    if not operands or graph.types[op.results[0]] != graph.types[operands[0]]:
+        return False
+    if op.target == "aten.cat.default":
+        return len(operands) == 1
+    if op.target == "aten.slice.Tensor":
+        return True  # of the same shape, so of everything
+    if op.target == "aten.transpose.int":
+        return op.args[1] == op.args[2]
+    if op.target == "aten.permute.default":
+        return op.args[1] == tuple(range(len(graph.types[operands[0]].shape)))
+    if op.target == "aten.dropout.default":
+        return argument(op, 2, "train", True) is False or op.args[1] == 0
+    return op.target in (
+        "aten._to_copy.default", "aten.to.dtype", "aten.expand.default", "aten.reshape.default", "aten.squeeze.dim",
+        "aten.squeeze.dims", "aten.squeeze.default",
+    )  # fmt: skip
+
+
+def _bypass(graph: Graph, ops: set[str]) -> Graph:
+    """Remove the ops of these names; who read their first result reads their first operand."""
+    gone = {op.results[0]: op.operands[0] for op in graph.ops if op.name in ops}
+    return rename(replace(graph, ops=tuple(op for op in graph.ops if op.name not in ops)), gone)
+
+
+def spell_out_sizes(graph: Graph) -> Graph:
+    """Write sizes in full (no -1), and "to the end" of a slice always the same way, so that equal ops look equal."""
+
+    def spell(op: Op) -> Iterable[Op] | None:
+        if op.target in ("aten.reshape.default", "aten.expand.default"):
+            return [replace(op, args=(op.args[0], graph.types[op.results[0]].shape, *op.args[2:]))]
+        if op.target == "aten.slice.Tensor":
+            return [_spell_slice(op, graph.types[op.operands[0]])]
+        if op.target == "aten.broadcast_tensors.default":
+            return [_as_expand(op, index, graph) for index in range(len(op.results))]
+        return None
+
+    return graph.rewrite(spell)
+
+
+_TO_THE_END = 2**63 - 1
+
+
+def _spell_slice(op: Op, source: TensorType) -> Op:
+    dim = argument(op, 1, "dim", 0)
+    start, end = argument(op, 2, "start", None), argument(op, 3, "end", None)
+    assert isinstance(dim, int)
+    dim %= len(source.shape)
+    size = source.shape[dim]
+
+    def place(value: Arg, default: int) -> int:
+        if not isinstance(value, int):
+            return default
+        return min(max(value + size if value < 0 else value, 0), size)
+
+    low, high = place(start, 0), place(end, size)
+    step = argument(op, 4, "step", 1)
+    args = (op.args[0], dim, low, _TO_THE_END if high == size else high)
+    return replace(op, args=args if step == 1 else (*args, step), kwargs=())
+
+
+def _as_expand(op: Op, index: int, graph: Graph) -> Op:
+    result = op.results[index]
+    return Op(
+        name=result, target="aten.expand.default", args=(Ref(op.operands[index]), graph.types[result].shape), kwargs=(),
+        results=(result,), source=op.source, module=op.module,
+    )  # fmt: skip
+
+
+def drop_dead_ops(graph: Graph) -> Graph:
+    """Take away ops whose results nobody reads, and constants that nobody reads."""
+    needed = set(graph.read_at_end)
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.results):
+            kept.append(op)
+            needed.update(op.operands)
+    defined = {name for op in kept for name in op.results} | {
+        name for name, role in graph.roles.items() if role != "constant" or name in needed
+    }
+    return replace(
+        graph,
+        ops=tuple(reversed(kept)),
+        types={name: t for name, t in graph.types.items() if name in defined},
+        roles={name: role for name, role in graph.roles.items() if name in defined},
+        constants={name: c for name, c in graph.constants.items() if name in defined},
+    )
+
+
+def merge_equal_ops(graph: Graph, within: dict[str, int] | None = None) -> Graph:
+    """Compute what several ops compute alike once.
+
+    `within` (op name -> group) restricts this to ops of one group, so that merging does not tie layers together.
+    """
+    seen: dict[object, Op] = {}
+    names: dict[str, str] = {}
+    kept: list[Op] = []
+    for op in graph.ops:
+        now = replace_refs(op, names)
+        key = (0 if within is None else within[op.name], now.target, repr(now.args), repr(now.kwargs))
+        first = seen.setdefault(key, now)
+        if first is now or is_random(now) or len(first.results) != len(now.results):
+            kept.append(now)
+        else:
+            names.update(zip(now.results, first.results, strict=True))
+    return rename(replace(graph, ops=tuple(kept)), names)
+
+
+def replace_refs(op: Op, names: dict[str, str]) -> Op:
+    """`op` reading ``names[n]`` instead of n."""
+    if not any(name in names for name in op.operands):
+        return op
+    args = tuple(map_refs(a, names) for a in op.args)
+    return replace(op, args=args, kwargs=tuple((k, map_refs(a, names)) for k, a in op.kwargs))

@@ -1,0 +1,176 @@
+"""The private parts of torch that tracing needs, all in one place (seen on torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "TORCH_DIRECTORY",
+    "clone_tree",
+    "fake_mode",
+    "fake_tensor",
+    "flatten_one_level",
+    "inline_grad_regions",
+    "intercept_autograd_functions",
+    "is_higher_order",
+    "run_decompositions",
+    "storage_key",
+    "unflatten_one_level",
+]
+
+TORCH_DIRECTORY = str(Path(torch.__file__).parent)
+
+# What torch raises when a Python value is asked of a tensor that has none while tracing.
+DATA_DEPENDENT: tuple[type[BaseException], ...] = (
+    GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException,
+)  # fmt: skip
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have shapes and a device but no memory, fit for torch.export."""
+    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+
+
+def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A fake CPU tensor with the shape and strides of `like`.
+
+    Always CPU: with a CPU-only build of torch, autograd on fake CUDA tensors aborts the process (seen on 2.13), and
+    tensors that a model makes in its forward without naming a device land on the CPU.
+    """
+    with mode, torch.no_grad():
+        made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=dtype or like.dtype, device="cpu")
+    return made.requires_grad_(like.requires_grad) if made.dtype.is_floating_point else made
+
+
+def flatten_one_level(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    """Keys, children and context of a container that pytree knows, else None."""
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    return _key_names(value, len(children)), children, spec
+
+
+def _key_names(value: Any, count: int) -> tuple[str, ...]:
+    """Readable keys for the `count` children of a container."""
+    if isinstance(value, Mapping) and len(value) == count:
+        return tuple(map(str, value))
+    fields = getattr(value, "_fields", None)
+    return tuple(fields) if isinstance(fields, tuple) and len(fields) == count else tuple(map(str, range(count)))
+
+
+def unflatten_one_level(children: Sequence[Any], context: Any) -> Any:
+    """The inverse of `flatten_one_level`."""
+    return pytree.tree_unflatten(children, context)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether an fx target takes graphs as arguments."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, fake ones included, while it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def inline_grad_regions(module: fx.GraphModule) -> None:
+    """Put the bodies of ``with torch.no_grad()`` regions into the graph, behind a detach of what they read.
+
+    torch.export keeps such a region as a sub-graph, and its decompositions inline it and forget that no gradient
+    leaves it.  After this, "no gradient" is part of the graph's data flow.
+    """
+    for _, sub in list(module.named_children()):
+        if isinstance(sub, fx.GraphModule):
+            inline_grad_regions(sub)
+    for node in list(module.graph.nodes):
+        if is_higher_order(node.target) and node.target.name() == "wrap_with_set_grad_enabled":
+            _inline_region(module, node)
+    module.graph.lint()
+    module.recompile()
+
+
+def _inline_region(module: fx.GraphModule, node: fx.Node) -> None:
+    enabled, body, *operands = node.args
+    assert isinstance(body, fx.Node)
+    sub = module.get_submodule(str(body.target))
+    assert isinstance(sub, fx.GraphModule)
+    graph = module.graph
+    with graph.inserting_before(node):
+        read = operands if enabled else [_detached(graph, operand) for operand in operands]
+        names = dict(zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True))
+        results = graph.graph_copy(sub.graph, names)  # type: ignore[arg-type]
+    results = results if isinstance(results, tuple | list) else (results,)
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])  # every user is a getitem
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _detached(graph: fx.Graph, operand: Any) -> Any:
+    value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point or operand.name.startswith("b_"):
+        return operand  # buffers have no gradient, and may be written to in here
+    made = graph.call_function(torch.ops.aten.detach.default, (operand,))
+    made.meta = dict(operand.meta)
+    return made
+
+
+@contextlib.contextmanager
+def intercept_autograd_functions(report: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `report(function_class, args)` for each custom autograd function that runs in this context.
+
+    Reentrant checkpoints are such functions too; they are run as the plain function that they wrap.
+    """
+    from torch.utils.checkpoint import CheckpointFunction  # noqa: PLC0415  (loads late on purpose)
+
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            run_function, _, *inputs = args
+            return run_function(*inputs)
+        if not cls.__module__.startswith("torch."):
+            report(cls, args)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Functional ATen with composite ops (linear, attention, norms, losses) kept whole."""
+    return program.run_decompositions({})
+
+
+def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of the module tree in which every parameter and buffer t is ``swap(t)``; the rest is shared.
+
+    The way out for modules that can't be deep-copied.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copy(module: nn.Module) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        made = module.__new__(type(module))
+        copies[id(module)] = made
+        made.__dict__ = dict(module.__dict__)
+        made._parameters = {k: None if p is None else swap(p) for k, p in module._parameters.items()}  # type: ignore[assignment]
+        made._buffers = {k: None if b is None else swap(b) for k, b in module._buffers.items()}
+        made._modules = {k: None if m is None else copy(m) for k, m in module._modules.items()}
+        return made
+
+    return copy(model)

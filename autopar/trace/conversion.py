@@ -1,0 +1,240 @@
+"""From an exported torch program to a `Graph`: names, types and arguments become plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.errors import TraceError
+from autopar.program import Arg, Op, Ref, TensorType
+from autopar.trace import compat
+from autopar.trace.capture import WRAPPED, Captured, frame_of_text
+from autopar.trace.graph import Graph, Names, rename
+
+__all__ = ["convert", "tensor_type"]
+
+_SKIPPED = ("aten._assert_", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
+# Where a tensor lies is the runtime's business, and the layout of memory is the kernels'.
+_DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+
+
+def tensor_type(tensor: Tensor) -> TensorType:
+    """Shape and dtype of a tensor.
+
+    Raises:
+        TraceError: a size is symbolic.
+    """
+    if not all(type(size) is int for size in tensor.shape):
+        raise TraceError(f"a tensor has the size {list(tensor.shape)}, which depends on values; "
+                         "use fixed sizes and masks (torch.where) instead")
+    return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+@dataclass
+class _Builder:
+    """Collects a graph while walking over fx nodes."""
+
+    env: dict[str, Any] = field(default_factory=dict[str, Any])  # fx node name -> Arg, or a list of results
+    ops: list[Op] = field(default_factory=list[Op])
+    types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
+    roles: dict[str, str] = field(default_factory=dict[str, str])
+    strided: set[str] = field(default_factory=set[str])
+    place: tuple[str, str] = ("", "")  # source and module of the last op that had them
+
+    def define(self, name: str, tensor: Tensor) -> str:
+        self.types[name] = tensor_type(tensor)
+        if not tensor.is_contiguous():
+            self.strided.add(name)
+        return name
+
+    def argument(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            return self.env[arg.name]
+        if isinstance(arg, list | tuple):
+            return tuple(self.argument(part) for part in arg)
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        if isinstance(arg, torch.dtype | torch.memory_format | torch.layout | torch.device):
+            return str(arg)
+        raise TraceError(f"an op has the argument {arg!r} of type {type(arg).__name__}, which a plan can't carry")
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op != "call_function" or str(node.target).startswith(_SKIPPED):
+            return
+        if node.target is getitem:
+            self.env[node.name] = self.env[node.args[0].name][node.args[1]]  # type: ignore[union-attr,index]
+            return
+        self._check_target(node)
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            results = (self.define(node.name, value),)
+            self.env[node.name] = Ref(node.name)
+        else:
+            results = self._define_several(node, value)
+        self._append(node, results)
+
+    def _check_target(self, node: fx.Node) -> None:
+        where = _source(node) or "the model"
+        if compat.is_higher_order(node.target):
+            raise TraceError(f"{where}: {node.target} takes functions as arguments, and has no factor rule; "
+                             "write it with torch.where, or with plain tensor ops")
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(f"{where}: Python computes with the value of a tensor here ({node.target}); keep it a "
+                             "tensor (no .item()), or pass it as a plain argument")
+        if not isinstance(node.meta.get("val"), Tensor | list | tuple):
+            raise TraceError(f"{where}: {node.target} gives a number that depends on data; keep it a tensor "
+                             "(no .item(), no shapes that depend on values)")
+
+    def _define_several(self, node: fx.Node, values: Sequence[Any]) -> tuple[str, ...]:
+        # Named after the getitem that reads it, where there is one.
+        named = {user.args[1]: user.name for user in node.users if user.target is getitem}
+        names: list[str] = []
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                names.append(self.define(named.get(index, f"{node.name}_result_{index}"), value))
+        kept = iter(names)
+        self.env[node.name] = [Ref(next(kept)) if isinstance(value, Tensor) else None for value in values]
+        return tuple(names)
+
+    def _append(self, node: fx.Node, results: tuple[str, ...]) -> None:
+        source, module = _source(node), _module(node)
+        self.place = (source or self.place[0], module if source or module else self.place[1])
+        kwargs = tuple((k, self.argument(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        self.ops.append(Op(
+            name=node.name, target=str(node.target), args=tuple(map(self.argument, node.args)), kwargs=kwargs,
+            results=results, source=self.place[0], module=self.place[1],
+        ))  # fmt: skip
+
+
+def _source(node: fx.Node) -> str:
+    return frame_of_text(node.meta.get("stack_trace") or "")
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    path = re.sub(r"@\d+$", "", path)  # export marks the second call of one module so
+    return path.removeprefix(WRAPPED).removeprefix(".")
+
+
+def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
+    """The graph of `captured`; model inputs are renamed to `input_names`."""
+    exported = captured.exported
+    signature = exported.graph_signature
+    builder = _Builder()
+    nodes = list(exported.graph.nodes)
+    placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
+    constants: dict[str, Tensor] = {}
+    inputs: list[str] = []
+    parameters: dict[str, str] = {}
+    by_member: dict[str, str] = {}
+    for spec in signature.input_specs:
+        name = spec.arg.name
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(name)
+            builder.roles[name] = "input"
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            member = captured.names[_member(spec.target)]
+            if member in by_member:
+                builder.env[name] = Ref(by_member[member])
+                continue
+            by_member[member] = name
+            parameters[name] = member
+            builder.roles[name] = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[name] = _constant(exported, spec.target)
+            builder.roles[name] = "constant"
+        else:
+            raise TraceError(f"the model holds {spec.target!r}, which is no tensor and takes part in the computation")
+        builder.define(name, placeholders[name].meta["val"])
+        builder.env[name] = Ref(name)
+    for node in nodes:
+        builder.visit(node)
+    outputs, updates = _ends(signature.output_specs, builder.env, captured, by_member)
+    trainable = {name for name, member in parameters.items()
+                 if builder.roles[name] == "parameter" and captured.tensors[member].requires_grad}
+    trainable |= {name for name in inputs if placeholders[name].meta["val"].requires_grad}
+    graph = Graph(
+        ops=tuple(builder.ops), types=builder.types, roles=builder.roles, inputs=tuple(inputs), outputs=outputs,
+        updates=updates, parameters=parameters, trainable=frozenset(trainable), constants=constants,
+        buffers=_known_buffers(captured, parameters, builder.roles), strided=frozenset(builder.strided),
+    )  # fmt: skip
+    return _add_unused(_rename_roots(graph, input_names), captured)
+
+
+def _member(target: str | None) -> str:
+    return str(target).removeprefix(WRAPPED + ".")
+
+
+def _constant(exported: torch.export.ExportedProgram, target: str | None) -> Tensor:
+    value = exported.constants[str(target)]
+    assert isinstance(value, Tensor)
+    return value.detach().cpu()
+
+
+def _ends(
+    specs: Sequence[Any], env: Mapping[str, Any], captured: Captured, by_member: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    outputs: list[str] = []
+    updates: dict[str, str] = {}
+    for spec in specs:
+        if spec.kind is OutputKind.USER_OUTPUT:
+            outputs.append(env[spec.arg.name].name)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            updates[by_member[captured.names[_member(spec.target)]]] = env[spec.arg.name].name
+        else:
+            raise TraceError(f"the model writes to {_member(spec.target)!r} in its forward ({spec.kind.name}); only "
+                             "buffers can be written to: work on a copy (x = x.clone()) or register a buffer")
+    return tuple(outputs), updates
+
+
+def _known_buffers(
+    captured: Captured, parameters: Mapping[str, str], roles: Mapping[str, str]
+) -> dict[str, Tensor]:
+    return {
+        value: captured.tensors[member]
+        for value, member in parameters.items()
+        if roles[value] == "buffer" and captured.tensors[member].device.type != "meta"
+    }
+
+
+def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:
+    """Inputs as the call names them, parameters and buffers as the module does (dots become underscores)."""
+    names = Names(graph)
+    wanted = dict(zip(graph.inputs, input_names, strict=True))
+    wanted |= {value: re.sub(r"\W", "_", member) for value, member in graph.parameters.items()}
+    fresh = {old: old if old == new else names.fresh(new) for old, new in wanted.items()}
+
+    def moved(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {fresh.get(name, name): value for name, value in values.items()}
+
+    graph = rename(graph, {old: new for old, new in fresh.items() if old != new})
+    return replace(
+        graph, types=moved(graph.types), roles=moved(graph.roles), inputs=tuple(fresh[n] for n in graph.inputs),
+        updates=moved(graph.updates), parameters=moved(graph.parameters), buffers=moved(graph.buffers),
+        trainable=frozenset(fresh[n] for n in graph.trainable),
+        strided=frozenset(fresh.get(n, n) for n in graph.strided),
+    )  # fmt: skip
+
+
+def _add_unused(graph: Graph, captured: Captured) -> Graph:
+    """List the parameters that the graph does not mention too: they are part of the module's state."""
+    names = Names(graph)
+    listed = set(graph.parameters.values())
+    missing = {names.fresh(re.sub(r"\W", "_", m)): m for m in captured.tensors if m not in listed}
+    kinds = {n: "parameter" if isinstance(captured.tensors[m], torch.nn.Parameter) else "buffer"
+             for n, m in missing.items()}
+    return replace(
+        graph,
+        types={**graph.types, **{n: tensor_type(captured.tensors[m]) for n, m in missing.items()}},
+        roles={**graph.roles, **kinds},
+        parameters={**graph.parameters, **missing},
+        trainable=graph.trainable | {n for n, m in missing.items() if captured.tensors[m].requires_grad},
+    )

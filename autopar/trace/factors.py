@@ -1,0 +1,67 @@
+"""Attaching to each op its factor options and what autograd keeps of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.program import Op, TensorType
+from autopar.rules import RuleMatch, options_for
+from autopar.rules.derivation import whole_options
+from autopar.trace.cleanup import is_random
+try:
+    from autopar.trace.discover import discover_options
+except ImportError:
+    def discover_options(*a): return None
+from autopar.trace.gradients import differentiable
+from autopar.trace.graph import Graph, map_refs
+from autopar.trace.saves import SavesMeter
+
+__all__ = ["attach_factors"]
+
+
+def attach_factors(graph: Graph) -> Graph:
+    """Give every op its options and saves; ops that can't be split get a note."""
+    live = differentiable(graph)
+    meter = SavesMeter()
+    whole: dict[str, str] = {}
+    matches: dict[object, tuple[RuleMatch, str]] = {}
+
+    def step(op: Op) -> list[Op]:
+        operands = tuple(graph.types[name] for name in op.operands)
+        results = tuple(graph.types[name] for name in op.results)
+        key = (op.target, _shape_of_call(op), operands, results)
+        if key not in matches:
+            matches[key] = _match(op, operands, results)
+        match, source = matches[key]
+        if source == "whole":
+            whole.setdefault(op.target, op.source)
+        kept = any(name in live for name in op.results)
+        needs = tuple(kept and name in live for name in op.operands)
+        saves, extra = meter.saved(op, operands, results, needs)
+        return [replace(
+            op, options=match.options, rule_source=source, size_args=match.size_args, is_view=match.is_view,
+            is_random=match.is_random or is_random(op), saves=saves, saved_extra_bytes=extra,
+        )]  # fmt: skip
+
+    made = graph.rewrite(step)
+    notes = tuple(f"{target} (at {where}) has no factor rule and none was discovered: it runs whole on every device; "
+                  "autopar.register_rule can teach one" for target, where in whole.items())
+    return replace(made, notes=made.notes + notes)
+
+
+def _shape_of_call(op: Op) -> str:
+    """The arguments with the operands' names left out, but the pattern of equal ones kept."""
+    order: dict[str, str] = {}
+    for name in op.operands:
+        order.setdefault(name, f"#{len(order)}")
+    return repr(([map_refs(a, order) for a in op.args], [(k, map_refs(a, order)) for k, a in op.kwargs]))
+
+
+def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[RuleMatch, str]:
+    found = options_for(op, operands, results)
+    if found is not None:
+        return found, "rule"
+    discovered = discover_options(op, operands, results)
+    if discovered:
+        return RuleMatch(tuple(discovered)), "discovered"
+    return RuleMatch(whole_options(len(operands), len(results))), "whole"

@@ -1,0 +1,150 @@
+"""The graph between capture and layers: a list of ops over named values, passed from one normalising pass to the next.
+
+A pass is a function from a `Graph` to a `Graph`.  Nothing here is changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from autopar.program import Arg, Op, Ref, TensorType
+
+__all__ = ["Graph", "Names", "check", "map_refs", "rename", "with_kwargs"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A flat program.
+
+    Args:
+        ops: in execution order.
+        types: of every value.
+        roles: of every value that no op computes; see `Value.role`.
+        inputs: the model's tensor arguments, in order.
+        outputs: what the model returns, in order; repeats allowed.
+        updates: buffer -> the value that replaces it after a forward.
+        parameters: value -> module name, for parameters and buffers.
+        trainable: the values that want a gradient of their own: parameters that aren't frozen, inputs that ask for it.
+        constants: the tensors that are known: lifted from the code, or folded.
+        buffers: the user's own buffers whose contents are known (not on the meta device), by value.
+        strided: values whose memory is not in row-major order.
+        notes: what the user should know.
+    """
+
+    ops: tuple[Op, ...]
+    types: Mapping[str, TensorType]
+    roles: Mapping[str, str]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    updates: Mapping[str, str]
+    parameters: Mapping[str, str]
+    trainable: frozenset[str]
+    constants: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    strided: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def producers(self) -> dict[str, Op]:
+        """The op that computes each computed value."""
+        return {name: op for op in self.ops for name in op.results}
+
+    @property
+    def read_at_end(self) -> frozenset[str]:
+        """The values that leave the program: outputs and new contents of buffers."""
+        return frozenset((*self.outputs, *self.updates.values()))
+
+    def count_readers(self) -> dict[str, int]:
+        """How often each value is read, the program's end included."""
+        counts = dict.fromkeys(self.types, 0)
+        for name in [*(n for op in self.ops for n in op.operands), *self.outputs, *self.updates.values()]:
+            counts[name] += 1
+        return counts
+
+    def rewrite(self, step: Callable[[Op], Iterable[Op] | None]) -> Graph:
+        """Replace each op by what `step` returns for it (None: keep it)."""
+        ops: list[Op] = []
+        for op in self.ops:
+            made = step(op)
+            ops.extend((op,) if made is None else made)
+        return replace(self, ops=tuple(ops))
+
+    def with_types(self, types: Mapping[str, TensorType]) -> Graph:
+        """The same with more values known."""
+        return replace(self, types={**self.types, **types})
+
+
+class Names:
+    """Fresh names beside those of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._taken = {*graph.types, *(op.name for op in graph.ops)}
+
+    def fresh(self, stem: str) -> str:
+        """`stem`, or `stem` with a number, not taken yet."""
+        name, count = stem, 0
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name
+
+
+def map_refs(arg: Arg, names: Mapping[str, str]) -> Arg:
+    """`arg` with its references renamed by `names`."""
+    if isinstance(arg, Ref):
+        return Ref(names[arg.name]) if arg.name in names else arg
+    if isinstance(arg, tuple):
+        return tuple(map_refs(part, names) for part in arg)
+    return arg
+
+
+def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """Let the readers of each key of `names` read its value instead; chains are followed."""
+    if not names:
+        return graph
+
+    def last(name: str) -> str:
+        while name in names:
+            name = names[name]
+        return name
+
+    final = {name: last(name) for name in names}
+
+    def renamed(op: Op) -> Op:
+        if not any(name in final for name in op.operands):
+            return op
+        return replace(
+            op,
+            args=tuple(map_refs(arg, final) for arg in op.args),
+            kwargs=tuple((key, map_refs(arg, final)) for key, arg in op.kwargs),
+        )
+
+    return replace(
+        graph,
+        ops=tuple(map(renamed, graph.ops)),
+        outputs=tuple(final.get(name, name) for name in graph.outputs),
+        updates={buffer: final.get(name, name) for buffer, name in graph.updates.items()},
+    )
+
+
+def with_kwargs(op: Op, **changes: Arg) -> tuple[tuple[str, Arg], ...]:
+    """The op's keyword arguments with some changed or added."""
+    return tuple({**dict(op.kwargs), **changes}.items())
+
+
+def check(graph: Graph) -> None:
+    """Each value is defined once, before it is read, and has a type; raises AssertionError otherwise."""
+    defined = set(graph.roles)
+    for op in graph.ops:
+        for name in op.operands:
+            assert name in defined, f"{op.name} reads {name}, which nothing defines before it"
+        for name in op.results:
+            assert name not in defined, f"{op.name} defines {name} a second time"
+            assert name in graph.types, f"{name} has no type"
+            defined.add(name)
+    missing = (graph.read_at_end | set(graph.inputs)) - defined
+    assert not missing, f"the program's end reads {sorted(missing)}, which nothing defines"

@@ -1,0 +1,141 @@
+"""Cutting a flat program into layers: contiguous, covering, of a sensible size.
+
+Where modules repeat, each repetition is a layer, and so is what lies between.  A stretch that is longer than
+`MAX_OPS`, or that no module divides, is cut at its narrow places: positions that one value crosses divide it into
+atoms; atoms that repeat become layers; what is left is cut where the fewest bytes cross (dynamic programming).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.program import Op
+from autopar.trace.graph import Graph
+from autopar.trace.repetition import MAX_OPS, MIN_OPS, Run, find_period, module_runs, op_signature
+
+__all__ = ["Crossing", "crossings", "cut_layers"]
+
+_TARGET_OPS = 40
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses a position between two ops: values that are computed before and read at or after it."""
+
+    num_values: int
+    num_bytes: int
+
+
+def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[range]:
+    """The ops of each layer, as ranges of positions in ``graph.ops``; they cover all ops in order."""
+    crossing = crossings(graph)
+    signatures = [op_signature(op, graph.types) for op in graph.ops]
+    runs = module_runs(graph.ops, classes)
+    repeats = any(run.unit for run in runs)
+    layers: list[range] = []
+    for run in runs:
+        stretch = range(run.start, run.stop)
+        if run.unit or (repeats and len(run) <= MAX_OPS):
+            layers.append(stretch)
+        else:
+            layers.extend(_cut_stretch(stretch, crossing, signatures))
+    return _join_crumbs(layers, runs)
+
+
+def crossings(graph: Graph) -> list[Crossing]:
+    """``crossings(g)[i]`` is what crosses the position before op i."""
+    last_read: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        last_read.update(dict.fromkeys(op.operands, index))
+    count = [0] * (len(graph.ops) + 1)
+    size = [0] * (len(graph.ops) + 1)
+    for index, op in enumerate(graph.ops):
+        for name in op.results:
+            # Values that only the caller reads cross nothing.
+            for place in range(index + 1, last_read.get(name, index) + 1):
+                count[place] += 1
+                size[place] += graph.types[name].num_bytes
+    return [Crossing(c, s) for c, s in zip(count, size, strict=True)]
+
+
+def _cut_stretch(stretch: range, crossing: Sequence[Crossing], signatures: Sequence[int]) -> list[range]:
+    """Cut ops that no module divides."""
+    if len(stretch) <= 2 * MIN_OPS:
+        return [stretch] if len(stretch) else []
+    atoms = _atoms(stretch, crossing)
+    words = [hash(tuple(signatures[atom.start : atom.stop])) for atom in atoms]
+    period = find_period(words)
+    if period is not None:
+        start, length, repetitions = period
+        unit = sum(len(atom) for atom in atoms[start : start + length])
+        if unit * repetitions >= 2 * MIN_OPS and unit <= MAX_OPS:
+            return _cut_period(stretch, atoms, (start, length, repetitions), crossing, signatures)
+    return _cut_narrow(stretch, crossing)
+
+
+def _cut_period(
+    stretch: range, atoms: Sequence[range], period: tuple[int, int, int], crossing: Sequence[Crossing],
+    signatures: Sequence[int],
+) -> list[range]:  # fmt: skip
+    start, length, repetitions = period
+    unit = sum(len(atom) for atom in atoms[start : start + length])
+    together = min(-(-MIN_OPS // unit), repetitions // 2)  # tiny repetitions share a layer
+    first = atoms[start].start
+    layers = [range(first + i * unit * together, first + (i + 1) * unit * together)
+              for i in range(repetitions // together)]
+    before = _cut_stretch(range(stretch.start, first), crossing, signatures)
+    after = _cut_stretch(range(layers[-1].stop, stretch.stop), crossing, signatures)
+    return [*before, *layers, *after]
+
+
+def _atoms(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
+    narrow = [i for i in stretch if i > stretch.start and crossing[i].num_values <= 1]
+    edges = [stretch.start, *narrow, stretch.stop]
+    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _cut_narrow(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
+    """Cuts that minimise the bytes crossing, for layers of about `_TARGET_OPS` ops and at most `MAX_OPS`."""
+    if len(stretch) <= _TARGET_OPS:
+        return [stretch]
+    typical = sorted(crossing[i].num_bytes for i in stretch)[len(stretch) // 2] or 1
+    best: dict[int, tuple[float, int]] = {stretch.start: (0.0, stretch.start)}
+    for stop in range(stretch.start + MIN_OPS, stretch.stop + 1):
+        if stretch.stop - stop not in range(MIN_OPS) or stop == stretch.stop:
+            width = 0.0 if stop == stretch.stop else crossing[stop].num_bytes / typical
+            options = [
+                (best[start][0] + width + _size_penalty(stop - start), start)
+                for start in range(max(stretch.start, stop - MAX_OPS), stop - MIN_OPS + 1)
+                if start in best
+            ]
+            if options:
+                best[stop] = min(options)
+    cuts = [stretch.stop]
+    while cuts[-1] != stretch.start:
+        cuts.append(best[cuts[-1]][1])
+    cuts.reverse()
+    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _size_penalty(num_ops: int) -> float:
+    """Worth up to a typical crossing: layers far from the target size are worse."""
+    return abs(num_ops - _TARGET_OPS) / _TARGET_OPS
+
+
+def _join_crumbs(layers: Sequence[range], runs: Sequence[Run]) -> list[range]:
+    """Join the last layer to the one before where it is a crumb of no module's own."""
+    units = {run.start for run in runs if run.unit}
+    made: list[range] = []
+    for layer in layers:
+        is_crumb = len(layer) < 3 and made and layer.start not in units and made[-1].start not in units
+        if is_crumb and len(made[-1]) + len(layer) <= MAX_OPS:
+            made[-1] = range(made[-1].start, layer.stop)
+        else:
+            made.append(layer)
+    return made
+
+
+def layer_of_op(ops: Sequence[Op], layers: Sequence[range]) -> dict[str, int]:
+    """Op name -> the number of its layer."""
+    return {ops[place].name: index for index, layer in enumerate(layers) for place in layer}

@@ -1,0 +1,179 @@
+"""`trace`: capture -> normalise -> factors -> layers -> kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import OutputError
+from autopar.program import Program, Value
+from autopar.trace import cleanup, folding, losses
+from autopar.trace.capture import capture
+from autopar.trace.conversion import convert
+from autopar.trace.factors import attach_factors
+from autopar.trace.gradients import differentiable
+from autopar.trace.graph import Graph, check
+from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
+from autopar.trace.layers import cut_layers, layer_of_op
+from autopar.trace.signature import call_form, make_flatten
+from autopar.trace.structure import Dropped, Leaf, Structure, rebuild, walk
+
+__all__ = ["PASSES", "Traced", "normalise", "trace"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program, and what it takes to call it as the model is called.
+
+    Args:
+        program: the traced model.
+        constants: value name -> tensor, for all values of role "constant" (CPU; may be expanded views).
+        flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``, floating ones in
+            the trace's dtype; raises InputShapeError if the call differs from the example in structure, shape, dtype
+            or in an argument that is no tensor.
+        unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return.
+    """
+
+    program: Program
+    constants: Mapping[str, Tensor] = field(hash=False)
+    flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
+    unflatten_outputs: Callable[[Sequence[Any]], Any]
+
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    cleanup.drop_aliases,
+    cleanup.drop_dead_ops,
+    cleanup.drop_needless_copies,
+    cleanup.spell_out_sizes,
+    losses.rewrite_dropout,
+    losses.rewrite_batch_norm,
+    losses.rewrite_cross_entropy,
+    losses.rewrite_losses,
+    losses.rewrite_means,
+    cleanup.drop_identities,
+    cleanup.drop_aliases,
+    folding.restore_attention_masks,
+    folding.skip_expansions,
+    cleanup.drop_dead_ops,
+    folding.fold_constants,
+    folding.share_equal_constants,
+    cleanup.drop_dead_ops,
+)
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> Traced:
+    """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is computed.
+
+    Args:
+        model: any module.
+        args: positional arguments of an example call; only their shapes and dtypes matter.
+        kwargs: its keyword arguments.
+        training: trace in training mode; by default the model's own.
+        dtype: take floating parameters and floating inputs as of this dtype (mixed precision).
+
+    Raises:
+        TraceError: the model is not one graph, for instance because control flow depends on data.
+        ExampleInputsError: the arguments don't fit the model.
+        OutputError: the model returns no tensor.
+    """
+    form, tensors = call_form(model, args, kwargs, dtype)
+    is_training = model.training if training is None else training
+    captured = capture(model, form, tensors, training=is_training, dtype=dtype)
+    graph = normalise(convert(captured, form.names))
+    graph = replace(graph, notes=graph.notes + tuple(_dropped_notes(captured.outputs)))
+    ranges = cut_layers(graph, captured.classes)
+    graph, ranges = _merge_within_layers(graph, ranges)
+    graph = attach_factors(graph)
+    values = _values(graph)
+    program = Program(
+        values=values,
+        layers=assign_kinds(build_layers(graph, ranges), values, graph),
+        inputs=graph.inputs,
+        parameters=graph.parameters,
+        aliases={name: first for name, first in captured.names.items() if name != first},
+        outputs=graph.outputs,
+        loss=_find_loss(captured.outputs, graph.outputs, values),
+        updates=graph.updates,
+        notes=graph.notes,
+        fingerprint=fingerprint(graph, values, training=is_training),
+        training=is_training,
+    )
+    unflatten = _Unflatten(captured.outputs)
+    return Traced(program, graph.constants, make_flatten(model, form), unflatten)
+
+
+def normalise(graph: Graph) -> Graph:
+    """Run `PASSES`, checking the graph after each."""
+    check(graph)
+    for step in PASSES:
+        graph = step(graph)
+        check(graph)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Unflatten:
+    """Rebuilds the model's output; a class so that a `Traced` can be compared and pickled with its structure."""
+
+    structure: Structure
+
+    def __call__(self, entries: Sequence[Any]) -> Any:
+        expected = sum(isinstance(end, Leaf) for end in walk(self.structure))
+        if len(entries) != expected:
+            raise OutputError(f"{len(entries)} entries for a program with {expected} outputs")
+        return rebuild(self.structure, entries)
+
+
+def _dropped_notes(outputs: Structure) -> list[str]:
+    return [
+        f"output {'.'.join(end.path) or 'of the model'} ({end.type_name}) can't be carried out of a parallel program: "
+        "it is None"
+        for end in walk(outputs)
+        if isinstance(end, Dropped)
+    ]
+
+
+def _merge_within_layers(graph: Graph, ranges: Sequence[range]) -> tuple[Graph, list[range]]:
+    """Compute nothing twice inside a layer; across layers that would make layers differ that are alike."""
+    owner = layer_of_op(graph.ops, ranges)
+    merged = cleanup.drop_dead_ops(cleanup.merge_equal_ops(graph, within=owner))
+    check(merged)
+    made: list[range] = []
+    start = 0
+    for index in range(len(ranges)):
+        size = sum(owner[op.name] == index for op in merged.ops)
+        if size:
+            made.append(range(start, start + size))
+        start += size
+    return merged, made
+
+
+def _values(graph: Graph) -> dict[str, Value]:
+    live = differentiable(graph)
+    return {
+        name: Value(name, kind, graph.roles.get(name, "op"), requires_grad=name in live)
+        for name, kind in graph.types.items()
+    }
+
+
+def _find_loss(structure: Structure, outputs: Sequence[str], values: Mapping[str, Value]) -> str:
+    """The scalar output that a gradient can start from: one called "loss" if there is, else the first."""
+    found = [
+        (end.path[-1:] != ("loss",), outputs[end.index])
+        for end in walk(structure)
+        if isinstance(end, Leaf)
+        and values[outputs[end.index]].type.shape == ()
+        and values[outputs[end.index]].requires_grad
+    ]
+    return min(found, key=lambda pair: pair[0])[1] if found else ""

@@ -1,0 +1,123 @@
+"""What autograd keeps of each op until its backward.
+
+Found by running the op on fake tensors of the real shapes under saved-tensor hooks, and matching the saved tensors to
+operands and results by their memory; by a table for attention, which must count as the fast kernels run it, and for
+autopar's own ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autopar.program import Arg, Op, Ref, TensorType, itemsize_bytes
+from autopar.trace import compat
+from autopar.trace.cleanup import argument
+from autopar.trace.evaluation import run_op
+
+__all__ = ["SavesMeter"]
+
+Saved = tuple[tuple[int, ...], int]  # indices into operands, then results; extra bytes
+_Types = tuple[TensorType, ...]
+
+
+def _attention(op: Op, operands: _Types, results: _Types) -> Saved:
+    # Flash attention: query, key, value, (mask,) out and one float32 per query position and head.
+    statistics = math.prod(operands[0].shape[:-1]) * itemsize_bytes("float32")
+    return (*range(len(operands)), len(operands)), statistics
+
+
+def _dropout(op: Op, operands: _Types, results: _Types) -> Saved:
+    return (), results[0].num_elements * itemsize_bytes("bool")
+
+
+def _cross_entropy(op: Op, operands: _Types, results: _Types) -> Saved:
+    # The log-softmax is kept, which is as big as the logits and lies like them: counted as if they were kept.
+    return tuple(range(len(operands))), 0
+
+
+def _batch_norm(op: Op, operands: _Types, results: _Types) -> Saved:
+    has_weight = argument(op, 1, "weight", None) is not None
+    return ((0, 1) if has_weight else (0,)), 2 * operands[0].shape[1] * itemsize_bytes("float32")
+
+
+_TABLE: Mapping[str, Callable[[Op, _Types, _Types], Saved]] = {
+    "aten.scaled_dot_product_attention.default": _attention,
+    "autopar.dropout": _dropout,
+    "autopar.cross_entropy": _cross_entropy,
+    "autopar.cross_entropy_denominator": lambda op, operands, results: ((), 0),
+    "autopar.batch_norm": _batch_norm,
+}
+
+
+class SavesMeter:
+    """Finds what autograd saves, once for each different call."""
+
+    def __init__(self) -> None:
+        self._mode = compat.fake_mode()
+        self._known: dict[object, Saved] = {}
+
+    def saved(self, op: Op, operands: _Types, results: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
+        """The saved operands and results of `op` and the bytes besides; `needs_gradient` is per operand."""
+        if not any(needs_gradient):
+            return (), 0
+        if op.target in _TABLE:
+            return _TABLE[op.target](op, operands, results)
+        key = (op.target, _literals(op), operands, needs_gradient)
+        if key not in self._known:
+            self._known[key] = self._measure(op, operands, needs_gradient)
+        return self._known[key]
+
+    def _measure(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
+        # Each mention of a value gets a tensor of its own: indices count mentions.
+        tensors: dict[str, Tensor] = {}
+        saved: list[Tensor] = []
+        renamed = _one_name_per_mention(op)
+        with self._mode, torch.enable_grad():
+            for name, kind, needs in zip(renamed.operands, operands, needs_gradient, strict=True):
+                leaf = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
+                # Not a leaf itself: in-place variants and views of leaves are refused.
+                tensors[name] = leaf.requires_grad_().view_as(leaf) if needs and kind.is_floating else leaf
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+                    results = run_op(renamed, tensors)
+            except Exception:  # noqa: BLE001  (an op that fake tensors can't run: count all it reads, and its results)
+                return tuple(range(len(operands) + len(op.results))), 0
+        held = [t for t in results if isinstance(t, Tensor)]
+        return _match(saved, [*tensors.values()], held)
+
+
+def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -> Saved:
+    places: dict[int, int] = {}
+    for index, tensor in enumerate([*operands, *results]):
+        places.setdefault(compat.storage_key(tensor), index)
+    found: set[int] = set()
+    extra: dict[int, int] = {}
+    for tensor in saved:
+        key = compat.storage_key(tensor)
+        if key in places:
+            found.add(places[key])
+        else:
+            extra[key] = max(extra.get(key, 0), tensor.numel() * tensor.element_size())
+    return tuple(sorted(found)), sum(extra.values())
+
+
+def _one_name_per_mention(op: Op) -> Op:
+    count = iter(range(10**9))
+
+    def visit(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(str(next(count)))
+        return tuple(map(visit, arg)) if isinstance(arg, tuple) else arg
+
+    args = tuple(map(visit, op.args))
+    return replace(op, args=args, kwargs=tuple((key, visit(arg)) for key, arg in op.kwargs))
+
+
+def _literals(op: Op) -> str:
+    named = _one_name_per_mention(op)
+    return repr((named.args, named.kwargs))

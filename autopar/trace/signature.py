@@ -1,0 +1,199 @@
+"""Calls of the model: example arguments bound to its signature, so that later calls can be compared with them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import ExampleInputsError, InputShapeError
+from autopar.trace.structure import Constant, Leaf, Structure, describe, rebuild, walk
+
+__all__ = ["CallForm", "bind", "call_form", "default_example_inputs", "signature_text"]
+
+
+def default_example_inputs(model: nn.Module) -> dict[str, Any]:
+    """The example inputs that `model` itself declares as ``dummy_inputs`` (a mapping of keyword arguments).
+
+    Raises:
+        ExampleInputsError: it declares none; the message shows the call to make.
+    """
+    declared = getattr(model, "dummy_inputs", None)
+    if isinstance(declared, Mapping) and declared:
+        return dict(declared)  # type: ignore[arg-type]
+    raise ExampleInputsError(
+        f"{type(model).__name__} declares no dummy_inputs, so example inputs are needed: its forward takes "
+        f"{signature_text(model)}. Pass one batch as the training loop does, for instance "
+        "autopar.parallelize(model, mesh, example_inputs=dict(input=torch.zeros(8, 128)))"
+    )
+
+
+def signature_text(model: nn.Module) -> str:
+    """The signature of the model's forward, for people."""
+    signature = inspect.signature(model.forward)
+    return f"{type(model).__name__}.forward{signature}"
+
+
+def bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by parameter name, in the signature's order, those left at their defaults omitted.
+
+    Raises:
+        ExampleInputsError: the arguments don't fit the signature.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ExampleInputsError(f"the inputs don't fit the model: {error}. It is called as "
+                                 f"{signature_text(model)}") from error
+    given: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given[name] = {key: value[key] for key in sorted(value)}
+        elif not _is_default(value, parameter.default):
+            given[name] = value
+    return given
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """What every call of a traced model must look like: the structure of its arguments, and each tensor's type.
+
+    `cast` is the dtype that floating inputs are turned into (mixed precision), or None.
+    """
+
+    model_signature: inspect.Signature
+    signature_text: str
+    structure: Structure
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    names: tuple[str, ...]
+    cast: torch.dtype | None
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``args, kwargs`` for the model's forward, with `tensors` in place of the example's."""
+        bound = inspect.BoundArguments(self.model_signature, rebuild(self.structure, tensors))
+        return bound.args, bound.kwargs
+
+
+def call_form(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None
+) -> tuple[CallForm, list[Tensor]]:
+    """The form of an example call, and its tensors in order."""
+    structure, tensors = describe(bind(model, args, kwargs), opaque_is_constant=True)
+    leaves = [end for end in walk(structure) if isinstance(end, Leaf)]
+    form = CallForm(
+        inspect.signature(model.forward),
+        signature_text(model),
+        structure,
+        tuple(tuple(t.shape) for t in tensors),
+        tuple(t.dtype for t in tensors),
+        tuple(_identifier(leaf.path) for leaf in leaves),
+        cast,
+    )
+    if not tensors:
+        raise ExampleInputsError(f"the example inputs hold no tensor; the model is called as {form.signature_text}")
+    return form, tensors
+
+
+def _identifier(path: tuple[str, ...]) -> str:
+    return re.sub(r"\W", "_", "_".join(path)) or "input"
+
+
+def make_flatten(model: nn.Module, form: CallForm) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
+    """The function that checks a call against `form` and gives its tensors in the program's order."""
+    owner = _Forward(type(model).__name__, form)
+
+    def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The call's tensors.
+
+        Raises:
+            InputShapeError: structure, shape, dtype or a constant differs from the example inputs'.
+        """
+        return owner.flatten(args, kwargs)
+
+    return flatten_inputs
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Stands in for the model, so that the function above keeps no parameter alive."""
+
+    model_name: str
+    form: CallForm
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        structure, found = describe(self._bind(args, kwargs), opaque_is_constant=True)
+        _compare_ends(self.form.structure, structure)
+        places = {end.path: end.index for end in walk(structure) if isinstance(end, Leaf)}
+        # By path: a dict may list the same keys in another order.
+        tensors = [found[places[end.path]] for end in walk(self.form.structure) if isinstance(end, Leaf)]
+        for name, tensor, shape, dtype in zip(
+            self.form.names, tensors, self.form.shapes, self.form.dtypes, strict=True
+        ):
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise InputShapeError(
+                    f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was made for "
+                    f"{_type_text(shape, dtype)}. Pass inputs like the example's, or plan again for these"
+                )
+        cast = self.form.cast
+        return [t.to(cast) if cast is not None and t.is_floating_point() else t for t in tensors]
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        stand_in = nn.Module()
+        stand_in.forward = _with_signature(self.form.model_signature)  # type: ignore[method-assign]
+        try:
+            return bind(stand_in, args, kwargs)
+        except ExampleInputsError as error:
+            raise InputShapeError(f"the call does not fit {self.form.signature_text}: {error.__cause__}") from error
+
+
+def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(args, kwargs)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+def _type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _compare_ends(expected: Structure, found: Structure) -> None:
+    want = {end.path: end for end in walk(expected)}
+    have = {end.path: end for end in walk(found)}
+    for path in [*want, *(p for p in have if p not in want)]:
+        if not _agree(want.get(path), have.get(path)):
+            raise InputShapeError(
+                f"argument {'.'.join(path)!r} is {_end_text(have.get(path))}, but the plan was made for "
+                f"{_end_text(want.get(path))}. Pass inputs like the example's, or plan again for these"
+            )
+
+
+def _agree(want: Any, have: Any) -> bool:
+    if isinstance(want, Leaf) or isinstance(have, Leaf):
+        return isinstance(want, Leaf) and isinstance(have, Leaf)
+    if not isinstance(want, Constant) or not isinstance(have, Constant):
+        return want is have
+    if want.value is have.value:
+        return True
+    return type(want.value) is type(have.value) and bool(want.value == have.value)
+
+
+def _end_text(end: Any) -> str:
+    if end is None:
+        return "absent"
+    return "a tensor" if isinstance(end, Leaf) else repr(end.value)

@@ -1,0 +1,124 @@
+"""Structures of inputs and outputs: nested containers taken apart into tensors, and rebuilt.
+
+A structure is walked with ``torch.utils._pytree`` (which knows tuples, lists, dicts and every class registered with
+it) and, beyond that, into dataclasses that nobody registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.trace.compat import flatten_one_level, unflatten_one_level
+
+__all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "rebuild", "walk"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor: its place in the flat list, and the path of keys that leads to it."""
+
+    index: int
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Something that is no tensor and stays as it is."""
+
+    value: Any
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An object that can't be looked into; it comes back as None."""
+
+    type_name: str
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A container; `context` says how to put `children` together again."""
+
+    context: Any
+    children: tuple[Structure, ...]
+
+
+Structure = Leaf | Constant | Dropped | Branch
+
+_PLAIN = (
+    type(None), numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size,
+    torch.memory_format, range, slice, type,
+)  # fmt: skip
+
+
+def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure, list[Tensor]]:
+    """The structure of `value` and its tensors in order.
+
+    Objects that are neither containers nor plain values become `Dropped`, or `Constant` if `opaque_is_constant`.
+    """
+    tensors: list[Tensor] = []
+
+    def visit(part: Any, path: tuple[str, ...]) -> Structure:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return Leaf(len(tensors) - 1, path)
+        if isinstance(part, _PLAIN):
+            return Constant(part, path)
+        opened = flatten_one_level(part) or _open_dataclass(part)
+        if opened is None:
+            return Constant(part, path) if opaque_is_constant else Dropped(type(part).__qualname__, path)
+        keys, children, context = opened
+        return Branch(context, tuple(visit(c, (*path, k)) for k, c in zip(keys, children, strict=True)))
+
+    return visit(value, ()), tensors
+
+
+def rebuild(structure: Structure, entries: Sequence[Any]) -> Any:
+    """The inverse of `describe`: containers of the same classes around `entries`, one per tensor."""
+    if isinstance(structure, Leaf):
+        return entries[structure.index]
+    if isinstance(structure, Constant):
+        return structure.value
+    if isinstance(structure, Dropped):
+        return None
+    children = [rebuild(child, entries) for child in structure.children]
+    if isinstance(structure.context, _DataclassContext):
+        return structure.context.build(children)
+    return unflatten_one_level(children, structure.context)
+
+
+def walk(structure: Structure) -> list[Leaf | Constant | Dropped]:
+    """The ends of `structure`, in order."""
+    if isinstance(structure, Branch):
+        return [end for child in structure.children for end in walk(child)]
+    return [structure]
+
+
+@dataclass(frozen=True)
+class _DataclassContext:
+    kind: type
+    names: tuple[str, ...]
+
+    def build(self, children: Sequence[Any]) -> Any:
+        # Not through __init__: it may take other arguments, and its work is already in the fields.
+        made = object.__new__(self.kind)
+        for name, child in zip(self.names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+
+def _open_dataclass(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+    return names, [getattr(value, name) for name in names], _DataclassContext(type(value), names)
