@@ -52,8 +52,8 @@ demo: $(READY)
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_text.py
 
 bench: $(READY)
-	$(RUN) $(BIN)/python -m benchmarks.planning
-	$(RUN) $(BIN)/python -m benchmarks.runtime
+	$(RUN) $(BIN)/python benchmarks/planning.py
+	$(RUN) $(BIN)/python benchmarks/runtime.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Names of model families: planning must come out of rules, costs and search alone.  Long names count wherever
 # they stand, short ones (parts of many words) only where no letter touches them.
-LONG = "llama gpt (?<!num)(?<!mem)bert mixtral mistral qwen gemma deepseek falcon mamba whisper starcoder siglip resnet"
+LONG = "llama gpt (?<!num)(?<!mem)bert mixtral mistral qwen gemma deepseek falcon mamba whisper siglip resnet"
 SHORT = "vit deit swin t5 mt5 phi2 phi3 bart bloom dbrx unet"
 FAMILY = re.compile(
     rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ', '|')})(?![a-z])", re.IGNORECASE
