@@ -285,6 +285,11 @@ def _check_consistency(plan: Plan) -> None:
             raise PlanFormatError(
                 f"layer {layer.name!r} names strategy {layer.strategy} of {len(plan.strategies)}"
             )
+    for name, layout in plan.shared_storage:
+        if len(layout) != len(plan.shared_mesh):
+            raise PlanFormatError(
+                f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh is {plan.shared_mesh}"
+            )
     for index, strategy in enumerate(plan.strategies):
         if math.prod(strategy.mesh) != plan.world_size:
             raise PlanFormatError(
