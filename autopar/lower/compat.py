@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from autopar.errors import MeshError
 from autopar.placement import Layout
 
 __all__ = [
@@ -41,12 +43,41 @@ def make_mesh(
     """A DeviceMesh of these axis sizes over `ranks`, row-major.
 
     With `rank` (the process rank that it is for) no process group is touched or needed; operations that
-    communicate then fail.  Without, its groups are created: call it on every process.
+    communicate then fail.  Without, its groups are created: call it on every process of `ranks`.
+
+    Raises:
+        MeshError: `ranks` descend along an axis, and this torch sorts the ranks of a group (before 2.13), so
+            that DTensor would join slices in the wrong order.
     """
     layout = torch.tensor(list(ranks), dtype=torch.int).view(sizes)
-    if rank is None:
+    if rank is not None:
+        return DeviceMesh(device_type, layout, _init_backend=False, _rank=rank)
+    is_sorted = all(bool((layout.diff(dim=dim) > 0).all()) for dim in range(layout.ndim))
+    if is_sorted and len(ranks) == dist.get_world_size():
         return DeviceMesh(device_type, layout)
-    return DeviceMesh(device_type, layout, _init_backend=False, _rank=rank)
+    groups = [_open_group(_members(layout, dim), is_sorted) for dim in range(layout.ndim)]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type)
+    names = tuple(f"axis_{dim}" for dim in range(layout.ndim))
+    return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=names)
+
+
+def _members(layout: Tensor, dim: int) -> list[int]:
+    """The ranks that share axis `dim` of the mesh with this process."""
+    columns = layout.movedim(dim, -1).flatten(0, -2).tolist() if layout.ndim > 1 else [layout.tolist()]
+    (own,) = [column for column in columns if dist.get_rank() in column]
+    return own
+
+
+def _open_group(members: list[int], is_sorted: bool) -> dist.ProcessGroup:
+    options: dict[str, bool] = {} if is_sorted else {"sort_ranks": False}
+    if not is_sorted and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise MeshError(f"the ranks {members} along an axis of the mesh descend, which needs torch 2.13: "
+                        "order the devices of the mesh so that ranks ascend along every axis")
+    # only the members take part
+    group = dist.new_group(members, use_local_synchronization=True, **options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def to_torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
