@@ -288,7 +288,7 @@ def _check_consistency(plan: Plan) -> None:
     for name, layout in plan.shared_storage:
         if len(layout) != len(plan.shared_mesh):
             raise PlanFormatError(
-                f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh is {plan.shared_mesh}"
+                f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh {plan.shared_mesh}"
             )
     for index, strategy in enumerate(plan.strategies):
         if math.prod(strategy.mesh) != plan.world_size:

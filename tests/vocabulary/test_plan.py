@@ -65,7 +65,7 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> str:
         (lambda d: d.update(notes="all well"), "plan: 'notes' must be a list of texts, but is 'all well'"),
         (lambda d: d.update(planning_s={"trace": "x"}), "'planning_s' must be an object of numbers"),
         (lambda d: d.update(shared_storage={"w": "S(x)"}), r"placement 'S\(x\)' is none of"),
-        (lambda d: d.update(shared_storage={"w": "S(0),R"}), r"'w' is 'S\(0\),R', but shared_mesh is \(4,\)"),
+        (lambda d: d.update(shared_storage={"w": "S(0),R"}), r"'w' is 'S\(0\),R', but shared_mesh \(4,\)"),
         (lambda d: d.update(shared_storage=["w"]), "'shared_storage' must be an object of layouts"),
         (lambda d: d["layers"][1].pop("kind"), r"layers\[1\]: fields missing: \['kind'\]"),
         (lambda d: d["layers"][1].update(strategy=1), "layer 'block.1' names strategy 1 of 1"),
