@@ -1,7 +1,7 @@
 """Layouts of what crosses a layer boundary.
 
-At a boundary, all activations that cross it take their layouts from one **policy**: per mesh axis ``R``, ``S(0)``
-or ``S(1)``.  So the search across layers has a small state however many tensors cross.
+At a boundary, all activations that cross it take their layouts from one **policy**: per mesh axis ``R``,
+``S(0)`` or ``S(1)``.  So the search across layers has a small state however many tensors cross.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def boundary_policies(mesh: tuple[int, ...]) -> tuple[Policy, ...]:
 
 
 def boundary_layout(policy: Policy, tensor: TensorType, mesh: tuple[int, ...]) -> Layout:
-    """The layout that `policy` gives a tensor of this type: its wish on each axis where the dim exists and divides.
+    """The layout that `policy` gives a tensor: its wish on each axis where that dim exists and divides.
 
     Axes are served from the outermost; where the tensor can't follow, it is whole (``R``).
     """
@@ -42,8 +42,8 @@ def boundary_layout(policy: Policy, tensor: TensorType, mesh: tuple[int, ...]) -
 def has_whole_boundary(program: Program, name: str) -> bool:
     """Whether this value is whole (``R`` on all axes) wherever it crosses a boundary, whatever the policy.
 
-    So are the model's inputs (each rank gets the plain global batch), new values of buffers, the loss, and, in a model
-    without a loss inside, all outputs.
+    So are the model's inputs (each rank gets the plain global batch), new values of buffers, the loss, and,
+    in a model without a loss inside, all outputs.
     """
     if name in program.inputs or name in program.updates.values():
         return True
@@ -53,7 +53,7 @@ def has_whole_boundary(program: Program, name: str) -> bool:
 def arrival_layout(
     program: Program, name: str, policy: Policy, mesh: tuple[int, ...], tensor: TensorType | None = None
 ) -> Layout:
-    """The layout in which value `name` crosses a boundary of this policy; both sides of the boundary agree on it.
+    """The layout in which value `name` crosses a boundary of this policy, on either side of it.
 
     `tensor` is what one microbatch holds of it, if there are several.
     """

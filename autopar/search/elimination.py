@@ -1,15 +1,15 @@
 """Exact minimisation of a sum of tables by variable elimination.
 
-Given variables x with finitely many states and tables f_k over few of them, minimise ``sum_k f_k(x)``, for every joint
-state of some *kept* variables.  Bucket elimination (Dechter 1999) in min-plus algebra: take a variable, add the
-tables that mention it, minimise it out, keep the result as a new table over its neighbours.  Always the variable with
-the smallest joint table is next.
+Given variables x with finitely many states and tables f_k over few of them, minimise ``sum_k f_k(x)``, for
+every joint state of some *kept* variables.  Bucket elimination (Dechter 1999) in min-plus algebra: take a
+variable, add the tables that mention it, minimise it out, keep the result as a new table over its neighbours.
+Always the variable with the smallest joint table is next.
 
 Before tables grow, dominated states are dropped: state s of v when some t has
 ``sum_k min_y (f_k(s, y) - f_k(t, y)) >= 0`` (Goldstein 1994); whatever the others do, t is as good.
 
-Should a joint table exceed a limit, its tables are minimised in groups instead (mini-buckets).  That gives a lower bound;
-states are then chosen one by one against it, and the answer says that it is not exact.
+Should a joint table exceed a limit, its tables are minimised in groups instead (mini-buckets).  That gives a
+lower bound; states are then chosen one by one against it, and the answer says that it is not exact.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _CHUNK_ENTRIES = 400_000  # joint tables are formed in pieces of about this size
 class Elimination:
     """The result, indexed by the states of the kept variables in the order they were given.
 
-    `values` is the cost of `assignments` (one more dimension at the end: a state per variable); `lower_bounds` is
-    equal to it if `exact`.
+    `values` is the cost of `assignments` (one more dimension at the end: a state per variable);
+    `lower_bounds` is equal to it if `exact`.
     """
 
     values: Array
@@ -93,8 +93,8 @@ def minimise(
     originals = tuple((tuple(scope), np.minimum(costs, _INFINITE)) for scope, costs in tables)
     work = _Work({}, {v: np.arange(size) for v, size in enumerate(sizes)}, set(range(len(sizes))) - set(keep))
     for scope, costs in originals:
-        order = np.argsort(scope)
-        work.add(tuple(scope[i] for i in order), costs.transpose(order))
+        ordered = tuple(sorted(scope))
+        work.add(ordered, costs.transpose([scope.index(v) for v in ordered]))
     _eliminate_all(work, max_entries)
     kept = tuple(sorted(keep))
     bound = np.zeros([sizes[v] for v in kept])
@@ -232,7 +232,9 @@ def _undominated(tables: list[Table], variable: int) -> npt.NDArray[np.bool_] | 
 def _backtrack(buckets: list[_Bucket], sizes: Sequence[int], keep: Sequence[int]) -> States:
     """The minimising states, for all joint states of `keep` at once."""
     shape = tuple(sizes[v] for v in keep)
-    chosen: dict[int, States] = dict(zip(keep, np.indices(shape).reshape(len(keep), math.prod(shape)), strict=True))
+    chosen: dict[int, States] = dict(
+        zip(keep, np.indices(shape).reshape(len(keep), math.prod(shape)), strict=True)
+    )
     count = math.prod(shape)
     for bucket in reversed(buckets):
         domain = bucket.domains[bucket.variable]
@@ -248,7 +250,9 @@ def _backtrack(buckets: list[_Bucket], sizes: Sequence[int], keep: Sequence[int]
             total += costs[tuple(index)]
         chosen[bucket.variable] = domain[total.argmin(axis=1)]
     columns = [chosen[v] for v in range(len(sizes))]
-    return np.stack(columns, axis=-1).reshape(*shape, len(sizes)) if columns else np.zeros((*shape, 0), np.intp)
+    return (
+        np.stack(columns, axis=-1).reshape(*shape, len(sizes)) if columns else np.zeros((*shape, 0), np.intp)
+    )
 
 
 def _evaluate(tables: Iterable[Table], assignments: States) -> Array:

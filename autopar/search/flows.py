@@ -53,13 +53,20 @@ def find_flows(program: Program, layer: Layer) -> dict[str, Flow]:
         sources += [(name, "op", index, result) for result, name in enumerate(op.results)]
     outputs = {name: position for position, name in enumerate(layer.outputs)}
     return {
-        name: Flow(program.values[name], source, producer, result, tuple(readers.get(name, ())), outputs.get(name, -1))
+        name: Flow(
+            program.values[name],
+            source,
+            producer,
+            result,
+            tuple(readers.get(name, ())),
+            outputs.get(name, -1),
+        )
         for name, source, producer, result in sources
     }
 
 
 def options_of(op: Op) -> tuple[Option, ...]:
-    """The op's options; ``"-"`` and ``"~"``, which every op has, are added where the rule did not list them."""
+    """The op's options, and ``"-"`` and ``"~"``, which every op has, also where its rule did not list them."""
     listed = {option.factor for option in op.options}
     extra = tuple(
         Option(factor, (placement,) * len(op.operands), (placement,) * len(op.results))
@@ -78,15 +85,18 @@ def option_of(op: Op, factor: str) -> Option:
     for option in options_of(op):
         if option.factor == factor:
             return option
-    raise KeyError(f"{op.name} ({op.target}) has no factor {factor!r}; it has {[o.factor for o in options_of(op)]}")
+    raise KeyError(
+        f"{op.name} ({op.target}) has no factor {factor!r}; it has {[o.factor for o in options_of(op)]}"
+    )
 
 
 @dataclass(frozen=True)
 class TimeView:
     """What microbatches cut: placements on the axis in time, outside all device axes.
 
-    `factors`, `operands` and `results` hold each op's option in time and its placements, `values` those of values where they are
-    produced or arrive: an input or held value that all readers cut alike is cut right away, else it stays whole.
+    `factors`, `operands` and `results` hold each op's option in time and its placements, `values` those of
+    values where they are produced or arrive: an input or held value that all readers cut alike is cut right
+    away, else it stays whole.
     """
 
     num_microbatches: int

@@ -3,8 +3,8 @@
 Seconds of a step with M microbatches::
 
       M * sum over ops      forward (twice if recomputed) + backward
-    + M * sum over values   collectives of source -> copy and copy -> each reader (forward, backward, recompute)
-    +     sum over params   collectives of storage -> copy, as often as the ZeRO level says (`parameter_times`)
+    + M * sum over values   collectives source -> copy and copy -> each reader, forward, backward, recomputed
+    +     sum over params   collectives storage -> copy, as often as the ZeRO level says (`parameter_times`)
     + M * sum over kernels  the collectives inside special kernels
     +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
 
@@ -46,8 +46,8 @@ __all__ = [
 class PricedCollective:
     """One collective that runs `times` per step: of value `value`, on `axis`, a buffer of `num_bytes`.
 
-    `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``, ``"parameter"`` or
-    ``"kernel"`` (inside a special kernel; `value` is then the op's name).
+    `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
+    ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).
     """
 
     value: str
@@ -62,8 +62,8 @@ class PricedCollective:
 def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) -> tuple[int, int]:
     """How often per step a parameter is gathered, and how often its gradient is reduced.
 
-    ZeRO-3 gathers for the forward and again for the backward of every microbatch; levels 2 and 3 reduce in every
-    microbatch; the others gather and reduce once.
+    ZeRO-3 gathers for the forward and again for the backward of every microbatch; levels 2 and 3 reduce in
+    every microbatch; the others gather and reduce once.
     """
     if not training.is_training:
         return (num_microbatches if zero == 3 else 1), 0
@@ -94,8 +94,8 @@ def layer_cost(
 ) -> LayerCost:
     """Seconds and bytes of this layer for one step on one device.
 
-    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are held and updated
-    once for the whole plan.
+    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are held
+    and updated once for the whole plan.
 
     Raises:
         ValueError: the strategy does not fit the layer.
@@ -112,10 +112,14 @@ def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[Pri
             backward = run.phase == "backward"
             if not backward or training.is_training:
                 times = placed.view.num_microbatches
-                found.append(PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel"))
+                found.append(
+                    PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel")
+                )
             if not backward and _reruns_collectives(placed, training):
                 times = placed.view.num_microbatches
-                found.append(PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel"))
+                found.append(
+                    PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel")
+                )
     return tuple(found)
 
 
@@ -141,7 +145,9 @@ def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -
     times = (count, count if has_gradient else 0, again)
     for op, mention in flow.readers:
         num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
-        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose)
+        yield from _collectives(
+            name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose
+        )
     if flow.output >= 0:
         yield from _collectives(name, placed.to_output(flow), (first, first), times, purpose)
 
@@ -153,11 +159,14 @@ def _collectives(
     times: tuple[int, int, int],
     purpose: str,
 ) -> Iterator[PricedCollective]:
-    """The collectives of one reshard; `num_bytes` of value and gradient, `times` forward, backward, recompute."""
+    """The collectives of a reshard; `num_bytes` of value and gradient, `times` forward, backward, again."""
     ahead, back, again = times
     for step in steps:
-        runs = ((step.forward, num_bytes[0], ahead, "forward"), (step.backward, num_bytes[1], back, "backward"),
-                (step.forward, num_bytes[0], again, "recompute"))  # fmt: skip
+        runs = (
+            (step.forward, num_bytes[0], ahead, "forward"),
+            (step.backward, num_bytes[1], back, "backward"),
+            (step.forward, num_bytes[0], again, "recompute"),
+        )
         for kind, whole, count, phase in runs:
             if kind not in LOCAL and count and whole:
                 yield PricedCollective(name, kind, step.axis, whole * step.fraction, count, phase, purpose)
@@ -204,11 +213,13 @@ def optimizer_s_per_element(
 ) -> float:
     """Seconds of the optimizer per stored element of this dtype.
 
-    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per parameter.  The
-    rate is that of a device which stores an equal share of the whole program.
+    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
+    parameter.  The rate is that of a device which stores an equal share of the whole program.
     """
     values = map(program.values.__getitem__, program.parameters)
-    total = sum(value.type.num_elements for value in values if value.role == "parameter" and value.requires_grad)
+    total = sum(
+        value.type.num_elements for value in values if value.role == "parameter" and value.requires_grad
+    )
     share = max(1.0, total / num_devices)
     return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
 
@@ -223,7 +234,9 @@ def _optimizer_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSp
             continue
         if tensor.dtype not in rates:
             devices = math.prod(placed.mesh)
-            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
+            rates[tensor.dtype] = optimizer_s_per_element(
+                placed.program, tensor.dtype, devices, prices, training
+            )
         stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
         seconds += math.prod(stored) * rates[tensor.dtype]
     return seconds

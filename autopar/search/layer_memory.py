@@ -9,8 +9,8 @@ ZeRO      parameters               gradients                           optimizer
 3         stored (a layer gathered in transit)   as 2                  stored
 ========  =======================  ==================================  =========
 
-Saved activations are what autograd keeps (`Op.saves`), each tensor once: readers that find a value as it lies share it,
-and a view shares with what it views.
+Saved activations are what autograd keeps (`Op.saves`), each tensor once: readers that find a value as it lies
+share it, and a view shares with what it views.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ __all__ = ["LayerMemory", "ParameterMemory", "layer_memory", "parameter_memory"]
 
 @dataclass(frozen=True)
 class ParameterMemory:
-    """Bytes of one parameter, its gradient and its optimizer state; `transient_bytes` only while its layer runs."""
+    """Bytes of one parameter, its gradient and its optimizer state; `transient_bytes` only while its layer
+    runs.
+    """
 
     parameter_bytes: float = 0.0
     gradient_bytes: float = 0.0
@@ -75,7 +77,9 @@ def parameter_memory(
             transient += copied * itemsize
         else:
             gradient += copied * itemsize
-    return ParameterMemory(parameter, gradient, stored * training.optimizer_state_bytes_per_element, transient)
+    return ParameterMemory(
+        parameter, gradient, stored * training.optimizer_state_bytes_per_element, transient
+    )
 
 
 def layer_memory(placed: PlacedLayer, training: TrainingSpec) -> LayerMemory:
@@ -84,7 +88,9 @@ def layer_memory(placed: PlacedLayer, training: TrainingSpec) -> LayerMemory:
     saved = _saved_bytes(placed, placed.recompute) if training.is_training else 0.0
     transient = sum(memory.transient_bytes for memory in held) + _largest_working_set(placed)
     if training.is_training and placed.recompute != "none":
-        transient += max(0.0, _saved_bytes(placed, "none") - (saved if placed.recompute == "selective" else 0.0))
+        transient += max(
+            0.0, _saved_bytes(placed, "none") - (saved if placed.recompute == "selective" else 0.0)
+        )
     return LayerMemory(
         sum(memory.parameter_bytes for memory in held),
         sum(memory.gradient_bytes for memory in held),
@@ -112,7 +118,9 @@ def _held_memory(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Par
 
 
 def _largest_working_set(placed: PlacedLayer) -> float:
-    """Bytes of the op with the largest activations, read and written; backward has their gradients instead."""
+    """Bytes of the op with the largest activations, read and written; backward has their gradients
+    instead.
+    """
     largest = 0.0
     for op, state in zip(placed.layer.ops, placed.states, strict=True):
         flows = [placed.flows[name] for name in op.operands]

@@ -1,15 +1,18 @@
 """The search inside a layer: the cheapest strategy for every pair of boundary policies.
 
-Variables: per op a combination of options, one per mesh axis (`op_states`); per value with several readers the layout of
-its copy; the policies of the boundaries before and behind the layer.  A value with one reader is copied as that reader
-needs it.  The objective is `LayerCost.total_s` of `layer_cost`, written as a sum of tables over one or two variables:
+Variables: per op a combination of options, one per mesh axis (`op_states`); per value with several readers
+    the layout of
+its copy; the policies of the boundaries before and behind the layer.  A value with one reader is copied as
+that reader needs it.  The objective is `LayerCost.total_s` of `layer_cost`, written as a sum of tables over
+one or two variables:
 
 * op: seconds forward (twice if recomputed) and backward, and the collectives of its special kernel;
 * source -> copy, copy -> reader: the collectives of that reshard, forward, backward, recomputed;
 * parameter's copy: gathers, gradient reductions and the optimizer, for the storage that follows from it;
 
-plus ``memory_weight_s_per_byte * bytes``, where bytes are the parameters' persistent bytes and, for activations, each saving
-reader's share of the tensor that it reads (`_saved_shares`): exactly the saved bytes if all readers find one layout.
+plus ``memory_weight_s_per_byte * bytes``, where bytes are the parameters' persistent bytes and, for
+activations, each saving reader's share of the tensor that it reads (`_saved_shares`): exactly the saved bytes
+if all readers find one layout.
 """
 
 from __future__ import annotations
@@ -21,17 +24,16 @@ import numpy.typing as npt
 
 from autopar.placement import Layout
 from autopar.plan import LayerCost, LayerStrategy
-from autopar.program import Layer, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import minimise
-from autopar.search.layer_cost import SharedStorage, TrainingSpec, placed_cost
-from autopar.search.layer_tables import LayerProblem, build_problem, tidy, variant_tables
+from autopar.search.layer_cost import placed_cost
+from autopar.search.layer_tables import LayerProblem, tidy, variant_tables
 from autopar.search.op_states import Allowed
 from autopar.search.placed import PlacedLayer
-from autopar.search.prices import Prices
+from autopar.search.problem_building import build_problem
 from autopar.search.storage import storage_layout
 
-__all__ = ["Allowed", "LayerProblem", "LayerSolutions", "build_problem", "solve_layer", "solve_problem"]
+__all__ = ["Allowed", "LayerProblem", "LayerSolutions", "build_problem", "solve_problem"]
 
 Array = npt.NDArray[np.float64]
 
@@ -40,8 +42,8 @@ Array = npt.NDArray[np.float64]
 class LayerSolutions:
     """The best strategy for each (policy before the layer, policy behind it), as indices into `policies`.
 
-    `objective_s[i, j]` is the objective: `LayerCost.total_s` plus the weight of memory; infinite where nothing is
-    allowed.  `lower_bound_s` equals it where `exact`.
+    `objective_s[i, j]` is the objective: `LayerCost.total_s` plus the weight of memory; infinite where
+    nothing is allowed.  `lower_bound_s` equals it where `exact`.
     """
 
     problem: LayerProblem
@@ -87,7 +89,9 @@ class LayerSolutions:
     def _place(self, policy_in: int, policy_out: int) -> PlacedLayer:
         where = (policy_in, policy_out)
         if not np.isfinite(self.objective_s[where]):
-            raise ValueError(f"layer {self.problem.layer.name} has no allowed strategy on mesh {self.problem.mesh}")
+            raise ValueError(
+                f"layer {self.problem.layer.name} has no allowed strategy on mesh {self.problem.mesh}"
+            )
         if where not in self._placed:
             self._placed[where] = _read_assignment(self, *where)
         return self._placed[where]
@@ -96,7 +100,7 @@ class LayerSolutions:
 def _read_assignment(solutions: LayerSolutions, policy_in: int, policy_out: int) -> PlacedLayer:
     """The placed layer of one row of `assignments`."""
     problem = solutions.problem
-    row = solutions.assignments[policy_in, policy_out]
+    row: list[int] = solutions.assignments[policy_in, policy_out].tolist()
     states = tuple(each[row[index]] for index, each in enumerate(problem.states))
     before, behind = problem.policies[policy_in], problem.policies[policy_out]
     arrivals = tuple(_boundary(problem, name, before) for name in problem.layer.inputs)
@@ -145,44 +149,21 @@ def solve_problem(
     recompute: str = "none",
     memory_weight_s_per_byte: float = 0.0,
 ) -> LayerSolutions:
-    """Solve one variant: ZeRO level `zero` sharding storage on the mesh axes `shard_axes`, with this recomputation."""
+    """Solve one variant: ZeRO level `zero` sharding storage on the mesh axes `shard_axes`, with this
+    recomputation.
+    """
     count = len(problem.policies)
     sizes = problem.sizes
     before, behind = len(sizes) - 2, len(sizes) - 1
     if min(sizes) == 0:
         nothing = np.full((count, count), np.inf)
         rows = np.zeros((count, count, len(sizes)), np.intp)
-        return LayerSolutions(problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows)
+        return LayerSolutions(
+            problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows
+        )
     tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte)
     found = minimise(sizes, tables, keep=(before, behind))
     return LayerSolutions(
         problem, problem.policies, found.values, found.lower_bounds, found.exact, zero, shard_axes, recompute,
         found.assignments,
-    )  # fmt: skip
-
-
-def solve_layer(
-    program: Program,
-    layer: Layer,
-    mesh: tuple[int, ...],
-    *,
-    prices: Prices,
-    training: TrainingSpec,
-    num_microbatches: int = 1,
-    time: tuple[str, ...] = (),
-    zero: int = 0,
-    shard_axes: tuple[int, ...] = (),
-    recompute: str = "none",
-    allowed: Allowed | None = None,
-    shared_storage: SharedStorage | None = None,
-    memory_weight_s_per_byte: float = 0.0,
-) -> LayerSolutions:
-    """`build_problem`, then `solve_problem`."""
-    problem = build_problem(
-        program, layer, mesh, prices=prices, training=training, num_microbatches=num_microbatches, time=time,
-        allowed=allowed, shared_storage=shared_storage,
-    )  # fmt: skip
-    return solve_problem(
-        problem, zero=zero, shard_axes=shard_axes, recompute=recompute,
-        memory_weight_s_per_byte=memory_weight_s_per_byte,
     )  # fmt: skip

@@ -11,9 +11,10 @@ __all__ = ["mesh_shapes"]
 def mesh_shapes(world_size: int, devices_per_node: int, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
     """All meshes of `world_size` devices with at most `max_axes` axes, fewest axes first.
 
-    Every mesh merges neighbouring factors of one chain: the primes of the number of nodes, largest first, then
-    those of `devices_per_node`.  So any two of them have a common refinement (`autopar.placement.refine_mesh`).
-    A world of one device has the one mesh ``(1,)``; all other axes are longer than 1.
+    Every mesh merges neighbouring factors of one chain: the primes of the number of nodes, largest first,
+    then those of `devices_per_node`.  So any two of them have a common refinement
+    (`autopar.placement.refine_mesh`). A world of one device has the one mesh ``(1,)``; all other axes are
+    longer than 1.
 
     A world that fills no whole number of nodes counts as one node.
 

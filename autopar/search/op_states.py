@@ -29,7 +29,9 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class OpState:
-    """An op with a factor per axis: the layouts of its operands and results, and their types on one device."""
+    """An op with a factor per axis: the layouts of its operands and results, and their types on one
+    device.
+    """
 
     options: tuple[Option, ...]
     operands: tuple[Layout, ...]
@@ -44,9 +46,15 @@ class OpState:
 
 
 def op_states(
-    program: Program, op: Op, index: int, mesh: tuple[int, ...], view: TimeView, allowed: Allowed | None = None
+    program: Program,
+    op: Op,
+    index: int,
+    mesh: tuple[int, ...],
+    view: TimeView,
+    allowed: Allowed | None = None,
 ) -> tuple[OpState, ...]:
-    """Every legal combination of options: factors and local shapes divide evenly, and one kernel runs the op at most.
+    """Every legal combination of options: factors and local shapes divide evenly, and one kernel runs the op
+    at most.
 
     An axis of one device takes the option ``"-"``.
     """
@@ -84,15 +92,21 @@ _Types = tuple[tuple[TensorType, ...], tuple[TensorType, ...]]
 
 def _microbatch_types(program: Program, op: Op, index: int, view: TimeView) -> _Types:
     """Types of operands and results in one microbatch."""
-    operands = tuple(view.cut(program.type_of(n), p) for n, p in zip(op.operands, view.operands[index], strict=True))
-    results = tuple(view.cut(program.type_of(n), p) for n, p in zip(op.results, view.results[index], strict=True))
+    operands = tuple(
+        view.cut(program.type_of(n), p) for n, p in zip(op.operands, view.operands[index], strict=True)
+    )
+    results = tuple(
+        view.cut(program.type_of(n), p) for n, p in zip(op.results, view.results[index], strict=True)
+    )
     return operands, results
 
 
 def _make_state(
     options: tuple[Option, ...], mesh: tuple[int, ...], types: _Types, time: dict[str, int]
 ) -> OpState | None:
-    """The state, or None where it is illegal; `time` is the factor that microbatches cut, and into how many."""
+    """The state, or None where it is illegal; `time` is the factor that microbatches cut, and into how
+    many.
+    """
     if len({option.kernel for option in options if option.kernel}) > 1:
         return None
     operand_types, result_types = types
@@ -128,7 +142,9 @@ def _local_types(
 
 
 def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[KernelRun, ...]:
-    """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in turn."""
+    """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in
+    turn.
+    """
     runs: list[KernelRun] = []
     types = state.operand_types + state.result_types
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):

@@ -25,8 +25,8 @@ SharedStorage = Mapping[str, tuple[tuple[int, ...], Layout]]
 class PlacedLayer:
     """Everything about a layer under a strategy that its cost depends on.
 
-    `copies` has the copy layout of every value that is read; `arrivals` and `departures` are the layouts of inputs and
-    outputs by position; `storage` those of held values.
+    `copies` has the copy layout of every value that is read; `arrivals` and `departures` are the layouts of
+    inputs and outputs by position; `storage` those of held values.
     """
 
     program: Program
@@ -81,7 +81,9 @@ def stored_steps(
         return reshard(stored, copy, mesh)
     shared_mesh, shared_layout = shared[name]
     refined = refine_mesh(shared_mesh, mesh)
-    return reshard(refine_layout(shared_layout, shared_mesh, refined), refine_layout(copy, mesh, refined), refined)
+    return reshard(
+        refine_layout(shared_layout, shared_mesh, refined), refine_layout(copy, mesh, refined), refined
+    )
 
 
 def place(
@@ -91,7 +93,8 @@ def place(
     num_microbatches: int = 1,
     shared: SharedStorage | None = None,
 ) -> PlacedLayer:
-    """Apply `strategy` to `layer`, whose values are those the strategy names or correspond to them by position.
+    """Apply `strategy` to `layer`, whose values are those the strategy names or correspond to them by
+    position.
 
     Raises:
         ValueError: a factor or layout does not divide.
@@ -108,5 +111,7 @@ def place(
         program, layer, strategy.mesh, flows, view, states, known, strategy.inputs, strategy.outputs,
         strategy.storage, strategy.zero, strategy.recompute, shared or {},
     )  # fmt: skip
-    known.update({flow.value.name: placed.source(flow) for flow in placed.read_flows() if flow.value.name not in known})
+    known.update(
+        {flow.value.name: placed.source(flow) for flow in placed.read_flows() if flow.value.name not in known}
+    )
     return placed

@@ -1,8 +1,9 @@
 """Prices of all reshards between some layouts at once.
 
-Which steps a reshard takes depends on the layouts alone; the sizes of the axes and of the tensor only scale the bytes
-that they move.  So the steps of all pairs of layouts are listed once, as counts of *moves*; for a mesh and a tensor the
-moves are priced, and one matrix product gives the table.  The list comes from `autopar.placement.reshard` itself.
+Which steps a reshard takes depends on the layouts alone; the sizes of the axes and of the tensor only scale
+the bytes that they move.  So the steps of all pairs of layouts are listed once, as counts of *moves*; for a
+mesh and a tensor the moves are priced, and one matrix product gives the table.  The list comes from
+`autopar.placement.reshard` itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _PRIMES = (2, 3, 5, 7, 11, 13)
 
 @dataclass(frozen=True)
 class Move:
-    """A collective of this kind on the merged axes `first` .. `last`, of a tensor that the axes `cut` have cut."""
+    """A collective of this kind on the merged axes `first` .. `last`, of a tensor that the axes `cut` have
+    cut.
+    """
 
     kind: str
     first: int
@@ -70,7 +73,9 @@ def _pair_moves(src: Layout, dst: Layout) -> tuple[tuple[Move, ...], tuple[Move,
 
 @lru_cache(maxsize=64)
 def move_table(layouts: tuple[Layout, ...]) -> MoveTable:
-    """The moves of all reshards between `layouts`, which are of one length: axes of one device are left out."""
+    """The moves of all reshards between `layouts`, which are of one length: axes of one device are left
+    out.
+    """
     pairs = [_pair_moves(src, dst) for src in layouts for dst in layouts]
     moves: dict[Move, int] = {}
     for both in pairs:

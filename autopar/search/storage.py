@@ -13,10 +13,11 @@ def storage_layout(
 ) -> Layout:
     """The layout in which a parameter is stored that compute reads as `copy`.
 
-    Where compute reads a slice, that slice is stored.  On those of `shard_axes` (indices of mesh axes) where compute
-    reads the whole, storage is sliced on one dim: one that compute does not slice, or slices only on axes outside
-    all storage axes (an outer axis can't be gathered while an inner one cuts the same dim), and that divides.  The
-    dim that serves most devices wins, the first of equals; where none serves, the parameter stays whole.
+    Where compute reads a slice, that slice is stored.  On those of `shard_axes` (indices of mesh axes) where
+    compute reads the whole, storage is sliced on one dim: one that compute does not slice, or slices only on
+    axes outside all storage axes (an outer axis can't be gathered while an inner one cuts the same dim), and
+    that divides.  The dim that serves most devices wins, the first of equals; where none serves, the
+    parameter stays whole.
 
     Args:
         copy: the layout that the layer's copy has.

@@ -17,8 +17,8 @@ class TrainingSpec:
         is_training: False: only forward passes, no gradients, no optimizer.
         optimizer_state_bytes_per_element: 8 for Adam with two float32 moments, 0 for plain SGD.
         gradient_itemsize_bytes: bytes of a parameter's gradient element; 0: as the parameter's dtype.
-        storage_itemsize_bytes: bytes of a stored parameter element; 0: as the parameter's dtype.  If it differs, a copy
-            in the parameter's dtype is held besides.
+        storage_itemsize_bytes: bytes of a stored parameter element; 0: as the parameter's dtype.  If it
+            differs, a copy in the parameter's dtype is held besides.
     """
 
     is_training: bool = True
@@ -40,15 +40,30 @@ class TrainingSpec:
         return self.gradient_itemsize(dtype) + 2 * stored
 
 
-_PRODUCTS = frozenset("linear mm addmm bmm baddbmm addbmm matmul mv addmv dot einsum bilinear".split())
-_RECURRENT = frozenset("lstm gru rnn".split())
+_PRODUCTS = frozenset(
+    {
+        "linear",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "matmul",
+        "mv",
+        "addmv",
+        "dot",
+        "einsum",
+        "bilinear",
+    }
+)
+_RECURRENT = frozenset({"lstm", "gru", "rnn"})
 
 
 def is_cheap(op: Op) -> bool:
     """Whether selective recomputation runs `op` again in backward instead of keeping its result.
 
-    Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a kernel that
-    communicates; random ops (to draw again takes the generator's state); ops of other libraries.
+    Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a
+    kernel that communicates; random ops (to draw again takes the generator's state); ops of other libraries.
     """
     namespace, _, name = op.target.partition(".")
     words = name.split(".")[0].split("_")

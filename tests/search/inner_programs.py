@@ -1,4 +1,6 @@
-"""Programs for the tests of the search inside a layer: written op by op, with options from the factor rules."""
+"""Programs for the tests of the search inside a layer: written op by op, with options from the factor
+rules.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Builder:
         if grad and kind == "scaled_dot_product_attention":
             saves = (0, 1, 2, 3)
         self.ops.append(
-            replace(bare, options=match.options, is_view=match.is_view, size_args=match.size_args, saves=saves)
+            replace(
+                bare, options=match.options, is_view=match.is_view, size_args=match.size_args, saves=saves
+            )
         )
         return name
 
@@ -52,24 +56,37 @@ class Builder:
         layer = Layer("layer", 0, tuple(self.ops), by_role["input"], held, outputs)
         fields: dict[str, object] = {"inputs": (), "outputs": (), "loss": ""} | more
         return Program(
-            dict(self.values), (layer,), parameters={n: n for n in by_role["parameter"]}, aliases={}, **fields  # type: ignore[arg-type]
+            dict(self.values),
+            (layer,),
+            parameters={n: n for n in by_role["parameter"]},
+            aliases={},
+            **fields,  # type: ignore[arg-type]
         )
 
 
 def decoder_layer(
     batch: int, seq: int, hidden: int = 4096, ffn: int = 14336, heads: int = 32, kv_heads: int = 8
 ) -> Program:
-    """A decoder layer with root-mean-square norms, rotary positions, grouped queries and a gated feed-forward."""
+    """A decoder layer with root-mean-square norms, rotary positions, grouped queries and a gated
+    feed-forward.
+    """
     b = Builder()
     size = hidden // heads
     x = b.add("x", (batch, seq, hidden), "input")
     cos, sin = (b.add(n, (1, 1, seq, size), "constant", grad=False) for n in ("cos", "sin"))
     h = _norm(b, x, (batch, seq, hidden), "norm1")
-    q, k, v = (_heads(b, h, n, (batch, seq, hidden), count, size) for n, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True))
+    q, k, v = (
+        _heads(b, h, n, (batch, seq, hidden), count, size)
+        for n, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+    )
     q = _rotate(b, q, cos, sin)
     k = _rotate(b, k, cos, sin)
     k, v = (_repeat(b, t, heads) for t in (k, v))
-    a = b.op("aten.scaled_dot_product_attention.default", (Ref(q), Ref(k), Ref(v), None, 0.0, True), (batch, heads, seq, size))
+    a = b.op(
+        "aten.scaled_dot_product_attention.default",
+        (Ref(q), Ref(k), Ref(v), None, 0.0, True),
+        (batch, heads, seq, size),
+    )
     a = b.op("aten.transpose.int", (Ref(a), 1, 2), (batch, seq, heads, size))
     a = b.op("aten.reshape.default", (Ref(a), (batch, seq, hidden)), (batch, seq, hidden))
     a = _linear(b, a, "o", (batch, seq, hidden), hidden, hidden)
@@ -139,14 +156,19 @@ class TablePrices:
     latency_s: float = 7e-6
     bytes_per_s: float = 3e11
 
-    def op_s(self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool) -> OpTime:
+    def op_s(
+        self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
+    ) -> OpTime:
         elements = sum(t.num_elements for t in operands) + 3 * sum(t.num_elements for t in results)
         forward = 1e-6 + 1e-11 * elements * (1 + len(op.target) % 3)
         return OpTime(forward, 1.7 * forward if differentiable else 0.0, "table")
 
     def collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
         share = {"all_reduce": 2.0, "all_gather": 1.1, "reduce_scatter": 1.0, "all_to_all": 0.3}[kind]
-        return self.latency_s * (1 + axis.stride) ** 0.5 + share * num_bytes * (axis.size - 1) / axis.size / self.bytes_per_s
+        return (
+            self.latency_s * (1 + axis.stride) ** 0.5
+            + share * num_bytes * (axis.size - 1) / axis.size / self.bytes_per_s
+        )
 
     def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
         return 1e-6 + num_parameters * bytes_per_parameter / 2e12

@@ -57,7 +57,9 @@ def test_elimination_equals_brute_force(problem: tuple[list[int], list[Table], l
 
 @given(problems())
 @settings(max_examples=150, deadline=None)
-def test_dropping_dominated_states_keeps_the_optimum(problem: tuple[list[int], list[Table], list[int]]) -> None:
+def test_dropping_dominated_states_keeps_the_optimum(
+    problem: tuple[list[int], list[Table], list[int]],
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autopar.search.elimination._DOMINANCE_ENTRIES", 1)
         check(*problem)

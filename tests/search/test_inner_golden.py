@@ -30,9 +30,8 @@ def steady_state(program: Program, zeros: tuple[int, ...] = (0, 1, 2, 3)) -> Lay
 
 
 def factors(program: Program, strategy: LayerStrategy, target: str) -> list[str]:
-    return [
-        each[0] for op, each in zip(program.layers[0].ops, strategy.assignments, strict=True) if target in op.target
-    ]  # fmt: skip
+    ops = program.layers[0].ops
+    return [each[0] for op, each in zip(ops, strategy.assignments, strict=True) if target in op.target]
 
 
 def activation_collectives(program: Program, strategy: LayerStrategy) -> Counter[tuple[str, str]]:
@@ -54,7 +53,9 @@ def test_one_long_sample_is_tensor_parallel_with_sequence_parallel() -> None:
 
 
 def test_eight_samples_are_data_parallel() -> None:
-    """With ZeRO-1: if all devices update all parameters, the optimizer costs more than splitting the products does."""
+    """With ZeRO-1: if all devices update all parameters, the optimizer costs more than splitting the products
+    does.
+    """
     program = decoder_layer(8, 4096)
     strategy = steady_state(program)
     assert strategy.zero == 1

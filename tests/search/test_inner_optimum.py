@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from autopar.program import KernelCollective, Layer, Op, Option, Program, Ref, T
 from autopar.search.boundary import arrival_layout
 from autopar.search.flows import find_flows, options_of, time_view
 from autopar.search.layer_cost import TrainingSpec, layer_collectives, layer_cost
-from autopar.search.layer_problem import LayerSolutions, build_problem, solve_layer, solve_problem
+from autopar.search.layer_problem import Allowed, LayerSolutions, build_problem, solve_problem
 from autopar.search.storage import storage_layout
 from tests.search.inner_programs import TablePrices, decoder_layer
 
@@ -43,13 +43,17 @@ def cases(draw: st.DrawFn, max_ops: int = 3) -> Case:
     program = draw(programs(max_ops if len(mesh) == 1 else 1))
     count = draw(st.sampled_from([1, 1, 2]))
     layer = program.layers[0]
-    time = tuple(draw(st.sampled_from([o.factor for o in options_of(op) if o.extent % count == 0])) for op in layer.ops)
+    time = tuple(
+        draw(st.sampled_from([o.factor for o in options_of(op) if o.extent % count == 0])) for op in layer.ops
+    )
     zero = draw(st.integers(0, 3))
     axes = tuple(a for a in range(len(mesh)) if zero and draw(st.booleans()))
     shared = {}
     if len(mesh) == 1 and "w0" in layer.held and draw(st.booleans()):
         shared["w0"] = (mesh, (shard(0),))
-    training = TrainingSpec(draw(st.booleans()), 8.0, draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 8])))
+    training = TrainingSpec(
+        draw(st.booleans()), 8.0, draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 8]))
+    )
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     return Case(program, mesh, count, time if count > 1 else (), zero, axes, recompute, training, shared)
 
@@ -63,7 +67,13 @@ def programs(draw: st.DrawFn, max_ops: int) -> Program:
         tensor = TensorType(draw(st.sampled_from(SHAPES)), draw(st.sampled_from(["float32", "bfloat16"])))
         values[name] = Value(name, tensor, role, grad)
 
-    for name, role in (("x0", "input"), ("x1", "input"), ("w0", "parameter"), ("w1", "parameter"), ("c0", "constant")):
+    for name, role in (
+        ("x0", "input"),
+        ("x1", "input"),
+        ("w0", "parameter"),
+        ("w1", "parameter"),
+        ("c0", "constant"),
+    ):
         add(name, role, role != "constant" and draw(st.booleans()))
     ops: list[Op] = []
     for index in range(draw(st.integers(1, max_ops))):
@@ -72,11 +82,14 @@ def programs(draw: st.DrawFn, max_ops: int) -> Program:
         results = tuple(f"y{index}{letter}" for letter in "ab"[: draw(st.integers(1, 2))])
         for result in results:
             add(result, "op", any(values[name].requires_grad for name in operands))
-        options = tuple(draw(made_up_option(values, f"f{i}", operands, results)) for i in range(draw(st.integers(0, 2))))
+        options = tuple(
+            draw(made_up_option(values, f"f{i}", operands, results)) for i in range(draw(st.integers(0, 2)))
+        )
         saves = tuple(draw(st.lists(st.integers(0, len(operands) + len(results) - 1), unique=True)))
         target = draw(st.sampled_from(["aten.mul.Tensor", "aten.linear.default", "aten.view.default"]))
-        ops.append(Op(f"op{index}", target, tuple(map(Ref, operands)), (), results, options, saves=saves,
-                      is_view="view" in target, saved_extra_bytes=draw(st.sampled_from([0, 100]))))  # fmt: skip
+        extra = draw(st.sampled_from([0, 100]))
+        op = Op(f"op{index}", target, tuple(map(Ref, operands)), (), results, options)
+        ops.append(replace(op, saves=saves, is_view="view" in target, saved_extra_bytes=extra))
     computed = [name for op in ops for name in op.results]
     outputs = tuple(dict.fromkeys([*draw(st.lists(st.sampled_from(computed), max_size=2)), computed[-1]]))
     read = {name for op in ops for name in op.operands}
@@ -100,23 +113,24 @@ def made_up_option(
     kernel = draw(st.sampled_from(["", "", "kernel"]))
     phase = draw(st.sampled_from(["forward", "backward"]))
     collectives = (KernelCollective("all_reduce", phase, 0, (0,), count=2),) if kernel else ()
-    return Option(
-        factor, tuple(map(placement, operands)), tuple(map(placement, results)), draw(st.sampled_from([0, 2, 4, 8])),
-        kernel, collectives,
-    )  # fmt: skip
+    extent = draw(st.sampled_from([0, 2, 4, 8]))
+    placements = tuple(map(placement, operands)), tuple(map(placement, results))
+    return Option(factor, *placements, extent, kernel, collectives)
 
 
 def solve(case: Case) -> LayerSolutions:
-    return solve_layer(
+    problem = build_problem(
         case.program, case.program.layers[0], case.mesh, prices=TablePrices(), training=case.training,
-        num_microbatches=case.num_microbatches, time=case.time, zero=case.zero, shard_axes=case.shard_axes,
-        recompute=case.recompute, shared_storage=case.shared,
+        num_microbatches=case.num_microbatches, time=case.time, shared_storage=case.shared,
     )  # fmt: skip
+    return solve_problem(problem, zero=case.zero, shard_axes=case.shard_axes, recompute=case.recompute)
 
 
 def total_s(case: Case, strategy: LayerStrategy) -> float:
     layer = case.program.layers[0]
-    cost = layer_cost(case.program, layer, strategy, case.num_microbatches, TablePrices(), case.training, case.shared)
+    cost = layer_cost(
+        case.program, layer, strategy, case.num_microbatches, TablePrices(), case.training, case.shared
+    )
     return cost.total_s
 
 
@@ -135,7 +149,7 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
         return tuple(p if p.is_shard else REPLICATE for p in copy) if is_free else boundary(name, behind)
 
     domains = solutions.problem.copy_domains
-    choices = [[o for o in options_of(op)] if mesh != (1,) else [options_of(op)[-2]] for op in layer.ops]
+    choices = [options_of(op) if mesh != (1,) else [options_of(op)[-2]] for op in layer.ops]
     best = math.inf
     for options in itertools.product(*(itertools.product(each, repeat=len(mesh)) for each in choices)):
         for copied in itertools.product(*domains.values()):
@@ -174,7 +188,10 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
 def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
     solutions = solve(case)
     assert solutions.exact
-    if math.prod(map(len, solutions.problem.copy_domains.values())) * math.prod(solutions.problem.sizes[:2]) > 3000:
+    if (
+        math.prod(map(len, solutions.problem.copy_domains.values())) * math.prod(solutions.problem.sizes[:2])
+        > 3000
+    ):
         return
     before, behind = (data.draw(st.integers(0, len(solutions.policies) - 1)) for _ in range(2))
     expected = brute_force(case, solutions, before, behind)
@@ -193,7 +210,9 @@ def test_the_objective_is_the_reported_price(case: Case) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("zero", "axes"), [(0, ()), (1, (0,)), (2, (1,)), (3, (0, 1))])
-def test_the_objective_is_the_reported_price_of_a_real_layer(zero: int, axes: tuple[int, ...], recompute: str) -> None:
+def test_the_objective_is_the_reported_price_of_a_real_layer(
+    zero: int, axes: tuple[int, ...], recompute: str
+) -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
     layer, prices, training = program.layers[0], TablePrices(), TrainingSpec(gradient_itemsize_bytes=4)
     problem = build_problem(program, layer, (2, 4), prices=prices, training=training)
@@ -208,7 +227,8 @@ def test_the_objective_is_the_reported_price_of_a_real_layer(zero: int, axes: tu
 def test_the_price_of_communication_is_the_sum_over_its_collectives() -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
     layer, prices, training = program.layers[0], TablePrices(), TrainingSpec()
-    solutions = solve_layer(program, layer, (2, 4), prices=prices, training=training, zero=3, shard_axes=(0, 1))
+    problem = build_problem(program, layer, (2, 4), prices=prices, training=training)
+    solutions = solve_problem(problem, zero=3, shard_axes=(0, 1))
     strategy, cost = solutions.strategy(1, 1), solutions.cost(1, 1)
     runs = layer_collectives(program, layer, strategy, 1, training)
     assert runs
@@ -228,9 +248,13 @@ def test_what_is_not_allowed_is_not_used_and_nothing_allowed_is_infinite() -> No
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
     layer = program.layers[0]
     keywords = {"prices": TablePrices(), "training": TrainingSpec()}
-    whole = solve_layer(program, layer, (8,), allowed=lambda _op, _axis, option: option.factor in "-~", **keywords)
+
+    def solve_allowed(allowed: Allowed) -> LayerSolutions:
+        return solve_problem(build_problem(program, layer, (8,), allowed=allowed, **keywords))
+
+    whole = solve_allowed(lambda _op, _axis, option: option.factor in "-~")
     assert set(itertools.chain(*whole.strategy(0, 0).assignments)) <= {"-", "~"}
-    nothing = solve_layer(program, layer, (8,), allowed=lambda _op, _axis, _option: False, **keywords)
+    nothing = solve_allowed(lambda _op, _axis, _option: False)
     assert np.isinf(nothing.objective_s).all()
     with pytest.raises(ValueError, match="no allowed strategy"):
         nothing.strategy(0, 0)
