@@ -178,6 +178,24 @@ class Op:
         return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
 
 
+_PRODUCTS = frozenset("linear mm addmm bmm baddbmm addbmm matmul mv addmv dot einsum bilinear".split())
+_RECURRENT = frozenset("lstm gru rnn".split())
+
+
+def is_cheap(op: Op) -> bool:
+    """Whether selective recomputation runs `op` again in backward instead of keeping its result.
+
+    Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a kernel that
+    communicates; random ops (to draw again takes the generator's state); ops of other libraries.
+    """
+    namespace, _, name = op.target.partition(".")
+    words = name.split(".")[0].split("_")
+    is_convolution = any(word.startswith("conv") and word != "convert" for word in words)
+    is_heavy = is_convolution or "attention" in words or not _PRODUCTS.union(_RECURRENT).isdisjoint(words)
+    communicates = any(option.collectives for option in op.options)
+    return namespace in ("aten", "autopar", "prims") and not (is_heavy or communicates or op.is_random)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A contiguous piece of the graph between narrow cuts.

@@ -1,0 +1,282 @@
+"""`ParallelModule`: a module with the original's signature and parameter names that runs a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
+from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
+from autopar.lower.execution import Executable, Executor
+from autopar.lower.gradients import clip_gradients
+from autopar.lower.layer_program import LayerProgram
+from autopar.lower.microbatch import run_microbatches
+from autopar.lower.naming import format_code
+from autopar.lower.parameters import ParameterStore, Stored, local_part, storage_layouts
+from autopar.lower.random import agree_base_seed
+from autopar.lower.reshard_ops import apply_forward
+from autopar.lower.skeleton import canonical_names, copy_skeleton
+from autopar.placement import REPLICATE, Layout, refine_mesh, reshard
+from autopar.plan import Plan
+from autopar.program import Program
+
+__all__ = ["LoweredProgram", "ParallelModule", "lower"]
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """What this rank runs: printed, it shows the code of every layer kind, each line with what it holds."""
+
+    source: Program
+    layers: tuple[LayerProgram, ...]
+
+    def __str__(self) -> str:
+        """The code of each lowered layer kind."""
+        return "\n\n".join(self._describe(layer) for layer in self.layers)
+
+    def _describe(self, lowered: LayerProgram) -> str:
+        kind, strategy = lowered.layer.kind, lowered.strategy
+        users = [layer.name for layer in self.source.layers if layer.kind == kind]
+        title = f"# layer kind {kind} ({len(users)}: {users[0]} ...) on mesh {strategy.mesh}"
+        return f"{title}, zero {strategy.zero}, recompute {strategy.recompute}\n{format_code(lowered.module)}"
+
+
+EvalFactory = Callable[[], Sequence[Any]]
+
+
+def lower(
+    program: Program,
+    plan: Plan,
+    *,
+    module: nn.Module,
+    constants: Mapping[str, Tensor],
+    flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]],
+    unflatten_outputs: Callable[[Sequence[Any]], Any],
+    communicator: Communicator,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None = None,
+    eval_factory: EvalFactory | None = None,
+    compile_layers: bool = False,
+) -> ParallelModule:
+    """Bind a plan to a module and to this rank's communicator.
+
+    Args:
+        program: the traced module.
+        plan: made for it.
+        module: whose parameters are sliced and copied; it is left as it is.
+        constants: the program's constants by value name, whole.
+        flatten_inputs: ``(args, kwargs)`` of a call -> its tensors in the order of `Program.inputs`.
+        unflatten_outputs: values of `Program.outputs` -> what the model returns.
+        communicator: of this rank.
+        mesh: over all ranks, of any shape.
+        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check only.
+        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of the model
+            traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
+        compile_layers: compile each distinct layer program with ``torch.compile``.
+
+    Raises:
+        PlanMismatchError: plan, program, module and number of devices don't belong together.
+    """
+    executable = Executable(program, plan, constants, flatten_inputs, unflatten_outputs)
+    dtypes = {program.type_of(value).dtype for value in program.parameters}
+    if compute_dtype is not None and dtypes and str(compute_dtype).removeprefix("torch.") not in dtypes:
+        raise PlanMismatchError(f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}")
+    return ParallelModule(executable, module, communicator, mesh, eval_factory, compile_layers)
+
+
+class ParallelModule(nn.Module):
+    """Runs a model on all devices: call it, train it and save it as the original.
+
+    Every rank passes the whole batch.  Parameters are DTensors under the original names.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        module: nn.Module,
+        communicator: Communicator,
+        mesh: DeviceMesh,
+        eval_factory: EvalFactory | None,
+        compile_layers: bool,
+    ) -> None:
+        """See `lower`."""
+        super().__init__()
+        self._communicator = communicator
+        self._eval_factory = eval_factory
+        self._eval_executor: Executor | None = None
+        self._compile_layers = compile_layers
+        self._store = _make_store(self, executable, module, communicator, mesh)
+        self._executor = Executor(executable, self._store, communicator, compile_layers)
+        self.training = module.training
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it runs."""
+        return self._executor.executable.plan
+
+    @property
+    def program(self) -> LoweredProgram:
+        """What this rank runs; ``print(model.program)`` shows it."""
+        return LoweredProgram(self._executor.executable.program, self._executor.programs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward on the whole batch.
+
+        Raises:
+            InputShapeError: the inputs differ from what the plan was made for; on every rank, before any waits.
+        """
+        executor = self._current()
+        executable = executor.executable
+        tensors = executable.flatten_inputs(args, kwargs)
+        executor.check_inputs(tensors)
+        seed = agree_base_seed(self._communicator) if executor.is_random else 0
+        if executor.num_microbatches > 1:
+            values = run_microbatches(executor, tensors, seed)
+        else:
+            values = executor.run(tensors, seed)
+        self._update_buffers(executor, values)
+        return executable.unflatten_outputs(self._outputs(executor, values))
+
+    def recording(self) -> AbstractContextManager[list[Collective]]:
+        """A context that lists every collective that this rank runs inside it.
+
+        Example:
+            >>> with model.recording() as collectives:
+            ...     model(**batch).loss.backward()
+        """
+        return self._communicator.recording()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as one device would.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite` and the norm is not finite.
+        """
+        gradients = [(self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        return clip_gradients(
+            gradients, self._store.mesh, self._communicator, max_norm, norm_type, error_if_nonfinite
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """`state_dict` with whole plain tensors, on every rank.  Every rank must call it."""
+        found: dict[int, Tensor] = {}
+        state = self.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if id(value) not in found:
+                found[id(value)] = self._whole(name, value)
+        return {name: found[id(value)] for name, value in state.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors."""
+        fitted = {name: self._fit(name, value) for name, value in state_dict.items()}
+        return super().load_state_dict(fitted, strict=strict, assign=assign)
+
+    def extra_repr(self) -> str:
+        """One line about the plan."""
+        plan = self.plan
+        return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+    def _current(self) -> Executor:
+        """The executor of the current mode; that of eval mode is made when first needed."""
+        trained = self._executor.executable
+        if self.training == trained.program.training or not trained.program.training:
+            return self._executor
+        if self._eval_executor is None:
+            self._eval_executor = self._make_eval_executor(trained)
+        return self._eval_executor
+
+    def _make_eval_executor(self, trained: Executable) -> Executor:
+        if self._eval_factory is None:
+            if self._executor.is_random or trained.program.updates:
+                raise AutoparError("this module was lowered for training only: it draws random numbers or updates "
+                                   "buffers, so eval() needs an eval_factory")
+            return self._executor
+        made = tuple(self._eval_factory())
+        executable = Executable(*made, *trained[len(made) :])
+        return Executor(executable, self._store, self._communicator, self._compile_layers)
+
+    @torch.no_grad()
+    def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
+        program = executor.executable.program
+        for buffer, new in program.updates.items():
+            whole = executor.make_whole(new, values[new].detach())
+            self.get_buffer(program.parameters[buffer]).copy_(whole)
+
+    def _outputs(self, executor: Executor, values: Mapping[str, Tensor]) -> list[Tensor]:
+        program = executor.executable.program
+        joined = executor.num_microbatches > 1
+        made: dict[str, Tensor] = {}
+        for name in dict.fromkeys(program.outputs):
+            is_done = joined and name == program.loss
+            made[name] = values[name] if is_done else executor.make_output(name, values[name])
+        return [made[name] for name in program.outputs]
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value.detach().clone()
+        layout = self._store.stored[name].layout
+        steps = reshard(layout, (REPLICATE,) * len(layout), self._store.mesh)
+        whole = apply_forward(local_tensor(value), steps, self._communicator)
+        return whole if steps else whole.clone()
+
+    def _fit(self, name: str, value: Any) -> Any:
+        stored = self._store.stored.get(name)
+        if stored is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        if tuple(value.shape) != stored.shape:
+            return value  # torch names the parameter and both shapes
+        part = local_part(value.detach().to(self._communicator.device), stored.layout, self._store.mesh, self._communicator)
+        return self._store.wrap(name, part)
+
+
+def _make_store(
+    target: nn.Module, executable: Executable, module: nn.Module, communicator: Communicator, mesh: DeviceMesh
+) -> ParameterStore:
+    """Fill `target` with this rank's parts of the parameters of `module`, under the same names."""
+    program, plan = executable.program, executable.plan
+    sizes = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    device_mesh = _refined_device_mesh(mesh, sizes, communicator)
+    layouts = storage_layouts(program, plan, sizes)
+    groups = canonical_names(module)
+    unknown = sorted(set(program.parameters.values()) - groups.keys() - {n for n, _ in module.named_buffers()})
+    if unknown:
+        raise PlanMismatchError(f"the program reads {unknown[:3]}, which {type(module).__name__} does not have")
+    layout_of: dict[str, Layout] = {groups[name]: layout for name, layout in layouts.items()}
+    whole: Layout = (REPLICATE,) * len(sizes)
+    stored = {
+        name: Stored(name, layout_of.get(first, whole), tuple(p.shape), _row_major(p))
+        for name, first in groups.items()
+        for p in [module.get_parameter(name)]
+    }
+
+    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        entry = stored[name]
+        part = local_part(parameter.detach().to(communicator.device), entry.layout, sizes, communicator)
+        dtensor = make_dtensor(part.contiguous(), device_mesh, entry.layout, entry.shape, entry.stride)
+        return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+
+    copy_skeleton(module, target, make_parameter, lambda b: b.detach().to(communicator.device, copy=True))
+    return ParameterStore(sizes, device_mesh, target, stored)
+
+
+def _row_major(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _refined_device_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], communicator: Communicator) -> DeviceMesh:
+    if tuple(mesh.shape) == sizes:
+        return mesh
+    ranks: Iterable[int] = mesh.mesh.flatten().tolist()
+    if isinstance(communicator, ProcessGroupCommunicator):
+        return make_mesh(sizes, list(ranks), mesh.device_type)
+    return make_mesh(sizes, list(ranks), mesh.device_type, rank=communicator.rank)

@@ -1,0 +1,224 @@
+"""Where parameters are stored, how a layer gets its compute copies of them, and how their gradients come back.
+
+Storage is a DTensor per parameter, all on one mesh.  `LayerParameters` knows for one layer the moves from there to the
+copy layouts; `Gathering` is one use of a layer's parameters: it gathers them, frees them (ZeRO-3) and gathers them anew,
+and reduces their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.lower.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
+from autopar.lower.communicator import Communicator
+from autopar.lower.compat import local_tensor, make_dtensor
+from autopar.lower.reshard_ops import apply_forward
+from autopar.placement import REPLICATE, Layout, Step, refine_layout, refine_mesh, reshard
+from autopar.plan import Plan
+from autopar.program import Program
+
+__all__ = [
+    "Gathering",
+    "LayerParameters",
+    "ParameterStore",
+    "Stored",
+    "gather_parameters",
+    "local_part",
+    "storage_layouts",
+]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One parameter between steps: its name in the module, and its layout on the store's mesh."""
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParameterStore:
+    """All parameters and buffers of a model on this rank, by their (untied) name.
+
+    `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes.  Buffers are
+    whole on every rank.
+    """
+
+    mesh: tuple[int, ...]
+    device_mesh: DeviceMesh
+    module: nn.Module
+    stored: Mapping[str, Stored]
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter as it is registered now (loading may have replaced it)."""
+        return self.module.get_parameter(name)
+
+    def buffer(self, name: str) -> Tensor:
+        """The buffer as it is registered now."""
+        return self.module.get_buffer(name)
+
+    def wrap(self, name: str, local: Tensor) -> DTensor:
+        """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
+        stored = self.stored[name]
+        return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
+
+
+def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict[str, Layout]:
+    """Parameter name -> its storage layout, written for `mesh`, a refinement of the plan's meshes.
+
+    Parameters that no layer reads are whole.
+    """
+    found: dict[str, Layout] = {}
+    for layer, planned in zip(program.layers, plan.layers, strict=True):
+        strategy = plan.strategies[planned.strategy]
+        for value, layout in zip(layer.held, strategy.storage, strict=True):
+            if program.values[value].role == "parameter":
+                found.setdefault(program.parameters[value], refine_layout(layout, strategy.mesh, mesh))
+    for name, layout in plan.shared_storage:
+        found[name] = refine_layout(layout, plan.shared_mesh, mesh)
+    return found
+
+
+def local_part(whole: Tensor, layout: Layout, mesh: tuple[int, ...], communicator: Communicator) -> Tensor:
+    """A fresh copy of this rank's part of a tensor that every rank holds whole."""
+    steps = reshard((REPLICATE,) * len(mesh), layout, mesh)
+    part = apply_forward(whole, steps, communicator)
+    return part.clone(memory_format=torch.preserve_format) if part.data_ptr() == whole.data_ptr() else part
+
+
+class LayerParameters:
+    """How one layer's parameters get from storage to their copy layouts.
+
+    `positions` are theirs among the layer's held values.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        names: Sequence[str],
+        positions: Sequence[int],
+        copies: Sequence[Layout],
+        dtypes: Sequence[torch.dtype],
+        mesh: tuple[int, ...],
+        communicator: Communicator,
+    ) -> None:
+        """`copies` are on `mesh`; `dtypes` are what the layer computes in."""
+        fine = refine_mesh(store.mesh, mesh)
+        self.store = store
+        self.names = tuple(names)
+        self.positions = tuple(positions)
+        self.dtypes = tuple(dtypes)
+        self.communicator = communicator
+        self.steps: tuple[tuple[Step, ...], ...] = tuple(
+            reshard(
+                refine_layout(store.stored[name].layout, store.mesh, fine), refine_layout(copy, mesh, fine), fine
+            )
+            for name, copy in zip(names, copies, strict=True)
+        )
+        self.moves_forward = any(step.forward != "none" for steps in self.steps for step in steps)
+
+    def current(self) -> list[nn.Parameter]:
+        """The parameters as they are registered now."""
+        return [self.store.parameter(name) for name in self.names]
+
+    def start_gather(self, parameters: Sequence[Tensor]) -> BucketHandle | None:
+        """Set the gathers off; None if nothing has to move.  Casts come first, so that less travels."""
+        if not self.moves_forward:
+            return None
+        return start_gather_bucket(self._cast(parameters), self.steps, self.communicator)
+
+    def finish_gather(self, parameters: Sequence[Tensor], handle: BucketHandle | None) -> list[Tensor]:
+        """The compute copies."""
+        return self._cast(parameters) if handle is None else handle.wait()
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the copies -> gradients of the stored parts, in the dtype that they have."""
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        reduced = start_reduce_bucket(
+            [g for g in gradients if g is not None], [self.steps[i] for i in present], self.communicator
+        ).wait()
+        found: list[Tensor | None] = [None] * len(gradients)
+        for index, gradient in zip(present, reduced, strict=True):
+            found[index] = gradient
+        return found
+
+    def _cast(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [_local(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return local_tensor(parameter).detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class Gathering:
+    """One use of a layer's parameters: gathered when first asked for, or again after `free` where `is_freed`."""
+
+    def __init__(
+        self, layer: LayerParameters, parameters: Sequence[Tensor], *, is_freed: bool = False, prefetch: bool = False
+    ) -> None:
+        """`parameters` are the stored DTensors, or plain tensors of the same local parts."""
+        self.layer = layer
+        self.parameters = parameters
+        self.is_freed = is_freed
+        self._handle = layer.start_gather(parameters) if prefetch else None
+        self._values: list[Tensor] | None = None
+
+    def values(self) -> list[Tensor]:
+        """The compute copies, outside autograd."""
+        if self._values is None:
+            handle = self._handle or self.layer.start_gather(self.parameters)
+            self._handle = None
+            self._values = self.layer.finish_gather(self.parameters, handle)
+        return self._values
+
+    def free(self) -> None:
+        """Forget the copies, if they are to be freed; the next `values` gathers them anew."""
+        if self.is_freed:
+            self._values = None
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the copies -> gradients of the parameters as they were given, DTensor for DTensor."""
+        found: list[Tensor | None] = []
+        for index, local in enumerate(self.layer.reduce(gradients)):
+            parameter = self.parameters[index]
+            if local is not None:
+                local = local.to(parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    local = self.layer.store.wrap(self.layer.names[index], local)
+            found.append(local)
+        return found
+
+
+def gather_parameters(gathering: Gathering) -> tuple[Tensor, ...]:
+    """The compute copies, differentiable: backward reduces their gradients and gives up the copies."""
+    if not gathering.parameters:
+        return ()
+    return _Gather.apply(gathering, *gathering.parameters)  # type: ignore[no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: Gathering, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathering = gathering
+        ctx.set_materialize_grads(False)
+        copies = tuple(value.detach() for value in gathering.values())
+        frozen = [c for c, p in zip(copies, parameters, strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return copies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        gathering: Gathering = ctx.gathering
+        gathering.free()
+        return None, *gathering.reduce(gradients)
