@@ -167,7 +167,7 @@ class Cluster:
         if key not in _DEVICES:
             raise MeshError(
                 f"no numbers are known for a device called {name!r}; known are {', '.join(cls.names())}. "
-                "Describe another one with Cluster(Device(...), devices_per_node, num_nodes, Link(...), Link(...))"
+                "Describe others: Cluster(Device(...), devices_per_node, num_nodes, Link(...), Link(...))"
             )
         device, within = _DEVICES[key]
         return cls(
@@ -405,14 +405,15 @@ _B200 = Device(
         "float32": 75 * _TFLOPS, "float64": 37 * _TFLOPS,
         "float8_e4m3fn": 4500 * _TFLOPS, "float8_e5m2": 4500 * _TFLOPS,
     },
-    matmul_efficiency=0.73,
+    matmul_efficiency=0.78,
     attention_efficiency=0.30,
     memory_efficiency=0.725,
     launch_s=4e-6,
     reserved_memory_bytes=3e9,
     sources=_gpu_sources(
         _SEEN,
-        "published: best shape 1745 of 2250 TFLOP/s (HW-0260); estimate: 0.73 over usual shapes",
+        "published: best shape 1745 of 2250 TFLOP/s (HW-0260); 0.84 without writing the result; "
+        "estimate: 0.78 over usual shapes",
         "estimate: fused attention in torch before kernels made for this device",
         "published: a copy on a GB200 moves 5800 GB/s (HW-0253)",
     ),
@@ -481,9 +482,9 @@ _NVLINK4 = _link(
     },
 )  # fmt: skip
 _NVLINK5 = _link(
-    "NVLink 5, NVSwitch with in-switch reduction", 840, 680, 610, latency_s=20e-6, step_s=2e-6, ramp_s=60e-6,
+    "NVLink 5, NVSwitch with in-switch reduction", 800, 680, 610, latency_s=20e-6, step_s=2e-6, ramp_s=60e-6,
     sources={
-        "all_reduce_bytes_per_s": "published: HW-0171, HW-0213",
+        "all_reduce_bytes_per_s": "published: HW-0135 to HW-0173 (740 at 4 GiB, 840 at 16 GiB)",
         "gather_bytes_per_s": "published: HW-0214, an all-reduce by ring",
         "exchange_bytes_per_s": "estimate: 0.9 of a gather",
         "latency_s": _FIT, "step_s": _FIT, "ramp_s": _FIT, "ramp_bytes": _FIT,
@@ -500,15 +501,21 @@ _XGMI = _link(
     },
 )  # fmt: skip
 _NDR = _link(
-    "400 Gb/s per device", 47, 40, 35, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
+    "400 Gb/s per device", 47, 32, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
     sources={
         "all_reduce_bytes_per_s": "published: HW-0223 (46 to 48 GB/s a NIC); HW-0072 and HW-0077 agree",
         "gather_bytes_per_s": "estimate: between the NIC's rate and HW-0228 (25 GB/s on 32 nodes)",
-        "exchange_bytes_per_s": "estimate: 0.75 of the NIC's rate",
+        "exchange_bytes_per_s": "estimate: as a gather",
         "latency_s": "estimate: fitted to HW-0048 to HW-0072", "step_s": "estimate: the same",
         "ramp_s": "estimate: the same", "ramp_bytes": "estimate: the same",
     },
 )  # fmt: skip
+_EFA4 = replace(
+    _NDR,
+    name="400 Gb/s per device, EFA",
+    all_reduce_bytes_per_s=37e9,
+    sources={**_NDR.sources, "all_reduce_bytes_per_s": "published: HW-0136 to HW-0174, 4 nodes"},
+)
 _HDR = _link(
     "200 Gb/s per device", 23.5, 20, 17.5, latency_s=50e-6, step_s=15e-6,
     ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
@@ -534,4 +541,4 @@ _DEVICES: dict[str, tuple[Device, Link]] = {
     "cpu": (_CPU, _LOOPBACK),
 }
 _ALIASES = {"a100": "a100-80gb"}
-_BETWEEN = {"a100-40gb": _HDR, "a100-80gb": _HDR}
+_BETWEEN = {"b200": _EFA4, "a100-40gb": _HDR, "a100-80gb": _HDR}

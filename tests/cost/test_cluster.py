@@ -1,0 +1,121 @@
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+
+from autopar.cluster import Cluster, Device, Link
+from autopar.errors import MeshError
+
+
+@pytest.mark.parametrize("name", Cluster.names())
+def test_every_preset_says_where_each_number_comes_from(name):
+    cluster = Cluster.of(name)
+    for thing in (cluster.device, cluster.within, cluster.between):
+        for part in fields(thing):
+            if part.name in ("name", "sources", "is_mesh"):
+                continue
+            source = thing.sources.get(part.name, "")
+            unused = part.name.startswith("ramp") and thing.ramp_s == 0.0
+            assert unused or source.startswith(("published", "estimate")), (thing.name, part.name)
+
+
+def test_of_counts_devices():
+    cluster = Cluster.of("H100", nodes=8, devices_per_node=4)
+    assert cluster.world_size == 32
+    assert cluster.device.name == "H100-80GB"
+
+
+def test_an_unknown_name_lists_what_exists():
+    with pytest.raises(MeshError, match=r"'tpu'.*a100.*h100.*mi300x"):
+        Cluster.of("tpu")
+
+
+def test_an_empty_cluster_is_refused():
+    with pytest.raises(MeshError, match="num_nodes=0"):
+        Cluster.of("h100", nodes=0)
+
+
+def test_usable_memory_is_less_than_the_device_has_and_grows_with_it():
+    small, large = Cluster.of("h100").device, Cluster.of("h200").device
+    assert 0.85 * small.memory_bytes < small.usable_memory_bytes < small.memory_bytes
+    assert small.usable_memory_bytes < large.usable_memory_bytes
+    assert replace(small, memory_bytes=1e9).usable_memory_bytes == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bytes": -1.0}, "memory_bytes must be positive"),
+        ({"matmul_efficiency": 1.5}, r"matmul_efficiency must be in \(0, 1\]"),
+        ({"launch_s": float("nan")}, "launch_s must be at least 0"),
+        ({"flops_per_s": {"float32": 0.0}}, "flops_per_s must be positive"),
+    ],
+)
+def test_a_device_with_impossible_numbers_is_refused(change, message):
+    with pytest.raises(MeshError, match=message):
+        replace(Cluster.of("a100").device, **change)
+
+
+def test_a_link_without_bandwidth_is_refused():
+    with pytest.raises(MeshError, match="gather_bytes_per_s must be positive"):
+        Link("wire", 1e9, 0.0, 1e9, latency_s=1e-6, step_s=0.0)
+
+
+def test_save_and_load_give_the_same_cluster(tmp_path):
+    cluster = Cluster.of("mi300x", nodes=2)
+    cluster.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster
+    assert '"matmul_efficiency": 0.48' in (tmp_path / "cluster.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"autopar_cluster": 2}', '{"autopar_cluster": 1, "device": {}}']
+)
+def test_other_text_is_no_cluster(text):
+    with pytest.raises(MeshError, match="not the JSON of a cluster"):
+        Cluster.from_json(text)
+
+
+def _mesh(size: int, device_type: str):
+    return SimpleNamespace(size=lambda: size, device_type=device_type)
+
+
+def test_from_mesh_of_processes_shares_the_memory():
+    two, four = (Cluster.from_mesh(_mesh(size, "cpu")) for size in (2, 4))
+    assert (two.world_size, two.num_nodes) == (2, 1)
+    assert two.device.memory_bytes == pytest.approx(2 * four.device.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("driver", "device"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H200", "H200-141GB"),
+        ("NVIDIA B200", "B200-180GB"),
+        ("AMD Instinct MI300X", "MI300X-192GB"),
+    ],
+)
+def test_from_mesh_knows_devices_by_the_drivers_name(driver, device):
+    cluster = Cluster.from_mesh(_mesh(16, "cuda"), devices_per_node=8, device_name=driver)
+    assert (cluster.device.name, cluster.num_nodes) == (device, 2)
+
+
+def test_from_mesh_refuses_what_it_can_not_price():
+    with pytest.raises(MeshError, match="'RTX 9090'"):
+        Cluster.from_mesh(_mesh(8, "cuda"), devices_per_node=8, device_name="RTX 9090")
+    with pytest.raises(MeshError, match="'NVIDIA GB200'"):
+        Cluster.from_mesh(_mesh(8, "cuda"), devices_per_node=8, device_name="NVIDIA GB200")
+    with pytest.raises(MeshError, match="'xpu'"):
+        Cluster.from_mesh(_mesh(8, "xpu"))
+    with pytest.raises(MeshError, match="no device"):
+        Cluster.from_mesh(_mesh(0, "cpu"))
+    with pytest.raises(MeshError, match="12 devices is no multiple of the 8"):
+        Cluster.from_mesh(_mesh(12, "cuda"), devices_per_node=8, device_name="NVIDIA H100")
+
+
+def test_own_numbers():
+    device = Device("mine", 1e9, 1e9, {"float32": 1e9}, 0.5, 0.5, 0.5, launch_s=0.0)
+    wire = Link("wire", 1e9, 1e9, 1e9, latency_s=1e-6, step_s=0.0)
+    assert Cluster(device, 2, 3, wire, wire).world_size == 6

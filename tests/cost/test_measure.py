@@ -1,0 +1,148 @@
+import statistics
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices, Profile
+from autopar.cost.measure import measure_profile
+from autopar.cost.measure.collectives import default_axes, max_over_ranks, share_text
+from autopar.lower.communicator import ProcessGroupCommunicator
+from autopar.placement import Axis
+from tests.cost.ops import LINEAR, op, tensor
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    torch.set_num_threads(1)
+    return measure_profile(budget_s=3.0)
+
+
+def _median_s(run, repeats: int = 9) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(96, 768, 320), (384, 384, 384), (1024, 300, 900)])
+def test_products_of_other_sizes_take_what_the_profile_says(profile, rows, inner, columns):
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner).requires_grad_()
+    x.requires_grad_()
+    result = torch.nn.functional.linear(x, weight)
+    gradient = torch.ones_like(result)
+    types = (tensor(rows, inner, dtype="float32"), tensor(columns, inner, dtype="float32"))
+    prices = ClusterPrices(Cluster.of("cpu"), profile)
+    taken = prices.op_s(LINEAR, types, (tensor(rows, columns, dtype="float32"),), True)
+    forward_s = _median_s(lambda: torch.nn.functional.linear(x, weight))
+    backward_s = _median_s(lambda: torch.autograd.grad(result, (x, weight), gradient, retain_graph=True))
+    assert taken.source == "measured"
+    assert taken.forward_s == pytest.approx(forward_s, rel=0.6)
+    assert taken.backward_s == pytest.approx(backward_s, rel=0.6)
+
+
+@pytest.mark.parametrize(
+    ("target", "run", "num_operands", "saves"),
+    [
+        ("aten.mul.Tensor", torch.mul, 2, (0, 1)),
+        ("aten.gelu.default", torch.nn.functional.gelu, 1, (0,)),
+        ("aten.rsqrt.default", torch.rsqrt, 1, (1,)),  # not in the sweep: priced as any elementwise op
+    ],
+)
+def test_elementwise_ops_take_what_the_profile_says(profile, target, run, num_operands, saves):
+    inputs = [torch.rand(700, 500) + 0.5 for _ in range(num_operands)]
+    one = tensor(700, 500, dtype="float32")
+    prices = ClusterPrices(Cluster.of("cpu"), profile)
+    taken = prices.op_s(op(target, num_operands, saves), (one,) * num_operands, (one,), False)
+    measured_s = _median_s(lambda: run(*inputs))
+    assert measured_s / 4 < taken.forward_s < measured_s * 4
+
+
+def test_every_curve_is_there_and_the_text_survives(profile):
+    expected = {"matmul/float32", "attention/float32", "elementwise", "view", "op/aten.gelu"}
+    for key in expected:
+        assert {f"{key}/forward", f"{key}/backward"} <= set(profile.curves)
+    assert "optimizer" in profile.curves
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.software["torch"] == torch.__version__
+
+
+def test_a_profile_is_measured_once_a_machine(tmp_path):
+    first = measure_profile(budget_s=0.3, cache_dir=tmp_path)
+    [path] = tmp_path.iterdir()
+    start = time.perf_counter()
+    assert measure_profile(budget_s=0.3, cache_dir=tmp_path) == first
+    assert time.perf_counter() - start < 0.2
+    path.write_text("{ damaged")
+    again = measure_profile(budget_s=0.3, cache_dir=tmp_path)
+    assert set(again.curves) == set(first.curves)
+    assert Profile.load(path) == again
+
+
+def _measure(cache_dir: str) -> tuple[str, str, float]:
+    torch.set_num_threads(1)
+    communicator = ProcessGroupCommunicator()
+    profile = measure_profile(communicator, "cpu", 1.0, cache_dir)
+    again = measure_profile(communicator, "cpu", 1.0, cache_dir)
+    axis, x = Axis(2, 1), torch.ones(2**19)
+    torch.distributed.barrier()
+    measured_s = _median_s(lambda: communicator.all_reduce(x, axis))
+    return profile.to_json(), again.to_json(), measured_s
+
+
+def test_two_ranks_measure_collectives_and_agree(tmp_path):
+    results = run_ranks(_measure, 2, str(tmp_path))
+    texts = {text for first, again, _ in results for text in (first, again)}
+    assert len(texts) == 1, "ranks, or a cached and a fresh profile, differ"
+    profile = Profile.from_json(texts.pop())
+    assert all(profile.measured_axes(kind) == (Axis(2, 1),) for kind in KINDS)
+    prices = ClusterPrices(Cluster.of("cpu", devices_per_node=2), profile)
+    priced_s = prices.collective_s("all_reduce", Axis(2, 1), 2**21)
+    measured_s = max(measured for _, _, measured in results)
+    assert measured_s / 5 < priced_s < measured_s * 5
+
+
+def _agree() -> tuple[list[float], str]:
+    communicator = ProcessGroupCommunicator()
+    rank = communicator.rank
+    numbers = max_over_ranks(communicator, [float(rank), -float(rank), 0.125])
+    return numbers, share_text(communicator, "größer" if rank == 0 else "ignored and longer")
+
+
+def test_ranks_agree_on_numbers_and_text():
+    assert run_ranks(_agree, 2) == [([1.0, 0.0, 0.125], "größer")] * 2
+
+
+def test_axes_measured_by_default():
+    assert default_axes(1) == ()
+    assert default_axes(4) == (Axis(2, 1), Axis(4, 1))
+    assert [axis.size for axis in default_axes(64)] == [2, 4, 8, 16, 64]
+
+
+class _Broken:
+    """A communicator whose backend lacks a collective."""
+
+    rank, world_size, device = 0, 2, torch.device("cpu")
+
+    def prepare(self, axes) -> None: ...
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+        return x
+
+    def __getattr__(self, name: str):
+        raise RuntimeError(f"no {name} here")
+
+
+def test_a_collective_that_fails_is_an_error_never_free():
+    with pytest.raises(RuntimeError, match="no all_gather here"):
+        measure_profile(_Broken(), budget_s=0.1)
