@@ -1,0 +1,149 @@
+"""From chosen candidates to a `Plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.placement import Layout
+from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
+from autopar.program import Layer, Program
+from autopar.search.candidates import Candidate, Scene
+from autopar.search.crossings import Crossing, crossing_s
+from autopar.search.labels import axis_labels
+from autopar.search.layer_cost import TrainingSpec, is_differentiable
+from autopar.search.layer_memory import ParameterMemory
+from autopar.search.placed import place
+from autopar.search.prices import Prices
+
+__all__ = ["Choice", "assemble_plan", "boundary_seconds", "layer_costs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """One candidate per layer.
+
+    `shared_cost` are the optimizer seconds and the memory of parameters that several layers read; both are counted at
+    the first layer that reads one.
+    """
+
+    scene: Scene
+    candidates: tuple[Candidate, ...]
+    crossings: tuple[Crossing, ...]
+    shared_mesh: tuple[int, ...]
+    world_size: int
+    shared_cost: tuple[float, ParameterMemory]
+    num_samples: int
+
+
+def boundary_seconds(choice: Choice) -> list[float]:
+    """Per layer, the seconds to bring what crosses to it from where it was produced."""
+    seconds = [0.0] * len(choice.candidates)
+    for crossing in choice.crossings:
+        source = choice.candidates[crossing.producer].strategy
+        target = choice.candidates[crossing.reader].strategy
+        seconds[crossing.reader] += crossing_s(
+            choice.scene.prices,
+            crossing.tensor,
+            crossing.requires_grad and choice.scene.training.is_training,
+            choice.scene.num_microbatches,
+            (source.mesh, source.outputs[crossing.output]),
+            (target.mesh, target.inputs[crossing.input]),
+        )
+    return seconds
+
+
+def layer_costs(choice: Choice) -> list[LayerCost]:
+    """Per layer its cost, boundary moves included."""
+    costs = [
+        replace(candidate.cost, activation_comm_s=candidate.cost.activation_comm_s + seconds)
+        for candidate, seconds in zip(choice.candidates, boundary_seconds(choice), strict=True)
+    ]
+    layers = choice.scene.program.layers
+    first = next((i for i, layer in enumerate(layers) if set(layer.held) & set(choice.scene.shared)), -1)
+    if first >= 0:
+        seconds, memory = choice.shared_cost
+        costs[first] = replace(
+            costs[first],
+            optimizer_s=costs[first].optimizer_s + seconds,
+            parameter_bytes=costs[first].parameter_bytes + memory.parameter_bytes,
+            gradient_bytes=costs[first].gradient_bytes + memory.gradient_bytes,
+            optimizer_bytes=costs[first].optimizer_bytes + memory.optimizer_bytes,
+        )
+    return costs
+
+
+def assemble_plan(choice: Choice, program: Program, prices: Prices, training: TrainingSpec) -> Plan:
+    """The plan of this choice; limits, gap, constraints and notes are the caller's to fill in."""
+    costs = layer_costs(choice)
+    strategies: list[LayerStrategy] = []
+    planned: list[PlannedLayer] = []
+    entries: dict[tuple[int, LayerStrategy, LayerCost], int] = {}
+    first_of_kind = {layer.kind: layer for layer in program.kinds}
+    used: list[LayerCost] = []
+    for layer, candidate, cost in zip(program.layers, choice.candidates, costs, strict=True):
+        key = (layer.kind, candidate.strategy, cost)
+        if key not in entries:
+            entries[key] = len(strategies)
+            strategies.append(_finish(program, candidate, first_of_kind[layer.kind]))
+            used.append(cost)
+        planned.append(PlannedLayer(layer.name, layer.kind, entries[key]))
+    return Plan(
+        fingerprint=program.fingerprint,
+        world_size=choice.world_size,
+        device=prices.device,
+        num_microbatches=choice.scene.num_microbatches,
+        layers=tuple(planned),
+        strategies=tuple(strategies),
+        costs=tuple(used),
+        shared_mesh=choice.shared_mesh,
+        shared_storage=_shared_storage(program, choice),
+        step_time_s=sum(cost.total_s for cost in costs),
+        peak_memory_bytes=sum(cost.persistent_bytes for cost in costs) + max(cost.transient_bytes for cost in costs),
+        memory_limit_bytes=prices.memory_bytes,
+        samples_per_step=choice.num_samples,
+        optimality_gap=0.0,
+        price_source=_price_sources(choice, costs, training),
+    )
+
+
+def _shared_storage(program: Program, choice: Choice) -> tuple[tuple[str, Layout], ...]:
+    return tuple((program.parameters[name], layout) for name, (_, layout) in choice.scene.shared.items())
+
+
+def _finish(program: Program, candidate: Candidate, first: Layer) -> LayerStrategy:
+    """The candidate's strategy with its axes' labels, naming values of the first layer of the kind."""
+    strategy, layer = candidate.strategy, candidate.layer
+    names = dict(zip(_value_names(layer), _value_names(first), strict=True))
+    copies = tuple((names[name], layout) for name, layout in strategy.copies)
+    return replace(strategy, copies=copies, labels=axis_labels(program, layer, strategy))
+
+
+def _value_names(layer: Layer) -> tuple[str, ...]:
+    return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
+
+
+def _price_sources(choice: Choice, costs: list[LayerCost], training: TrainingSpec) -> tuple[tuple[str, float], ...]:
+    """Shares of the step time: computing by the source of its prices, collectives, and the optimizer."""
+    seconds: dict[str, float] = {}
+    known: dict[int, dict[str, float]] = {}
+    for candidate in choice.candidates:
+        if id(candidate) not in known:
+            known[id(candidate)] = _seconds_by_source(choice.scene, candidate, training)
+        for source, each in known[id(candidate)].items():
+            seconds[source] = seconds.get(source, 0.0) + each
+    seconds["collectives"] = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)
+    seconds["optimizer"] = sum(cost.optimizer_s for cost in costs)
+    total = sum(seconds.values())
+    return tuple((name, each / total) for name, each in seconds.items() if each) if total else ()
+
+
+def _seconds_by_source(scene: Scene, candidate: Candidate, training: TrainingSpec) -> dict[str, float]:
+    layer = candidate.layer
+    placed = place(scene.program, layer, candidate.strategy, scene.num_microbatches, scene.shared)
+    seconds: dict[str, float] = {}
+    for op, state in zip(layer.ops, placed.states, strict=True):
+        differentiable = is_differentiable(scene.program, op, training)
+        time = scene.prices.op_s(op, state.operand_types, state.result_types, differentiable)
+        spent = scene.num_microbatches * (time.forward_s + time.backward_s)
+        seconds[time.source] = seconds.get(time.source, 0.0) + spent
+    return seconds

@@ -1,0 +1,345 @@
+"""The candidates of a layer: strategies that may be part of a good plan.
+
+For a mesh, the search inside a layer is solved exactly for a few ZeRO levels, ways to recompute and prices of memory
+(`_SOLVED`).  Each strategy found is priced again for every other ZeRO level, set of storage axes (HSDP) and way to
+recompute; those that another candidate between the same boundaries beats in time and memory are dropped.  A pair of
+boundary policies is dropped as well if another pair, boundary moves included, is faster at the same price of memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.placement import REPLICATE, Layout
+from autopar.plan import LayerCost, LayerStrategy
+from autopar.program import Layer, Op, Option, Program
+from autopar.search.boundary import Policy, arrival_layout
+from autopar.search.constraints import LayerDemands
+from autopar.search.crossings import crossing_s
+from autopar.search.flows import find_flows, time_view
+from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
+from autopar.search.layer_cost import SharedStorage, TrainingSpec, placed_cost
+from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
+from autopar.search.placed import PlacedLayer, place
+from autopar.search.prices import Prices
+from autopar.search.storage import storage_layout
+
+__all__ = ["Candidate", "Scene", "layer_candidates"]
+
+Array = npt.NDArray[np.float64]
+
+# What is solved: (ZeRO level, share of the price of memory, how to recompute).
+_SOLVED = ((0, 0.0, "none"), (3, 0.0, "none"), (3, 1.0, "none"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy of `layer` (and all like it) with its cost, and the boundary policies between which it lies."""
+
+    layer: Layer
+    policy_in: Policy
+    policy_out: Policy
+    strategy: LayerStrategy
+    cost: LayerCost
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What all layers of a search share.
+
+    Args:
+        program: the program.
+        prices: the prices.
+        training: how it is trained.
+        num_microbatches: into how many the batch is cut.
+        time: layer kind -> per op, the factor that microbatches split.
+        shared: where parameters that several layers read are stored.
+        memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
+    """
+
+    program: Program
+    prices: Prices
+    training: TrainingSpec
+    num_microbatches: int
+    time: dict[int, tuple[str, ...]]
+    shared: SharedStorage
+    memory_price_s_per_byte: float
+
+
+def layer_candidates(
+    scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands
+) -> tuple[Candidate, ...]:
+    """The candidates of `layer` on `mesh` that meet `demands`; empty if there are none."""
+    found: list[Candidate] = []
+    for roles in _role_choices(mesh, demands):
+        allowed = _allowed(scene, layer, mesh, demands, roles)
+        problem = build_problem(
+            scene.program, layer, mesh, prices=scene.prices, training=scene.training,
+            num_microbatches=scene.num_microbatches, time=scene.time[layer.kind], allowed=allowed,
+            shared_storage=scene.shared,
+        )  # fmt: skip
+        for strategy, policies in _solve(scene, layer, problem, demands, roles):
+            found.extend(_variants(scene, layer, strategy, policies, demands))
+    return tuple(_drop_dominated(found))
+
+
+# Per mesh axis the degree that it must serve ("" for none that is demanded).
+Roles = tuple[str, ...]
+
+
+def _role_choices(mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[Roles]:
+    """Every way to give the demanded degrees to axes."""
+    wanted = dict(demands.degrees)
+    for roles in itertools.product(("", *wanted), repeat=len(mesh)):
+        product = dict.fromkeys(wanted, 1)
+        for role, size in zip(roles, mesh, strict=True):
+            if role:
+                product[role] *= size
+        if product == wanted and not any(role and size == 1 for role, size in zip(roles, mesh, strict=True)):
+            yield roles
+
+
+def _allowed(
+    scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles
+) -> Allowed | None:
+    """Which options the demands leave, and with microbatches those that keep whole what is cut in time later."""
+    program = scene.program
+    whole = {layer.held[position] for position in demands.whole}
+    late = _cut_late(scene, layer)
+    if not any(roles) and not demands.degrees and not whole and not late:
+        return None
+    other = {name for name, _ in demands.degrees}
+
+    def allowed(op: Op, axis: int, option: Option) -> bool:
+        if mesh[axis] == 1:
+            return True
+        placements = zip(op.operands, option.operands, strict=True)
+        if any(name in whole and placement.is_shard for name, placement in placements):
+            return False
+        if any(n in late and p.kind != "R" for n, p in zip(op.results, option.results, strict=True)):
+            return False
+        return _fits_role(program, op, option, roles[axis], other)
+
+    return allowed
+
+
+def _fits_role(program: Program, op: Op, option: Option, role: str, demanded: set[str]) -> bool:
+    weights = weight_operands(program, op)
+    if not weights:
+        return True
+    cuts = any(option.operands[position].is_shard for position in weights)
+    if role == "tensor":
+        can_cut = any(o.operands[position].is_shard for o in op.options for position in weights)
+        return cuts or not can_cut
+    return not cuts if role or "tensor" in demanded else True
+
+
+def _cut_late(scene: Scene, layer: Layer) -> frozenset[str]:
+    """Values without gradient that are whole in time but that some reader reads in microbatches.
+
+    The axis in time lies outside those of devices, so they must be whole on devices as well where they are cut.
+    """
+    if scene.num_microbatches == 1:
+        return frozenset()
+    flows = find_flows(scene.program, layer)
+    view = time_view(layer, flows, scene.time[layer.kind], scene.num_microbatches)
+    return frozenset(
+        name
+        for name, flow in flows.items()
+        if not view.values[name].is_shard
+        and any(view.operands[op][mention].is_shard for op, mention in flow.readers)
+    )
+
+
+def _solve(
+    scene: Scene, layer: Layer, problem: LayerProblem, demands: LayerDemands, roles: Roles
+) -> Iterator[tuple[LayerStrategy, tuple[Policy, Policy]]]:
+    """Distinct strategies of the solved variants, with the policies between which they lie."""
+    seen: set[tuple[object, ...]] = set()
+    late = _cut_late(scene, layer)
+    conversions: tuple[Array, Array] | None = None
+    for zero, weight, recompute in _solved_variants(scene, demands):
+        shard_axes = tuple(range(len(problem.mesh))) if zero else ()
+        solutions = solve_problem(
+            problem, zero=zero, shard_axes=shard_axes, recompute=recompute,
+            memory_weight_s_per_byte=weight * scene.memory_price_s_per_byte,
+        )  # fmt: skip
+        if not np.isfinite(solutions.objective_s).any():
+            return
+        if conversions is None:
+            conversions = _conversions(scene, layer, problem)
+        for i, j in _useful_pairs(solutions, conversions, bool(demands.degrees)):
+            strategy = _keep_whole(solutions.strategy(i, j), late)
+            key = (i, j, strategy.assignments, strategy.copies)
+            if key not in seen and _meets(scene, layer, strategy, demands, roles):
+                seen.add(key)
+                yield strategy, (problem.policies[i], problem.policies[j])
+
+
+def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[tuple[int, float, str]]:
+    recompute = demands.recompute
+    if not scene.training.is_training:
+        return ((0, 0.0, "none"), (3, 1.0, "none"))
+    variants = [(zero, weight, recompute or how) for zero, weight, how in _SOLVED]
+    if demands.zero >= 0:
+        variants = [(demands.zero, weight, how) for _, weight, how in variants]
+    return dict.fromkeys(variants)
+
+
+def _keep_whole(strategy: LayerStrategy, late: frozenset[str]) -> LayerStrategy:
+    whole = (REPLICATE,) * len(strategy.mesh)
+    copies = tuple((name, whole if name in late else layout) for name, layout in strategy.copies)
+    return replace(strategy, copies=copies)
+
+
+def _meets(scene: Scene, layer: Layer, strategy: LayerStrategy, demands: LayerDemands, roles: Roles) -> bool:
+    """Whether every axis does what its role says, and no other axis does what a degree is demanded of."""
+    if not demands.degrees:
+        return True
+    labels = axis_labels(scene.program, layer, strategy)
+    return all(
+        label in DEGREE_LABELS[role]
+        if role
+        else size == 1 or all(label not in DEGREE_LABELS[name] for name, _ in demands.degrees)
+        for label, role, size in zip(labels, roles, strategy.mesh, strict=True)
+    )
+
+
+def _conversions(scene: Scene, layer: Layer, problem: LayerProblem) -> tuple[Array, Array]:
+    """Seconds to move what crosses from one policy to another: before the layer, and behind it."""
+    inputs = tuple(name for name in layer.inputs if name not in scene.program.inputs)
+    outputs = tuple(name for name in layer.outputs if name not in problem.free_outputs)
+    return _conversion(scene, problem, inputs), _conversion(scene, problem, outputs)
+
+
+def _conversion(scene: Scene, problem: LayerProblem, names: tuple[str, ...]) -> Array:
+    policies = problem.policies
+    total = np.zeros((len(policies), len(policies)))
+    for name in names:
+        flow = problem.flows[name]
+        tensor = problem.view.value_type(flow)
+        has_gradient = flow.value.requires_grad and scene.training.is_training
+        layouts = [arrival_layout(scene.program, name, p, problem.mesh, tensor) for p in policies]
+        distinct = list(dict.fromkeys(layouts))
+        index = np.array([distinct.index(layout) for layout in layouts])
+        table = np.array(
+            [
+                [
+                    crossing_s(
+                        scene.prices, tensor, has_gradient, scene.num_microbatches, (problem.mesh, a), (problem.mesh, b)
+                    )
+                    for b in distinct
+                ]
+                for a in distinct
+            ]
+        )
+        total += table[index][:, index]
+    return total
+
+
+def _useful_pairs(
+    solutions: LayerSolutions, conversions: tuple[Array, Array], keep_all: bool
+) -> Iterator[tuple[int, int]]:
+    """Pairs of policies that no other pair beats (or all), the first of those that mean the same."""
+    objective = solutions.objective_s
+    before, behind = conversions
+    via_input = (before[:, :, None] + objective[None]).min(axis=1)
+    closed = (via_input[:, :, None] + behind[None]).min(axis=1)
+    first_in, first_out = _first_of_equal(before), _first_of_equal(behind)
+    for i, j in np.argwhere(np.isfinite(objective)).tolist():
+        duplicate = first_in[i] != i or first_out[j] != j
+        if not duplicate and (keep_all or objective[i, j] <= closed[i, j] * (1 + 1e-9)):
+            yield i, j
+
+
+def _first_of_equal(conversion: Array) -> list[int]:
+    """Per policy, the first one that means the same: moving between them is free, as is it to all others."""
+    count = len(conversion)
+    same = [
+        [
+            conversion[i, j] == 0
+            and conversion[j, i] == 0
+            and np.array_equal(conversion[i], conversion[j])
+            and np.array_equal(conversion[:, i], conversion[:, j])
+            for j in range(count)
+        ]
+        for i in range(count)
+    ]
+    return [row.index(True) for row in same]
+
+
+def _variants(
+    scene: Scene, layer: Layer, strategy: LayerStrategy, policies: tuple[Policy, Policy], demands: LayerDemands
+) -> Iterator[Candidate]:
+    """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference."""
+    base = place(scene.program, layer, strategy, scene.num_microbatches, scene.shared)
+    seen: set[tuple[object, ...]] = set()
+    for zero, shard_axes in _zero_variants(scene, strategy.mesh, demands):
+        storage = _storage(base, shard_axes, demands)
+        for recompute in _recompute_variants(scene, demands):
+            if (level := _effective_zero(base, storage, zero, demands), storage, recompute) in seen:
+                continue
+            seen.add((level, storage, recompute))
+            placed = replace(base, storage=storage, zero=level, recompute=recompute)
+            yield Candidate(
+                layer,
+                *policies,
+                replace(strategy, storage=storage, zero=level, recompute=recompute),
+                placed_cost(placed, scene.prices, scene.training),
+            )
+
+
+def _zero_variants(
+    scene: Scene, mesh: tuple[int, ...], demands: LayerDemands
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    axes = tuple(axis for axis, size in enumerate(mesh) if size > 1)
+    subsets = [s for count in range(len(axes), 0, -1) for s in itertools.combinations(axes, count)]
+    for zero in range(4) if demands.zero < 0 else (demands.zero,):
+        if zero == 0:
+            yield 0, ()
+        elif zero != 2 or scene.num_microbatches > 1 or demands.zero == 2:
+            yield from ((zero, subset) for subset in subsets)
+
+
+def _effective_zero(base: PlacedLayer, storage: tuple[object, ...], zero: int, demands: LayerDemands) -> int:
+    """0 where nothing is sharded beyond what compute shards, so that a plan does not claim a level for nothing."""
+    if demands.zero >= 0:
+        return zero
+    return zero if storage != _storage(base, (), demands) else 0
+
+
+def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDemands) -> tuple[Layout, ...]:
+    layouts: list[Layout] = []
+    for position, name in enumerate(base.layer.held):
+        flow = base.flows[name]
+        if not flow.is_parameter or name not in base.copies:
+            layouts.append(base.storage[position])
+        else:
+            axes = () if position in demands.whole else shard_axes
+            layouts.append(storage_layout(base.copies[name], flow.value.type, base.mesh, axes))
+    return tuple(layouts)
+
+
+def _recompute_variants(scene: Scene, demands: LayerDemands) -> tuple[str, ...]:
+    if demands.recompute:
+        return (demands.recompute,)
+    return ("none", "selective", "full") if scene.training.is_training else ("none",)
+
+
+def _drop_dominated(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """Between the same policies, those that no other beats in time, persistent and transient bytes."""
+    groups: dict[tuple[Policy, Policy], list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault((candidate.policy_in, candidate.policy_out), []).append(candidate)
+    for group in groups.values():
+        costs = np.array([(c.cost.total_s, c.cost.persistent_bytes, c.cost.transient_bytes) for c in group])
+        kept: list[int] = []
+        for index in np.lexsort(costs.T[::-1]).tolist():
+            if not kept or not (costs[kept] <= costs[index]).all(axis=1).any():
+                kept.append(index)
+        yield from (group[index] for index in kept)

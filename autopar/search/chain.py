@@ -1,0 +1,279 @@
+"""A chain of layers as numbers, and the fastest ways through it for every amount of memory.
+
+Minimise over one candidate x_l per layer::
+
+    time(x)      = fixed_s + sum_l time_s[x_l] + sum_l moves_s[l][state_out(x_l), state_in(x_{l+1})]
+                   + sum over skips   moves_s[state_out(x_producer), state_in(x_reader)]
+    subject to   fixed_bytes + sum_l persistent_bytes[x_l] + max_l transient_bytes[x_l] <= limit
+
+`fastest_paths` finds a pool of paths that does not depend on the limit, so a larger limit can only give an equal or
+faster path.  For a price of memory (seconds per byte) and a cap on transients, dynamic programming over the layers with
+the boundary state as state is exact (`_sweep`); prices are chosen by following the lower convex hull; between neighbours
+on the hull the paths that take their first layers from one and the rest from the other are added (`_mix`).
+
+The same sweeps give a Lagrangian lower bound for any limit (`Paths.lower_bound_s`).  Skips (values that a layer reads from
+further back) are bounded from below in the sweep and improved by coordinate descent: readers adapt to producers, then
+producers to readers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Chain", "LayerTable", "Paths", "Skip", "fastest_paths", "path_costs"]
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+_MAX_PRICES = 24  # hull points per cap on transients
+_MAX_CAPS = 6
+_DEAREST_S_PER_BYTE = 1.0  # dear enough that memory alone decides
+_SKIP_ROUNDS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTable:
+    """The candidates of one layer, one entry each; states index the chain's boundary states."""
+
+    time_s: Array
+    persistent_bytes: Array
+    transient_bytes: Array
+    state_in: Indices
+    state_out: Indices
+
+
+@dataclass(frozen=True, eq=False)
+class Skip:
+    """What it costs to bring values from the layer `producer` to `reader`, by their states."""
+
+    producer: int
+    reader: int
+    moves_s: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The problem.  `moves_s[l]` lies between layers l and l + 1; tables and moves may be the same object repeatedly."""
+
+    num_states: int
+    tables: tuple[LayerTable, ...]
+    moves_s: tuple[Array, ...]
+    skips: tuple[Skip, ...] = ()
+    fixed_s: float = 0.0
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Sweep:
+    """The optimum at one price and cap: `value_s` = time + price * persistent, skips bounded from below."""
+
+    price: float
+    value_s: float
+    path: Indices
+
+
+@dataclass(eq=False)
+class Paths:
+    """A pool of paths with their costs, and the sweeps that bound what is possible.
+
+    `sweeps` has for each cap on transients: (the largest transient below the cap's class, the sweeps).
+    """
+
+    chain: Chain
+    paths: list[Indices] = field(default_factory=list[Indices])
+    time_s: list[float] = field(default_factory=list[float])
+    peak_bytes: list[float] = field(default_factory=list[float])
+    sweeps: list[tuple[float, list[_Sweep]]] = field(default_factory=list[tuple[float, list[_Sweep]]])
+
+    def add(self, *paths: Indices) -> Array:
+        """Put paths into the pool; their times, persistent and peak bytes, one row each."""
+        costs = path_costs(self.chain, np.stack(paths))
+        self.paths.extend(paths)
+        self.time_s.extend(costs[:, 0].tolist())
+        self.peak_bytes.extend((costs[:, 1] + costs[:, 2]).tolist())
+        return costs
+
+    def best(self, limit_bytes: float) -> int:
+        """Index of the fastest path within the limit (of equals the smallest), -1 if none fits."""
+        fitting = [i for i, peak in enumerate(self.peak_bytes) if peak <= limit_bytes]
+        return min(fitting, key=lambda i: (self.time_s[i], self.peak_bytes[i]), default=-1)
+
+    def smallest(self) -> int:
+        """Index of the path that takes the least memory."""
+        return min(range(len(self.paths)), key=lambda i: (self.peak_bytes[i], self.time_s[i]))
+
+    def lower_bound_s(self, limit_bytes: float) -> float:
+        """No path of the chain within the limit is faster than this."""
+        bounds = [
+            max(s.value_s - s.price * (limit_bytes - self.chain.fixed_bytes - below) for s in sweeps)
+            for below, sweeps in self.sweeps
+        ]
+        return self.chain.fixed_s + min(bounds)
+
+
+def path_costs(chain: Chain, paths: Indices) -> Array:
+    """Seconds, persistent bytes and largest transient bytes of paths, one row each.
+
+    `paths[i, l]` is the candidate that path i takes in layer l.
+    """
+    costs = np.zeros((len(paths), 3)) + (chain.fixed_s, chain.fixed_bytes, 0.0)
+    for layer, table in enumerate(chain.tables):
+        chosen = paths[:, layer]
+        costs[:, 0] += table.time_s[chosen]
+        costs[:, 1] += table.persistent_bytes[chosen]
+        costs[:, 2] = np.maximum(costs[:, 2], table.transient_bytes[chosen])
+        if layer:
+            before = chain.tables[layer - 1].state_out[paths[:, layer - 1]]
+            costs[:, 0] += chain.moves_s[layer - 1][before, table.state_in[chosen]]
+    for skip in chain.skips:
+        source = chain.tables[skip.producer].state_out[paths[:, skip.producer]]
+        costs[:, 0] += skip.moves_s[source, chain.tables[skip.reader].state_in[paths[:, skip.reader]]]
+    return costs
+
+
+def fastest_paths(chain: Chain) -> Paths:
+    """A pool of fast paths for every amount of memory."""
+    pool = Paths(chain)
+    below = max(float(table.transient_bytes.min()) for table in chain.tables)
+    for cap in _caps(chain, below):
+        hull = _follow_hull(pool, cap)
+        pool.sweeps.append((below, hull))
+        below = cap
+        for one, other in itertools.pairwise(hull):
+            _mix(pool, one.path, other.path)
+            _mix(pool, other.path, one.path)
+    return pool
+
+
+def _caps(chain: Chain, smallest: float) -> list[float]:
+    """Caps on transients: from the least that some path needs to no cap at all."""
+    distinct = {id(table): table for table in chain.tables}
+    levels = np.unique(np.concatenate([table.transient_bytes for table in distinct.values()]))
+    levels = levels[levels >= smallest]
+    if len(levels) > _MAX_CAPS:
+        wanted = np.geomspace(max(levels[0], 1.0), max(levels[-1], 1.0), _MAX_CAPS)
+        levels = np.unique(levels[np.clip(np.searchsorted(levels, wanted * (1 - 1e-12)), 0, len(levels) - 1)])
+    return [float(level) for level in levels]
+
+
+def _follow_hull(pool: Paths, cap: float) -> list[_Sweep]:
+    """Sweeps along the lower convex hull of (persistent bytes, seconds), by price."""
+    points: dict[float, tuple[_Sweep, float, float]] = {}
+
+    def visit(price: float) -> tuple[_Sweep, float, float]:
+        sweep = _sweep(pool.chain, price, cap, pool)
+        persistent = float(path_costs(pool.chain, sweep.path[None])[0, 1])
+        points[price] = (sweep, sweep.value_s - price * (persistent - pool.chain.fixed_bytes), persistent)
+        return points[price]
+
+    pairs = [(visit(0.0), visit(_DEAREST_S_PER_BYTE))]
+    while pairs and len(points) < _MAX_PRICES:
+        # The pair with the most memory between its ends first: there a missing point hurts most.
+        pairs.sort(key=lambda pair: pair[0][2] - pair[1][2])
+        fast, small = pairs.pop()
+        saved = fast[2] - small[2]
+        price = (small[1] - fast[1]) / saved if saved > 0 else 0.0
+        if price <= 0 or price in points:
+            continue
+        middle = visit(price)
+        if middle[0].value_s < (fast[1] + price * (fast[2] - pool.chain.fixed_bytes)) * (1 - 1e-9):
+            pairs += [(fast, middle), (middle, small)]
+    return [points[price][0] for price in sorted(points)]
+
+
+def _sweep(chain: Chain, price: float, cap: float, pool: Paths | None = None) -> _Sweep:
+    """The exact optimum at this price under this cap; the paths found go into the pool."""
+    extra = _skip_bounds(chain)
+    value, path = _shortest(chain, price, cap, extra)
+    if pool is not None:
+        pool.add(path)
+        best = path
+        for round_number in range(_SKIP_ROUNDS * 2 if chain.skips else 0):
+            best = _shortest(chain, price, cap, _skip_costs(chain, best, round_number % 2 == 0))[1]
+            pool.add(best)
+    return _Sweep(price, value, path)
+
+
+# Seconds added to a layer by its state: (before the layer, behind it).
+Extra = dict[int, tuple[Array, Array]]
+
+
+def _skip_bounds(chain: Chain) -> Extra:
+    extra = _no_extra(chain)
+    for skip in chain.skips:
+        states = np.unique(chain.tables[skip.producer].state_out)
+        extra[skip.reader][0][:] += skip.moves_s[states].min(axis=0)
+    return extra
+
+
+def _no_extra(chain: Chain) -> Extra:
+    touched = {layer for skip in chain.skips for layer in (skip.producer, skip.reader)}
+    return {layer: (np.zeros(chain.num_states), np.zeros(chain.num_states)) for layer in touched}
+
+
+def _skip_costs(chain: Chain, path: Indices, readers_adapt: bool) -> Extra:
+    """The skips' exact costs when the ends that don't adapt stay in their states of `path`."""
+    extra = _no_extra(chain)
+    for skip in chain.skips:
+        source = chain.tables[skip.producer].state_out[path[skip.producer]]
+        target = chain.tables[skip.reader].state_in[path[skip.reader]]
+        if readers_adapt:
+            extra[skip.reader][0][:] += skip.moves_s[source]
+            extra[skip.producer][1][:] += np.where(np.arange(chain.num_states) == source, 0.0, np.inf)
+        else:
+            extra[skip.producer][1][:] += skip.moves_s[:, target]
+            extra[skip.reader][0][:] += np.where(np.arange(chain.num_states) == target, 0.0, np.inf)
+    return extra
+
+
+def _shortest(chain: Chain, price: float, cap: float, extra: Extra) -> tuple[float, Indices]:
+    """Dynamic programming over the layers: the least value, without the chain's fixed part, and its path."""
+    matrices: dict[int, tuple[Array, Indices]] = {}
+    for table in chain.tables:
+        if id(table) not in matrices:
+            matrices[id(table)] = _cheapest(chain.num_states, table, price, cap)
+    reached = np.zeros(chain.num_states)
+    came: list[tuple[Indices, Indices]] = []
+    columns = np.arange(chain.num_states)
+    for layer, table in enumerate(chain.tables):
+        source = columns
+        if layer:
+            moved = reached[:, None] + chain.moves_s[layer - 1]
+            source = moved.argmin(axis=0)
+            reached = moved[source, columns]
+        before, behind = extra.get(layer, (0.0, 0.0))
+        through = (reached + before)[:, None] + matrices[id(table)][0]
+        entry = through.argmin(axis=0)
+        reached = through[entry, columns] + behind
+        came.append((source, entry))
+    state = int(reached.argmin())
+    value = float(reached[state])
+    path = np.zeros(len(chain.tables), dtype=np.intp)
+    for layer in range(len(chain.tables) - 1, -1, -1):
+        source, entry = came[layer]
+        path[layer] = matrices[id(chain.tables[layer])][1][entry[state], state]
+        state = int(source[entry[state]])
+    return value, path
+
+
+def _cheapest(num_states: int, table: LayerTable, price: float, cap: float) -> tuple[Array, Indices]:
+    """Per (state before, state behind) the least value of a candidate, and which it is."""
+    value = table.time_s + price * table.persistent_bytes
+    value = np.where(table.transient_bytes <= cap, value, np.inf)
+    order = np.argsort(value, kind="stable")[::-1]  # where an index repeats, the last assignment stays
+    least = np.full((num_states, num_states), np.inf)
+    which = np.zeros((num_states, num_states), dtype=np.intp)
+    least[table.state_in[order], table.state_out[order]] = value[order]
+    which[table.state_in[order], table.state_out[order]] = order
+    return least, which
+
+
+def _mix(pool: Paths, first: Indices, rest: Indices) -> None:
+    """Add the paths that follow `first` up to some layer and `rest` from there on."""
+    cuts = [cut for cut in range(1, len(first)) if first[cut - 1] != rest[cut - 1]]
+    if cuts:
+        pool.add(*(np.concatenate([first[:cut], rest[cut:]]) for cut in cuts))

@@ -1,0 +1,254 @@
+"""Constraints: what a user demands of a plan, as short texts.
+
+=================================  ==================================================================================
+text                               meaning
+=================================  ==================================================================================
+``data=4``                         mesh axes that split the batch multiply to 4; so ``tensor=``, ``sequence=``
+``zero=3``                         every layer has this ZeRO level
+``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``
+``microbatches=8``                 the batch runs in 8 microbatches
+``mesh=2x4``                       every layer has this mesh, outermost axis first
+``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of this name; a degree,
+                                   ``zero`` or ``recompute``
+``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
+=================================  ==================================================================================
+
+Patterns are those of `fnmatch`; one that names a module means all that is inside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.errors import ConstraintError
+from autopar.program import Layer, Program
+
+__all__ = ["DEGREES", "Constraints", "LayerDemands", "demands_on", "parse_constraints"]
+
+DEGREES = ("data", "tensor", "sequence")
+_RECOMPUTE = ("none", "selective", "full")
+_SCOPED = (*DEGREES, "zero", "recompute", "replicate")
+_GLOBAL = (*DEGREES, "zero", "recompute", "microbatches", "mesh")
+
+Setting = int | str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scoped:
+    """One scoped constraint: what `pattern` matches must have `key` = `value`."""
+
+    text: str
+    pattern: str
+    key: str
+    value: Setting
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """All constraints, read: the global ones by key, and the scoped ones in order."""
+
+    settings: tuple[tuple[str, Setting], ...] = ()
+    scoped: tuple[Scoped, ...] = ()
+
+    def get(self, key: str) -> Setting | None:
+        """The global value of `key`, or None."""
+        return dict(self.settings).get(key)
+
+
+@dataclass(frozen=True)
+class LayerDemands:
+    """What constraints demand of one layer.
+
+    Args:
+        degrees: (usual name, product of the sizes of the axes that do it).
+        zero: ZeRO level, or -1 for any.
+        recompute: how to recompute, or ``""`` for any.
+        whole: positions in `Layer.held` of parameters that must not be cut.
+    """
+
+    degrees: tuple[tuple[str, int], ...] = ()
+    zero: int = -1
+    recompute: str = ""
+    whole: tuple[int, ...] = ()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is demanded."""
+        return self == LayerDemands()
+
+
+def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
+    """Read the user's constraints.
+
+    Raises:
+        ConstraintError: a key is unknown, a value is out of its range, or two constraints contradict each other.
+    """
+    found: dict[str, tuple[Setting, str]] = {}
+    scoped: list[Scoped] = []
+    for text in texts:
+        pattern, separator, rest = text.rpartition(":")
+        key, value = _parse_setting(rest.strip(), text, _SCOPED if separator else _GLOBAL, world_size)
+        if separator:
+            scoped.append(Scoped(text, pattern.strip(), key, value))
+        elif key in found and found[key][0] != value:
+            raise ConstraintError(f"{found[key][1]!r} and {text!r} contradict each other: keep one of them")
+        else:
+            found[key] = (value, text)
+    constraints = Constraints(tuple((key, value) for key, (value, _) in found.items()), tuple(scoped))
+    _check_product(constraints, world_size)
+    return constraints
+
+
+def _parse_setting(
+    text: str, whole_text: str, keys: tuple[str, ...], world_size: int
+) -> tuple[str, Setting]:
+    key, separator, value = (part.strip() for part in text.partition("="))
+    if key not in keys:
+        if key in (*_GLOBAL, *_SCOPED):
+            where = "holds for the whole plan, without a pattern" if key in _GLOBAL else "needs a pattern before it"
+            raise ConstraintError(f"constraint {whole_text!r}: {key!r} {where}")
+        near = difflib.get_close_matches(key, keys, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConstraintError(f"constraint {whole_text!r}: {key!r} is none of {', '.join(keys)}{hint}")
+    if key == "replicate":
+        if separator:
+            raise ConstraintError(f"constraint {whole_text!r}: 'replicate' takes no value")
+        return key, True
+    return key, _parse_value(key, value, whole_text, world_size)
+
+
+def _parse_value(key: str, value: str, text: str, world_size: int) -> Setting:
+    if key == "recompute":
+        if value not in _RECOMPUTE:
+            near = difflib.get_close_matches(value, _RECOMPUTE, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {', '.join(_RECOMPUTE)}{hint}")
+        return value
+    parts = value.split("x") if key == "mesh" else [value]
+    if not all(part.strip().isdecimal() for part in parts):
+        form = "sizes such as 2x4" if key == "mesh" else "a whole number"
+        raise ConstraintError(f"constraint {text!r}: {value!r} is not {form}")
+    numbers = tuple(int(part) for part in parts)
+    if key == "mesh":
+        if math.prod(numbers) != world_size:
+            raise ConstraintError(f"constraint {text!r}: {math.prod(numbers)} devices, but there are {world_size}")
+        return numbers
+    if key == "zero" and numbers[0] > 3:
+        raise ConstraintError(f"constraint {text!r}: the ZeRO level is 0, 1, 2 or 3")
+    if key in (*DEGREES, "microbatches") and numbers[0] < 1:
+        raise ConstraintError(f"constraint {text!r}: must be at least 1")
+    if key in DEGREES and world_size % numbers[0]:
+        raise ConstraintError(f"constraint {text!r}: {numbers[0]} does not divide the {world_size} devices")
+    return numbers[0]
+
+
+def _check_product(constraints: Constraints, world_size: int) -> None:
+    degrees = {key: int(str(value)) for key, value in constraints.settings if key in DEGREES}
+    product = math.prod(degrees.values())
+    if product and world_size % product:
+        texts = ", ".join(f"{key}={value}" for key, value in degrees.items())
+        raise ConstraintError(f"{texts} need a multiple of {product} devices, but there are {world_size}")
+
+
+def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands, ...]:
+    """What is demanded of each layer of `program`.
+
+    Raises:
+        ConstraintError: a pattern matches nothing, or two patterns demand different things of one layer.
+    """
+    common = _Demands(program)
+    for key, value in constraints.settings:
+        common.set_all(key, value)
+    for scoped in constraints.scoped:
+        common.set_matching(scoped)
+    return common.freeze()
+
+
+@dataclass
+class _Demands:
+    """Demands per layer while they are collected; a scoped one overrides a global one."""
+
+    program: Program
+    settings: list[dict[str, tuple[Setting, str]]] = field(default_factory=list[dict[str, tuple[Setting, str]]])
+    whole: list[set[int]] = field(default_factory=list[set[int]])
+
+    def __post_init__(self) -> None:
+        self.settings = [{} for _ in self.program.layers]
+        self.whole = [set() for _ in self.program.layers]
+
+    def set_all(self, key: str, value: Setting) -> None:
+        for settings in self.settings:
+            settings[key] = (value, "")
+
+    def set_matching(self, scoped: Scoped) -> None:
+        hit = False
+        for index, layer in enumerate(self.program.layers):
+            held = _matching_parameters(self.program, layer, scoped.pattern)
+            if scoped.key == "replicate":
+                self.whole[index] |= held
+                hit |= bool(held)
+            elif held or (not _parameters(self.program, layer) and _has_matching_op(layer, scoped.pattern)):
+                self._set(index, scoped)
+                hit = True
+        if not hit:
+            raise ConstraintError(_describe_no_match(self.program, scoped))
+
+    def _set(self, index: int, scoped: Scoped) -> None:
+        known = self.settings[index].get(scoped.key)
+        if known is not None and known[1] and known[0] != scoped.value:
+            raise ConstraintError(
+                f"{known[1]!r} and {scoped.text!r} both match layer {self.program.layers[index].name!r} and "
+                f"contradict each other: make the patterns disjoint"
+            )
+        self.settings[index][scoped.key] = (scoped.value, scoped.text)
+
+    def freeze(self) -> tuple[LayerDemands, ...]:
+        return tuple(
+            LayerDemands(
+                degrees=tuple((key, int(str(settings[key][0]))) for key in DEGREES if key in settings),
+                zero=int(str(settings["zero"][0])) if "zero" in settings else -1,
+                recompute=str(settings["recompute"][0]) if "recompute" in settings else "",
+                whole=tuple(sorted(whole)),
+            )
+            for settings, whole in zip(self.settings, self.whole, strict=True)
+        )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _parameters(program: Program, layer: Layer) -> set[int]:
+    return {p for p, name in enumerate(layer.held) if program.values[name].role == "parameter"}
+
+
+def _names_of(program: Program, value: str) -> list[str]:
+    name = program.parameters.get(value, "")
+    return [name, *(alias for alias, target in program.aliases.items() if target == name)]
+
+
+def _matching_parameters(program: Program, layer: Layer, pattern: str) -> set[int]:
+    read = {name for op in layer.ops if op.module and _matches(op.module, pattern) for name in op.operands}
+    return {
+        position
+        for position in _parameters(program, layer)
+        if layer.held[position] in read
+        or any(_matches(name, pattern) for name in _names_of(program, layer.held[position]))
+    }
+
+
+def _has_matching_op(layer: Layer, pattern: str) -> bool:
+    return any(op.module and _matches(op.module, pattern) for op in layer.ops)
+
+
+def _describe_no_match(program: Program, scoped: Scoped) -> str:
+    modules = {op.module for layer in program.layers for op in layer.ops if op.module}
+    names = sorted(modules | set(program.parameters.values()) | set(program.aliases))
+    near = difflib.get_close_matches(scoped.pattern, names, 5, cutoff=0.4) or names[:5]
+    return (
+        f"constraint {scoped.text!r}: {scoped.pattern!r} matches no parameter and no module that has any; "
+        f"names that are near: {', '.join(near) or 'none'}"
+    )

@@ -1,0 +1,97 @@
+"""What crosses from layer to layer, and what moving it costs.
+
+A value leaves its producer in the layout that the producer's `LayerStrategy.outputs` says, on the producer's mesh, and
+arrives at each layer that reads it in the layout that this layer's `LayerStrategy.inputs` says, on the reader's mesh:
+one `reshard` on the common refinement of both meshes per reading layer, forward, and backward for the gradient.  Layers in
+between, which don't read it, are not concerned.  Inputs of the model start whole (``R``) everywhere.
+
+`crossing_s` is the one price of this, for the search and for the plan; it counts towards the reader's
+`LayerCost.activation_comm_s`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
+from autopar.program import Layer, Program, TensorType
+from autopar.search.flows import find_flows, time_view
+from autopar.search.prices import Prices
+from autopar.search.reshard_tables import LOCAL
+
+__all__ = ["Crossing", "crossing_s", "crossing_steps", "find_crossings"]
+
+Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that the layer of index `reader` reads from the layer of index `producer`.
+
+    `output` and `input` are its positions in the producer's outputs and the reader's inputs; `tensor` is what one
+    microbatch holds of it.
+    """
+
+    value: str
+    producer: int
+    output: int
+    reader: int
+    input: int
+    tensor: TensorType
+    requires_grad: bool
+
+    @property
+    def signature(self) -> tuple[int, int, TensorType, bool]:
+        """What the price of moving it depends on, between two given layers."""
+        return self.output, self.input, self.tensor, self.requires_grad
+
+
+def find_crossings(
+    program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int
+) -> tuple[Crossing, ...]:
+    """Every value that crosses, in the order of its readers; `time` has each layer kind's factors in time."""
+    where: dict[str, tuple[int, int]] = {}
+    crossings: list[Crossing] = []
+    cuts = {layer.kind: _output_cuts(program, layer, time[layer.kind], num_microbatches) for layer in program.kinds}
+    for index, layer in enumerate(program.layers):
+        for position, name in enumerate(layer.inputs):
+            if name in where:
+                producer, output = where[name]
+                tensor = cuts[program.layers[producer].kind][output]
+                has_gradient = program.values[name].requires_grad
+                crossings.append(Crossing(name, producer, output, index, position, tensor, has_gradient))
+        produced = {name for op in layer.ops for name in op.results}
+        where.update({n: (index, position) for position, n in enumerate(layer.outputs) if n in produced})
+    return tuple(crossings)
+
+
+def _output_cuts(
+    program: Program, layer: Layer, time: tuple[str, ...], num_microbatches: int
+) -> tuple[TensorType, ...]:
+    flows = find_flows(program, layer)
+    view = time_view(layer, flows, time, num_microbatches)
+    return tuple(view.value_type(flows[name]) for name in layer.outputs)
+
+
+def crossing_steps(source: Placed, target: Placed) -> tuple[Step, ...]:
+    """The reshard of a value that leaves as `source` and arrives as `target`."""
+    return _steps(source[0], source[1], target[0], target[1])
+
+
+@lru_cache(maxsize=1 << 16)
+def _steps(mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_layout: Layout) -> tuple[Step, ...]:
+    refined = refine_mesh(mesh, to_mesh)
+    return reshard(refine_layout(layout, mesh, refined), refine_layout(to_layout, to_mesh, refined), refined)
+
+
+def crossing_s(
+    prices: Prices, tensor: TensorType, has_gradient: bool, num_microbatches: int, source: Placed, target: Placed
+) -> float:
+    """Seconds per step to move a value of this (microbatch's) type, and its gradient back."""
+    seconds = 0.0
+    for step in crossing_steps(source, target):
+        for kind in (step.forward, step.backward) if has_gradient else (step.forward,):
+            if kind not in LOCAL:
+                seconds += prices.collective_s(kind, step.axis, tensor.num_bytes * step.fraction)
+    return num_microbatches * seconds

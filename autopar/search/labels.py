@@ -1,0 +1,154 @@
+"""Usual names for what a mesh axis does in a layer, found from placements alone.
+
+===========================  ========================================================================================
+name                         what it is here
+===========================  ========================================================================================
+``data``                     activations are cut in the batch (dim 0), weights are read whole
+``tensor``                   weight matrices are cut, activations cross the layer's boundary whole
+``tensor+sequence``          weight matrices are cut, activations cross the boundary cut in dim 1
+``sequence (Ulysses)``       weights are whole, the boundary is cut in dim 1, attention is cut in its heads
+``context``                  weights are whole, and attention too is cut in its queries
+``sequence``                 weights are whole, activations are cut in dim 1, no attention in the layer
+``vocabulary``               only an embedding, a classifier or its loss is cut, in the number of classes
+``expert``                   weights that are stacks of matrices are cut in the stack
+``replicated``               nothing is cut
+``mixed``                    none of these
+===========================  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from autopar.plan import LayerStrategy
+from autopar.program import Layer, Op, Option, Program
+
+__all__ = ["DEGREE_LABELS", "axis_labels", "degrees", "option_of", "weight_operands"]
+
+# The degree that a user demands -> the labels that count towards it.
+DEGREE_LABELS = {
+    "data": ("data",),
+    "tensor": ("tensor", "tensor+sequence", "vocabulary"),
+    "sequence": ("sequence (Ulysses)", "sequence", "context"),
+}
+_MOST = 0.8  # of what is cut, from which share on it gives the axis its name
+
+
+def option_of(op: Op, factor: str) -> Option | None:
+    """The op's option for `factor`, or None for the ways to run whole."""
+    return next((option for option in op.options if option.factor == factor), None)
+
+
+def weight_operands(program: Program, op: Op) -> tuple[int, ...]:
+    """Which operands of `op` are weight matrices: parameters with at least two dims."""
+    return tuple(
+        position
+        for position, name in enumerate(op.operands)
+        if program.values[name].role == "parameter" and len(program.type_of(name).shape) > 1
+    )
+
+
+@dataclass
+class _Tally:
+    """Elements of a layer's tensors on one axis, by what happens to them."""
+
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+    activations: dict[int, float] = field(default_factory=dict[int, float])
+    attention: set[str] = field(default_factory=set[str])
+    is_vocabulary: bool = False
+
+    def share_of_weights(self, what: str) -> float:
+        return self.weights.get(what, 0.0) / max(1.0, math.fsum(self.weights.values()))
+
+    def share_of_dim(self, dim: int) -> float:
+        cut = math.fsum(size for key, size in self.activations.items() if key >= 0)
+        return self.activations.get(dim, 0.0) / max(1.0, cut)
+
+
+def axis_labels(program: Program, layer: Layer, strategy: LayerStrategy) -> tuple[str, ...]:
+    """The usual name of what each axis of the strategy's mesh does in `layer`."""
+    return tuple(_label(program, layer, strategy, axis) for axis in range(len(strategy.mesh)))
+
+
+def degrees(labels: tuple[str, ...], mesh: tuple[int, ...]) -> dict[str, int]:
+    """Name of a degree (``"data"`` ...) -> the product of the sizes of the axes that do it."""
+    return {
+        name: math.prod(size for label, size in zip(labels, mesh, strict=True) if label in counted)
+        for name, counted in DEGREE_LABELS.items()
+    }
+
+
+def _label(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -> str:
+    tally = _count(program, layer, strategy, axis)
+    if all(dim < 0 for dim in tally.activations) and tally.share_of_weights("whole") == 1.0:
+        return "replicated"
+    if tally.share_of_weights("stack") > 0.5:
+        return "expert"
+    if tally.share_of_weights("cut") > 0.5:
+        if tally.is_vocabulary:
+            return "vocabulary"
+        return "tensor+sequence" if _crosses_in(program, layer, strategy, axis, 1) else "tensor"
+    if tally.share_of_dim(0) >= _MOST:
+        return "data"
+    return _label_sequence(tally) or ("vocabulary" if tally.is_vocabulary else _label_rest(tally))
+
+
+def _label_sequence(tally: _Tally) -> str:
+    if tally.attention == {"heads"} and tally.activations.get(1, 0.0):
+        return "sequence (Ulysses)"
+    if tally.attention == {"queries"}:
+        return "context"
+    return "sequence" if tally.share_of_dim(1) >= _MOST else ""
+
+
+def _label_rest(tally: _Tally) -> str:
+    return "replicated" if all(dim < 0 for dim in tally.activations) else "mixed"
+
+
+def _count(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -> _Tally:
+    tally = _Tally()
+    for op, factors in zip(layer.ops, strategy.assignments, strict=True):
+        option = option_of(op, factors[axis])
+        _count_weights(program, op, option, tally)
+        for name, dim in _cut_dims(op, option):
+            if program.type_of(name).is_floating:
+                tally.activations[dim] = tally.activations.get(dim, 0.0) + program.type_of(name).num_elements
+        if "attention" in op.target:
+            tally.attention.add(_attention_part(program, op, option))
+    return tally
+
+
+def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tally) -> None:
+    for position in weight_operands(program, op):
+        weight = program.type_of(op.operands[position])
+        is_cut = option is not None and option.operands[position].is_shard
+        in_stack = is_cut and len(weight.shape) == 3 and option is not None and option.operands[position].dim == 0
+        what = "stack" if in_stack else "cut" if is_cut else "whole"
+        tally.weights[what] = tally.weights.get(what, 0.0) + weight.num_elements
+    if option is not None and option.kernel.startswith("vocab_parallel"):
+        tally.is_vocabulary = True
+
+
+def _cut_dims(op: Op, option: Option | None) -> Iterator[tuple[str, int]]:
+    for position, name in enumerate(op.results):
+        placement = option.results[position] if option is not None else None
+        yield name, placement.dim if placement is not None and placement.is_shard else -1
+
+
+def _attention_part(program: Program, op: Op, option: Option | None) -> str:
+    if option is None or not option.results[0].is_shard:
+        return "whole"
+    num_dims = len(program.type_of(op.results[0]).shape)
+    return {0: "batch", num_dims - 2: "queries"}.get(option.results[0].dim, "heads")
+
+
+def _crosses_in(program: Program, layer: Layer, strategy: LayerStrategy, axis: int, dim: int) -> bool:
+    names = (*layer.inputs, *layer.outputs)
+    layouts = (*strategy.inputs, *strategy.outputs)
+    return any(
+        layout[axis].is_shard and layout[axis].dim == dim
+        for name, layout in zip(names, layouts, strict=True)
+        if program.values[name].requires_grad
+    )

@@ -1,0 +1,356 @@
+"""Whether a program may run in microbatches, and how: an assignment to the axis in time.
+
+Microbatches are a mesh axis in time, outside all device axes (docs/architecture.md).  What differs from an axis of
+devices is that nothing may travel on it; only these moves are free:
+
+* a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, ``R -> B``, the same without a
+  gradient);
+* a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
+* the loss ends as a sum of terms (``P``), which the runtime adds up.
+
+So an exact way to run in microbatches is a choice of one option per op such that every operand's placement follows by a
+free move from the placement of its value.  Layers of one kind get the same choice.  The search is arc consistency over
+the sets of placements that values can have, then one pass of choices with propagation; the number of variables is that
+of the layer *kinds*, not of the layers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement
+from autopar.program import Layer, Op, Option, Program
+
+__all__ = ["TimeAssignment", "time_assignment"]
+
+Variable = tuple[int, str, int, int]  # layer kind, "held" | "input" | "op", position, index of the result
+
+
+@dataclass(frozen=True)
+class TimeAssignment:
+    """An exact way to run in microbatches.
+
+    Args:
+        factors: layer kind -> per op, the factor that microbatches split (``"-"``: whole in each of them).
+        notes: what the user should know about it.
+    """
+
+    factors: Mapping[int, tuple[str, ...]] = field(hash=False)
+    notes: tuple[str, ...] = ()
+
+
+def time_assignment(program: Program, num_microbatches: int) -> TimeAssignment | str:
+    """Per layer kind and op the factor that `num_microbatches` split, or the reason why that would not be exact.
+
+    >>> time_assignment(program, 1).factors  # doctest: +SKIP
+    {0: (), 1: ()}
+    """
+    if num_microbatches == 1:
+        return TimeAssignment({layer.kind: () for layer in program.kinds})
+    if not program.loss:
+        return "the model returns no scalar loss, so its outputs can't be added up over microbatches"
+    problem = _build(program, num_microbatches)
+    blocked = _propagate_forward(problem)
+    if blocked is not None:
+        return _describe(blocked, num_microbatches)
+    blocked = _narrow(problem, problem.constraints)
+    if blocked is not None:
+        return _describe(blocked, num_microbatches)
+    for constraint in problem.constraints:
+        if not _choose(problem, constraint):
+            return _describe(constraint.op, num_microbatches)
+    factors: dict[int, list[str]] = {layer.kind: [] for layer in program.kinds}
+    for constraint in problem.constraints:
+        if constraint.op is not None:
+            factors[constraint.kind].append(constraint.options[0].factor)
+    return TimeAssignment({kind: tuple(each) for kind, each in factors.items()}, _notes(program))
+
+
+def _notes(program: Program) -> tuple[str, ...]:
+    others = [name for name in dict.fromkeys(program.outputs) if name != program.loss]
+    carried = [name for name in others if program.values[name].requires_grad]
+    if not carried:
+        return ()
+    return (f"with microbatches only the loss is carried out: outputs {', '.join(carried)} are not",)
+
+
+@dataclass
+class _Constraint:
+    """One op of one layer kind, or (without an op) a value that crosses from one layer to another."""
+
+    kind: int
+    op: Op | None
+    operands: tuple[Variable, ...]
+    results: tuple[Variable, ...]
+    options: list[Option]
+
+
+@dataclass
+class _Problem:
+    """Every variable's possible placements, and what ties them."""
+
+    domains: dict[Variable, set[Placement]] = field(default_factory=dict[Variable, set[Placement]])
+    differentiable: set[Variable] = field(default_factory=set[Variable])
+    held: set[Variable] = field(default_factory=set[Variable])
+    crossing: set[Variable] = field(default_factory=set[Variable])
+    constraints: list[_Constraint] = field(default_factory=list[_Constraint])
+    readers: dict[Variable, list[_Constraint]] = field(default_factory=dict[Variable, list[_Constraint]])
+    final: dict[Variable, set[str]] = field(default_factory=dict[Variable, set[str]])
+
+
+def _build(program: Program, num_microbatches: int) -> _Problem:
+    problem = _Problem()
+    producer = _producers(program)
+    crossing: dict[tuple[Variable, Variable], None] = {}
+    seen: set[int] = set()
+    for layer in program.layers:
+        names = _layer_variables(layer)
+        for name, variable in names.items():
+            if program.values[name].requires_grad:
+                problem.differentiable.add(variable)
+        for position, name in enumerate(layer.inputs):
+            target = (layer.kind, "input", position, 0)
+            if name in producer:
+                crossing.setdefault((producer[name], target))
+                problem.crossing.add(target)
+            else:  # a model input: whole, and without a gradient
+                problem.domains.setdefault(target, set()).add(REPLICATE)
+    for layer in program.kinds:
+        seen.add(layer.kind)
+        _add_layer(problem, layer, num_microbatches)
+    for source, target in crossing:
+        problem.constraints.append(_Constraint(source[0], None, (source,), (target,), []))
+    _order(problem)
+    _require_outputs(problem, program, producer)
+    for constraint in problem.constraints:
+        for variable in (*constraint.operands, *constraint.results):
+            problem.readers.setdefault(variable, []).append(constraint)
+    return problem
+
+
+def _producers(program: Program) -> dict[str, Variable]:
+    found: dict[str, Variable] = {}
+    for layer in program.layers:
+        for position, op in enumerate(layer.ops):
+            for index, name in enumerate(op.results):
+                found[name] = (layer.kind, "op", position, index)
+    return found
+
+
+def _layer_variables(layer: Layer) -> dict[str, Variable]:
+    names: dict[str, Variable] = {}
+    for what, group in (("input", layer.inputs), ("held", layer.held)):
+        for position, name in enumerate(group):
+            names[name] = (layer.kind, what, position, 0)
+    for position, op in enumerate(layer.ops):
+        for index, name in enumerate(op.results):
+            names[name] = (layer.kind, "op", position, index)
+    return names
+
+
+def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int) -> None:
+    names = _layer_variables(layer)
+    for name in layer.held:
+        variable = names[name]
+        problem.held.add(variable)
+        problem.domains[variable] = {REPLICATE}
+    for position, op in enumerate(layer.ops):
+        results = tuple((layer.kind, "op", position, index) for index in range(len(op.results)))
+        operands = tuple(names[name] for name in op.operands)
+        differentiable = any(result in problem.differentiable for result in results)
+        options = _time_options(op, num_microbatches, differentiable)
+        problem.constraints.append(_Constraint(layer.kind, op, operands, results, options))
+
+
+def _time_options(op: Op, num_microbatches: int, differentiable: bool) -> list[Option]:
+    """The options that may lie on the axis in time, the preferred first.
+
+    Without a gradient an op runs whole where it can (it may be needed whole, as a loss's denominator is).  With one,
+    "whole" would give its operands the same gradient from each microbatch, so only terms (``~``) and slices are right.
+    """
+    whole = {"-": REPLICATE, "~": BROADCAST}
+    options = [option for option in op.options if not option.kernel and not option.collectives]
+    for factor, placement in whole.items():
+        if all(option.factor != factor for option in options):
+            num_operands, num_results = len(op.operands), len(op.results)
+            options.append(Option(factor, (placement,) * num_operands, (placement,) * num_results))
+    fitting = [o for o in options if o.extent % num_microbatches == 0 and o.factor != ("-" if differentiable else "~")]
+    rank = {"-": 0, "~": 3, "+": 2}
+    return sorted(fitting, key=lambda o: (rank.get(o.factor, 1), min((p.dim for p in o.results), default=0)))
+
+
+def _order(problem: _Problem) -> None:
+    """Constraints in an order in which, ties between kinds apart, values are defined before they are read."""
+    waiting = deque(problem.constraints)
+    known = set(problem.domains)
+    ordered: list[_Constraint] = []
+    skipped = 0
+    while waiting:
+        constraint = waiting.popleft()
+        if skipped <= len(waiting) and not all(operand in known for operand in constraint.operands):
+            waiting.append(constraint)
+            skipped += 1
+            continue
+        skipped = 0
+        ordered.append(constraint)
+        known.update(constraint.results)
+    problem.constraints[:] = ordered
+
+
+def _require_outputs(problem: _Problem, program: Program, producer: Mapping[str, Variable]) -> None:
+    for name in program.outputs:
+        if name in producer:
+            problem.final.setdefault(producer[name], {"R", "S"})
+    for name in program.updates.values():
+        if name in producer:
+            problem.final[producer[name]] = {"R"}
+    if program.loss in producer:
+        problem.final[producer[program.loss]] = {"P"}
+
+
+def _is_free(problem: _Problem, variable: Variable, source: Placement, target: Placement) -> bool:
+    if variable in problem.differentiable:
+        return source == target or (variable in problem.held and target == BROADCAST)
+    whole = source.kind in "RB"
+    # What crossed a boundary may lie in slices on devices, and the axis in time is outside of those.
+    targets = "RB" if variable in problem.crossing else "RBS"
+    return source == target or (whole and target.kind in targets)
+
+
+def _operands_fit(problem: _Problem, constraint: _Constraint, option: Option) -> bool:
+    return all(
+        any(_is_free(problem, variable, source, wanted) for source in problem.domains.get(variable, ()))
+        for variable, wanted in zip(constraint.operands, option.operands, strict=True)
+    )
+
+
+def _propagate_forward(problem: _Problem) -> Op | None:
+    """Grow every variable's placements from what it is computed from; the first op that can't run, or None.
+
+    Layers of one kind follow each other, so the order has loops; the sets only grow, so repeating ends.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for constraint in problem.constraints:
+            before = sum(len(problem.domains.get(result, ())) for result in constraint.results)
+            _grow(problem, constraint)
+            changed |= sum(len(problem.domains[result]) for result in constraint.results) != before
+    for constraint in problem.constraints:
+        if constraint.op is not None and not all(problem.domains[result] for result in constraint.results):
+            return constraint.op
+    return None
+
+
+def _grow(problem: _Problem, constraint: _Constraint) -> None:
+    if constraint.op is None:
+        problem.domains.setdefault(constraint.results[0], set()).update(problem.domains.get(constraint.operands[0], ()))
+        return
+    for result in constraint.results:
+        problem.domains.setdefault(result, set())
+    for option in constraint.options:
+        if _operands_fit(problem, constraint, option):
+            for result, placement in zip(constraint.results, option.results, strict=True):
+                problem.domains[result].add(placement)
+
+
+def _narrow(problem: _Problem, start: Iterable[_Constraint]) -> Op | None:
+    """Remove placements and options that fit nothing, until all fit; an op for which nothing is left, or None."""
+    for variable, kinds in problem.final.items():
+        problem.domains[variable] = {p for p in problem.domains[variable] if p.kind in kinds}
+    queue = deque(start)
+    queued = {id(constraint) for constraint in queue}
+    while queue:
+        constraint = queue.popleft()
+        queued.discard(id(constraint))
+        changed = _revise(problem, constraint)
+        if changed is None:
+            return constraint.op or _op_of(problem, constraint)
+        for variable in changed:
+            for reader in problem.readers[variable]:
+                if reader is not constraint and id(reader) not in queued:
+                    queue.append(reader)
+                    queued.add(id(reader))
+    return None
+
+
+def _revise(problem: _Problem, constraint: _Constraint) -> set[Variable] | None:
+    """Make one constraint consistent: the variables that it narrowed, or None if nothing is left."""
+    if constraint.op is None:
+        allowed = _crossing_pairs(problem, constraint)
+    else:
+        constraint.options = [option for option in constraint.options if _fits(problem, constraint, option)]
+        allowed = _allowed_by_options(problem, constraint)
+    changed: set[Variable] = set()
+    for variable, placements in allowed.items():
+        kept = problem.domains[variable] & placements
+        if not kept:
+            return None
+        if kept != problem.domains[variable]:
+            problem.domains[variable] = kept
+            changed.add(variable)
+    return changed
+
+
+def _crossing_pairs(problem: _Problem, constraint: _Constraint) -> dict[Variable, set[Placement]]:
+    """A value keeps its placement where it crosses."""
+    source, target = constraint.operands[0], constraint.results[0]
+    both = problem.domains[source] & problem.domains[target]
+    return {source: both, target: both}
+
+
+def _fits(problem: _Problem, constraint: _Constraint, option: Option) -> bool:
+    return _operands_fit(problem, constraint, option) and all(
+        placement in problem.domains[result]
+        for result, placement in zip(constraint.results, option.results, strict=True)
+    )
+
+
+def _allowed_by_options(problem: _Problem, constraint: _Constraint) -> dict[Variable, set[Placement]]:
+    allowed: dict[Variable, set[Placement]] = {}
+    for position, variable in enumerate(constraint.operands):
+        wanted = {option.operands[position] for option in constraint.options}
+        fitting = {
+            p for p in problem.domains[variable] if any(_is_free(problem, variable, p, target) for target in wanted)
+        }
+        allowed[variable] = allowed.get(variable, fitting) & fitting
+    for position, variable in enumerate(constraint.results):
+        allowed[variable] = {option.results[position] for option in constraint.options}
+    return allowed
+
+
+def _op_of(problem: _Problem, constraint: _Constraint) -> Op | None:
+    for variable in (*constraint.results, *constraint.operands):
+        for other in problem.constraints:
+            if other.op is not None and variable in (*other.results, *other.operands):
+                return other.op
+    return None
+
+
+def _choose(problem: _Problem, constraint: _Constraint) -> bool:
+    """Fix a constraint to the first of its options that leaves the rest solvable."""
+    if constraint.op is None:
+        return True
+    choices = list(constraint.options)
+    domains = dict(problem.domains)
+    options = [list(other.options) for other in problem.constraints] if len(choices) > 1 else []
+    for option in choices:
+        constraint.options = [option]
+        if _narrow(problem, [constraint]) is None:
+            return True
+        problem.domains = dict(domains)
+        for other, before in zip(problem.constraints, options, strict=False):
+            other.options = list(before)
+    return False
+
+
+def _describe(op: Op | None, num_microbatches: int) -> str:
+    if op is None:
+        return f"no exact way to run in {num_microbatches} microbatches was found"
+    where = ", ".join(part for part in (op.source, op.module) if part)
+    return (
+        f"{num_microbatches} microbatches would not be exact: {op.target} ({op.name}"
+        f"{' at ' + where if where else ''}) needs the whole batch at once, or its batch does not divide"
+    )

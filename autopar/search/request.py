@@ -1,0 +1,28 @@
+"""What the user asks of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.search.layer_cost import TrainingSpec
+
+__all__ = ["SearchRequest"]
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What to search for.
+
+    Args:
+        memory_limit_bytes: bytes per device that the plan may use; None: what the prices say that a device has.
+        training: how the program is trained: the bytes of optimizer states and gradients.
+        constraints: the user's texts, see `autopar.search.constraints`.
+        max_microbatches: the largest number of microbatches that is tried.
+        max_axes: the largest number of mesh axes of a layer.
+    """
+
+    memory_limit_bytes: float | None = None
+    training: TrainingSpec = field(default_factory=TrainingSpec)
+    constraints: tuple[str, ...] = ()
+    max_microbatches: int = 16
+    max_axes: int = 2
