@@ -56,7 +56,8 @@ class Evaluator:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._producers = graph.producers
+        self.types = graph.types
+        self.producers = graph.producers
         self._known: dict[str, Tensor] = {}
 
     def value(self, name: str) -> Tensor:
@@ -74,11 +75,11 @@ class Evaluator:
         return self._known[name]
 
     def _missing(self, name: str) -> list[str]:
-        op = self._producers.get(name)
+        op = self.producers.get(name)
         return [] if op is None else [n for n in op.operands if n not in self._known]
 
     def _compute(self, name: str) -> None:
-        op = self._producers.get(name)
+        op = self.producers.get(name)
         if op is None:
             source = self._graph.constants[name] if name in self._graph.constants else self._graph.buffers[name]
             self._known[name] = source.detach().cpu()
@@ -92,10 +93,10 @@ class Evaluator:
 
         A value with a single row, or without rows, comes whole.
         """
-        shape = self._graph.types[name].shape
+        shape = self.types[name].shape
         if len(shape) < 2 or shape[-2] == 1:
             return self.value(name)
-        op = self._producers.get(name)
+        op = self.producers.get(name)
         if op is None or name in self._known or not self._is_rowwise(op):
             return self.value(name)[..., start:stop, :]
         if op.target == "aten.expand.default":
@@ -108,7 +109,7 @@ class Evaluator:
 
     def _is_rowwise(self, op: Op) -> bool:
         if op.target == "aten.unsqueeze.default":
-            source = len(self._graph.types[op.operands[0]].shape)
+            source = len(self.types[op.operands[0]].shape)
             dim = op.args[1]
             assert isinstance(dim, int)
             return source >= 2 and dim % (source + 1) <= source - 2
@@ -148,6 +149,9 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
         return "other"
     name, kind = _unexpanded(evaluator, name, kind)
     num_rows = kind.shape[-2]
+    proven = _form_of_comparison(evaluator, name, kind)
+    if proven:
+        return proven
     block = max(1, _BLOCK_ELEMENTS // max(1, kind.num_elements // num_rows))
     forms = {"causal", "full"}
     for start in range(0, num_rows, block):
@@ -166,15 +170,34 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
     return "causal" if num_rows > 1 else "other"  # one row stands for all rows
 
 
+def _form_of_comparison(evaluator: Evaluator, name: str, kind: TensorType) -> str:
+    """The form of a mask that compares column numbers with row numbers, found without computing it; else ""."""
+    op = evaluator.producers.get(name)
+    if op is None or op.target != "aten.le.Tensor" or kind.num_elements != kind.shape[-1] * kind.shape[-2]:
+        return ""
+    shapes = [evaluator.types[n].shape for n in op.operands]
+    if len(shapes) != 2 or shapes[0][-2:] != (1, kind.shape[-1]) or shapes[1][-2:] != (kind.shape[-2], 1):
+        return ""
+    columns, rows = (evaluator.value(n).reshape(-1) for n in op.operands)
+    if not bool((columns[1:] >= columns[:-1]).all()):
+        return ""
+    # Sorted, so a row sees a prefix of the columns, and its length says all.
+    visible = torch.searchsorted(columns, rows, right=True)
+    if bool((visible == len(columns)).all()):
+        return "full"
+    causal = torch.arange(1, len(rows) + 1).clamp(max=len(columns))
+    return "causal" if len(rows) > 1 and bool((visible == causal).all()) else "other"
+
+
 def _unexpanded(evaluator: Evaluator, name: str, kind: TensorType) -> tuple[str, TensorType]:
     """The value that `name` repeats along leading dims."""
-    op = evaluator._producers.get(name)  # noqa: SLF001  (same module)
+    op = evaluator.producers.get(name)
     while op is not None and op.target == "aten.expand.default":
-        source = evaluator._graph.types[op.operands[0]]  # noqa: SLF001
+        source = evaluator.types[op.operands[0]]
         if source.shape[-2:] != kind.shape[-2:]:
             break
         name, kind = op.operands[0], source
-        op = evaluator._producers.get(name)  # noqa: SLF001
+        op = evaluator.producers.get(name)
     return name, kind
 
 

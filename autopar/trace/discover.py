@@ -1,0 +1,328 @@
+"""Factor options for an op without a rule: found by running it on slices and seeing what recombines.
+
+A candidate gives every operand a placement: a slice along one of its dims (all sliced dims have one size), the whole
+tensor, or a term of a sum.  The op runs on 2 and 3 devices' worth of that.  If each result is then the whole result when
+joined along a dim, when summed, or as it is, and each operand's gradients join to the whole gradient as its
+placement says, on two draws of random numbers, the candidate is an option.
+
+What runs whole: ops that draw random numbers, that can't run here, or whose arguments can't be made up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
+from autopar.program import Arg, Op, Option, TensorType
+from autopar.rules.derivation import whole_options
+from autopar.trace.evaluation import run_op
+
+__all__ = ["MAX_CANDIDATES", "MAX_ELEMENTS", "discover_options"]
+
+MAX_ELEMENTS = 1 << 18
+"""Operands and results together larger than this are shrunk before the op is run."""
+MAX_CANDIDATES = 256
+"""At most so many ways to place the operands are tried."""
+
+_SMALL = 64  # sizes above this may be shrunk: smaller ones are likely to be meant (heads, channels of an image ...)
+_SHRUNK = (24, 36, 48, 60, 72, 84)
+
+Run = Callable[[Op, Mapping[str, Tensor]], Sequence[Any]]
+Types = tuple[TensorType, ...]
+
+
+def discover_options(op: Op, operand_types: Types, result_types: Types, *, run: Run = run_op) -> tuple[Option, ...]:
+    """The options found for `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
+
+    Args:
+        op: the op; only its target and arguments are used.
+        operand_types: in the order of `Op.operands`.
+        result_types: in the order of `Op.results`.
+        run: runs `op` on tensors by operand name.
+    """
+    trials = _make_trials(op, operand_types, result_types, run)
+    if not trials:
+        return ()
+    found: dict[tuple[Placement, ...], Option] = {}
+    for placements in islice(_candidates(trials[0]), MAX_CANDIDATES):
+        slices = tuple(placement if placement.is_shard else REPLICATE for placement in placements)
+        key = slices if any(placement.is_shard for placement in placements) else placements
+        if key not in found and (option := _try(trials, placements, operand_types, result_types)):
+            found[key] = option
+    if not found:
+        return ()
+    return (*whole_options(len(operand_types), len(result_types)), *found.values())
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One whole run on random numbers: what slices have to reproduce."""
+
+    run: Callable[[Sequence[Tensor]], list[Tensor]]
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    seeds: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    has_backward: bool
+    tolerance: float
+
+
+def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) -> list[_Trial]:
+    """Two trials, in float64 if the op takes it, or none."""
+    if not operand_types or len(set(op.operands)) != len(operand_types):
+        op, operand_types = _name_apart(op, operand_types)
+    size = sum(kind.num_elements for kind in operand_types + result_types)
+    if size > MAX_ELEMENTS:
+        op, operand_types, result_types = _shrink(op, operand_types, result_types)
+        size = sum(kind.num_elements for kind in operand_types + result_types)
+    if size > MAX_ELEMENTS or not operand_types:
+        return []
+    for wide in (True, False):
+        trials = [_make_trial(op, operand_types, result_types, run, seed, wide=wide) for seed in (0, 1)]
+        made = [trial for trial in trials if trial is not None]
+        if len(made) == 2:
+            return made
+    return []
+
+
+def _name_apart(op: Op, operand_types: Types) -> tuple[Op, Types]:
+    """A value that is read twice is drawn twice, for its readings may be placed unlike."""
+    names = iter(range(len(operand_types)))
+    from autopar.program import Ref  # noqa: PLC0415
+
+    def rename(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(f"operand{next(names)}")
+        return tuple(map(rename, arg)) if isinstance(arg, tuple) else arg
+
+    args = tuple(map(rename, op.args))
+    return replace(op, args=args, kwargs=tuple((name, rename(arg)) for name, arg in op.kwargs)), operand_types
+
+
+def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Types, Types]:
+    """Replace each large size by a small one, the same wherever it occurs, among the arguments too.
+
+    Whether that still is a sound call shows when it runs: the results must have the shrunken shapes.
+    """
+    sizes = {size for kind in operand_types + result_types for size in kind.shape if size > _SMALL}
+    small = dict(zip(sorted(sizes), _SHRUNK, strict=False))
+
+    def swap(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(swap, arg))
+        return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
+
+    def shrunk(kinds: Types) -> Types:
+        return tuple(replace(kind, shape=tuple(small.get(size, size) for size in kind.shape)) for kind in kinds)
+
+    args = tuple(map(swap, op.args))
+    kwargs = tuple((name, swap(arg)) for name, arg in op.kwargs)
+    return replace(op, args=args, kwargs=kwargs), shrunk(operand_types), shrunk(result_types)
+
+
+def _make_trial(
+    op: Op, operand_types: Types, result_types: Types, run: Run, seed: int, *, wide: bool
+) -> _Trial | None:
+    generator = torch.Generator().manual_seed(seed)
+    names = op.operands
+
+    def call(operands: Sequence[Tensor]) -> list[Tensor]:
+        returned = run(op, dict(zip(names, operands, strict=True)))
+        return [part for part in returned if isinstance(part, Tensor)]
+
+    try:
+        operands = tuple(_draw(kind, generator, wide=wide) for kind in operand_types)
+        results = call(_leaves(operands, requires_grad=False))
+        again = call(_leaves(operands, requires_grad=False))
+    except Exception:  # noqa: BLE001  (an op of somebody else's may raise anything; it then runs whole)
+        return None
+    if [tuple(result.shape) for result in results] != [kind.shape for kind in result_types]:
+        return None
+    tolerance = max((_tolerance(part) for part in (*operands, *results)), default=0.0)
+    if not all(_is_close(a, b, tolerance) for a, b in zip(results, again, strict=True)):
+        return None  # it draws random numbers
+    seeds = tuple(torch.randn(part.shape, generator=generator).to(part.dtype) if part.is_floating_point() else part
+                  for part in results)  # fmt: skip
+    gradients = _backward(call, operands, seeds)
+    zeros = tuple(torch.zeros_like(part) for part in operands)
+    trial = _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
+    return trial
+
+
+def _draw(kind: TensorType, generator: torch.Generator, *, wide: bool) -> Tensor:
+    """Normal numbers; integers are 0 or 1, which most ops take for an index, a class or a flag."""
+    dtype: torch.dtype = getattr(torch, kind.dtype)
+    if kind.is_floating:
+        is_real = not dtype.is_complex
+        return torch.randn(kind.shape, generator=generator, dtype=torch.float64 if is_real else torch.complex128).to(
+            torch.float64 if wide and is_real else dtype
+        )
+    return torch.randint(0, 2, kind.shape, generator=generator).to(dtype)
+
+
+def _tolerance(part: Tensor) -> float:
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(part.dtype, 3e-2) if part.is_floating_point() else 0.0
+
+
+def _leaves(tensors: Sequence[Tensor], *, requires_grad: bool) -> list[Tensor]:
+    return [part.detach().clone().requires_grad_(requires_grad and part.is_floating_point()) for part in tensors]
+
+
+def _backward(
+    call: Callable[[Sequence[Tensor]], list[Tensor]], operands: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> tuple[Tensor, ...] | None:
+    """The operands' gradients (zeros where none flows), or None if the op has no backward."""
+    leaves = _leaves(operands, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            pairs = [(out, seed) for out, seed in zip(call(leaves), seeds, strict=True) if out.requires_grad]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            if not pairs:
+                return None
+            found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+    except Exception:  # noqa: BLE001  (as above)
+        return None
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True) if gradient is not None}
+    return tuple(by_leaf.get(id(leaf), torch.zeros_like(leaf)) for leaf in leaves)
+
+
+# ---------------------------------------------------------------- candidates
+
+
+def _candidates(trial: _Trial) -> Iterator[tuple[Placement, ...]]:
+    """Ways to place the operands, those that slice most first; without slices, those with terms."""
+    sizes = sorted({size for part in trial.operands for size in part.shape if size > 1}, reverse=True)
+    for size in sizes:
+        choices = [_choices(part, size) for part in trial.operands]
+        ways = [way for way in islice(product(*choices), 4 * MAX_CANDIDATES) if any(p.is_shard for p in way)]
+        yield from sorted(ways, key=lambda way: (-sum(p.is_shard for p in way), sum(p == PARTIAL for p in way)))
+    terms = [(PARTIAL, BROADCAST) if part.is_floating_point() else (BROADCAST,) for part in trial.operands]
+    yield from (way for way in product(*terms) if PARTIAL in way)
+
+
+def _choices(part: Tensor, size: int) -> list[Placement]:
+    slices = [shard(dim) for dim, own in enumerate(part.shape) if own == size]
+    return [*slices, BROADCAST, *((PARTIAL,) if part.is_floating_point() else ())]
+
+
+def _try(
+    trials: Sequence[_Trial], placements: tuple[Placement, ...], operand_types: Types, result_types: Types
+) -> Option | None:
+    """The option with these operand placements if both trials agree with it on every number of slices."""
+    sliced = [part.shape[p.dim] for part, p in zip(trials[0].operands, placements, strict=True) if p.is_shard]
+    counts = [count for count in (2, 3) if all(size % count == 0 for size in sliced)]
+    results: set[tuple[Placement, ...] | None] = set()
+    for trial in trials:
+        results |= {_outcome(trial, placements, count) for count in counts}
+    if len(results) != 1 or (outcome := results.pop()) is None:
+        return None
+    if all(p == REPLICATE for p in outcome) or (PARTIAL in placements and PARTIAL not in outcome):
+        return None
+    pairs = [*zip(operand_types, placements, strict=True), *zip(result_types, outcome, strict=True)]
+    extent = math.gcd(*(kind.shape[p.dim] for kind, p in pairs if p.is_shard)) if sliced else 0
+    return None if extent == 1 else Option(_name(placements), placements, outcome, extent)
+
+
+def _name(placements: tuple[Placement, ...]) -> str:
+    """``"x0d1_x2d0"``: dim 1 of operand 0 with dim 0 of operand 2; ``"+0"``: operand 0 is terms."""
+    slices = "_".join(f"x{index}d{p.dim}" for index, p in enumerate(placements) if p.is_shard)
+    terms = [str(index) for index, p in enumerate(placements) if p == PARTIAL]
+    return slices or ("+" if len(terms) == len(placements) else "+" + "".join(terms))
+
+
+# ---------------------------------------------------------------- one candidate on slices
+
+
+def _outcome(trial: _Trial, placements: tuple[Placement, ...], count: int) -> tuple[Placement, ...] | None:
+    """The placements of the results if `count` devices reproduce the trial, else None."""
+    local = [_split(part, p, count) for part, p in zip(trial.operands, placements, strict=True)]
+    try:
+        with torch.no_grad():
+            runs = [trial.run(_leaves([parts[rank] for parts in local], requires_grad=False)) for rank in range(count)]
+    except Exception:  # noqa: BLE001  (the op does not take such slices)
+        return None
+    outcome: list[Placement] = []
+    for index, whole in enumerate(trial.results):
+        joined = _recombine([run[index] for run in runs], whole, trial.tolerance)
+        if joined is None:
+            return None
+        outcome.append(joined)
+    if trial.has_backward and not _gradients_agree(trial, placements, tuple(outcome), local, count):
+        return None
+    return tuple(outcome)
+
+
+def _recombine(parts: list[Tensor], whole: Tensor, tolerance: float) -> Placement | None:
+    """How `parts` make `whole`: by joining along a dim, by adding, or each alone."""
+    shape, local = tuple(whole.shape), tuple(parts[0].shape)
+    if any(tuple(part.shape) != local for part in parts) or len(shape) != len(local):
+        return None
+    if shape == local:
+        if all(_is_close(part, whole, tolerance) for part in parts):
+            return REPLICATE
+        total = torch.stack(parts).sum(0)
+        return PARTIAL if whole.is_floating_point() and _is_close(total, whole, tolerance) else None
+    dims = [dim for dim, (a, b) in enumerate(zip(shape, local, strict=True)) if a != b]
+    if len(dims) == 1 and _is_close(torch.cat(parts, dims[0]), whole, tolerance):
+        return shard(dims[0])
+    return None
+
+
+def _gradients_agree(
+    trial: _Trial,
+    placements: tuple[Placement, ...],
+    outcome: tuple[Placement, ...],
+    local: list[list[Tensor]],
+    count: int,
+) -> bool:
+    """Feed each device the results' gradients in the form that `outcome` demands, and join the operands' gradients."""
+    seeds = [_split(seed, _of_gradient(p), count) for seed, p in zip(trial.seeds, outcome, strict=True)]
+    found: list[tuple[Tensor, ...]] = []
+    for rank in range(count):
+        gradients = _backward(trial.run, [parts[rank] for parts in local], [parts[rank] for parts in seeds])
+        if gradients is None:
+            return False
+        found.append(gradients)
+    for index, (whole, placement) in enumerate(zip(trial.gradients, placements, strict=True)):
+        parts = [gradients[index] for gradients in found]
+        form = _of_gradient(placement)
+        joined = torch.cat(parts, form.dim) if form.is_shard else sum(parts) if form == PARTIAL else parts[0]
+        is_same = form != REPLICATE or all(_is_close(part, whole, trial.tolerance) for part in parts)
+        if not is_same or not _is_close(torch.as_tensor(joined), whole, trial.tolerance):
+            return False
+    return True
+
+
+def _of_gradient(placement: Placement) -> Placement:
+    """The placement, as a plain value, that the gradient of a value with `placement` has."""
+    return {BROADCAST: PARTIAL, PARTIAL: REPLICATE}.get(placement, placement)
+
+
+def _split(whole: Tensor, placement: Placement, count: int) -> list[Tensor]:
+    if placement.is_shard:
+        return [part.contiguous() for part in whole.chunk(count, placement.dim)]
+    if placement == PARTIAL and whole.is_floating_point():
+        generator = torch.Generator().manual_seed(count)
+        terms = [torch.randn(whole.shape, generator=generator).to(whole.dtype) for _ in range(count - 1)]
+        return [*terms, whole - sum(terms)]
+    return [whole] * count
+
+
+def _is_close(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    """Equal up to `tolerance` times the largest entry."""
+    if got.shape != want.shape:
+        return False
+    if not want.is_floating_point():
+        return torch.equal(got, want)
+    scale = max(float(want.detach().abs().max()) if want.numel() else 0.0, 1.0)
+    return torch.allclose(got, want, rtol=0.0, atol=tolerance * scale, equal_nan=True)

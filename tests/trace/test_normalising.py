@@ -1,0 +1,294 @@
+"""What the normalising passes write, case by case; each program is also run against its model."""
+
+import pytest
+import torch
+from tests.trace.interpreter import check_equals_model
+from torch import nn
+from torch.nn import functional as F
+
+
+class Calls(nn.Module):
+    """A linear layer, then whatever a test asks for."""
+
+    def __init__(self, function, width=8):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.function = function
+
+    def forward(self, x, y=None):
+        return self.function(self.linear(x), x if y is None else y)
+
+
+def targets_of(program):
+    return [op.target for layer in program.layers for op in layer.ops]
+
+
+def run(function, *, training=True, width=8, **inputs):
+    inputs = inputs or {"x": torch.randn(4, width)}
+    return check_equals_model(Calls(function, width), inputs, training=training)
+
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+CLASSES = torch.tensor([1, 7, -100, 3])
+WEIGHT = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+
+CLASS_LOSSES = {
+    "mean": lambda h, y: F.cross_entropy(h, y),
+    "sum": lambda h, y: F.cross_entropy(h, y, reduction="sum"),
+    "none": lambda h, y: F.cross_entropy(h, y, reduction="none"),
+    "ignore 3": lambda h, y: F.cross_entropy(h, y.clamp(min=0), ignore_index=3),
+    "smoothing": lambda h, y: F.cross_entropy(h, y, label_smoothing=0.1),
+    "weight": lambda h, y: F.cross_entropy(h, y, weight=WEIGHT),
+    "weight, smoothing": lambda h, y: F.cross_entropy(h, y, weight=WEIGHT, label_smoothing=0.2),
+    "two dims": lambda h, y: F.cross_entropy(h[..., None].expand(4, 8, 3), y[:, None].expand(4, 3)),
+    "nll of log softmax": lambda h, y: F.nll_loss(F.log_softmax(h, -1), y),
+    "nll of log softmax, weight": lambda h, y: F.nll_loss(F.log_softmax(h, 1), y, WEIGHT),
+}
+PLAIN_NLLS = {
+    "mean": lambda h, y: F.nll_loss(h.sin(), y),
+    "weight": lambda h, y: F.nll_loss(h.sin(), y, WEIGHT),
+    "sum": lambda h, y: F.nll_loss(h.sin(), y, WEIGHT, reduction="sum"),
+    "none": lambda h, y: F.nll_loss(h.sin(), y, WEIGHT, reduction="none"),
+    "of log softmax over another dim": lambda h, y: F.nll_loss(F.log_softmax(h, 0), y),
+}
+PROBABILITY_LOSSES = {
+    "mean": lambda h, y: F.cross_entropy(h, y.softmax(-1)),
+    "sum": lambda h, y: F.cross_entropy(h, y.softmax(-1), reduction="sum"),
+    "none": lambda h, y: F.cross_entropy(h, y.softmax(-1), reduction="none"),
+    "smoothing, weight": lambda h, y: F.cross_entropy(h, y.softmax(-1), weight=WEIGHT, label_smoothing=0.1),
+}
+POSITION_LOSSES = {
+    "mse": lambda h, y: F.mse_loss(h, y),
+    "mse sum": lambda h, y: F.mse_loss(h, y, reduction="sum"),
+    "l1": lambda h, y: F.l1_loss(h, y),
+    "smooth l1": lambda h, y: F.smooth_l1_loss(h, y, beta=0.3),
+    "huber": lambda h, y: F.huber_loss(h, y, delta=0.3),
+    "bce": lambda h, y: F.binary_cross_entropy(h.sigmoid(), y.sigmoid(), weight=WEIGHT),
+    "bce logits": lambda h, y: F.binary_cross_entropy_with_logits(h, y.sigmoid(), pos_weight=WEIGHT),
+    "kl": lambda h, y: F.kl_div(h.log_softmax(-1), y.softmax(-1)),
+    "kl batchmean": lambda h, y: F.kl_div(h.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "soft margin": lambda h, y: F.soft_margin_loss(h, y.sign()),
+}
+
+
+@pytest.mark.parametrize("loss", CLASS_LOSSES)
+def test_cross_entropy_is_a_sum_of_terms(loss):
+    program = run(CLASS_LOSSES[loss], x=X, y=CLASSES).program
+    found = targets_of(program)
+    assert found.count("autopar.cross_entropy") == 1
+    assert ("autopar.cross_entropy_denominator" in found) == (loss not in ("sum", "none"))
+    assert not any("log_softmax" in target or "nll_loss" in target for target in found)
+
+
+@pytest.mark.parametrize("loss", PLAIN_NLLS)
+def test_likelihood_of_other_scores_is_written_out(loss):
+    found = targets_of(run(PLAIN_NLLS[loss], x=X, y=CLASSES).program)
+    assert "aten.gather.default" in found
+    assert "autopar.cross_entropy" not in found
+
+
+@pytest.mark.parametrize("loss", PROBABILITY_LOSSES)
+def test_cross_entropy_with_class_probabilities(loss):
+    found = targets_of(run(PROBABILITY_LOSSES[loss], x=X, y=X.cos()).program)
+    assert "aten.log_softmax.int" in found
+    assert not any("cross_entropy" in target for target in found)
+
+
+@pytest.mark.parametrize("loss", POSITION_LOSSES)
+def test_other_losses_keep_no_reduction(loss):
+    program = run(POSITION_LOSSES[loss], x=X, y=X.cos()).program
+    assert any(target.startswith("aten.sum") for target in targets_of(program))
+    assert not any(target.startswith("aten.mean") for target in targets_of(program))
+    assert program.loss
+
+
+@pytest.mark.parametrize("function", [
+    lambda h, y: h.mean(), lambda h, y: h.mean(0), lambda h, y: h.mean((0, 1), keepdim=True),
+    lambda h, y: h.mean(-1, dtype=torch.float64), lambda h, y: y.gt(0).long().float().mean() * h.mean(()),
+])  # fmt: skip
+def test_mean_is_a_sum_and_a_division(function):
+    found = targets_of(run(function).program)
+    assert not any("mean" in target for target in found)
+    assert "aten.div.Tensor" in found
+
+
+def test_dropout_of_every_kind():
+    def function(h, y):
+        return F.dropout(h, 0.3, True) + F.dropout(h, 0.0, True) + F.dropout(h, 0.5, False)
+
+    program = run(function).program
+    ops = [op for layer in program.layers for op in layer.ops if "dropout" in op.target]
+    assert [(op.target, op.args[1], op.is_random) for op in ops] == [("autopar.dropout", 0.3, True)]
+    assert ops[0].saved_extra_bytes == 32
+
+
+def test_equal_random_ops_are_not_merged():
+    program = run(lambda h, y: F.dropout(h, 0.5, True) * 2 + F.dropout(h, 0.5, True)).program
+    assert targets_of(program).count("autopar.dropout") == 2
+
+
+def test_equal_ops_are_merged():
+    program = run(lambda h, y: (h + 1).sin() * (h + 1).sin()).program
+    assert targets_of(program).count("aten.sin.default") == 1
+
+
+def test_gradients_stop_where_the_user_stops_them():
+    def function(h, y):
+        with torch.no_grad():
+            still = h * 2 + torch.ones_like(h)
+            with torch.enable_grad():
+                still = still.sin()
+        return h * still + h.detach().cos(), still
+
+    program = run(function).program
+    still = program.values[program.outputs[1]]
+    assert not still.requires_grad
+
+
+def test_nothing_is_left_of_a_detach_without_gradient():
+    assert "aten.detach.default" not in targets_of(run(lambda h, y: h + y.detach()).program)
+
+
+def test_a_mask_built_from_positions_becomes_is_causal():
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        row = torch.arange(8)
+        boolean = (row[None, :] <= row[:, None]).expand(4, 1, 8, 8)
+        bias = torch.full((8, 8), float("-inf"), dtype=h.dtype).triu(1)
+        return F.scaled_dot_product_attention(q, q, q, boolean) + F.scaled_dot_product_attention(q, q.cos(), q, bias)
+
+    traced = run(function)
+    ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert [op.args[3:] for op in ops] == [(None, 0.0, True), (None, 0.0, True)]
+    assert not traced.constants
+
+
+def test_a_mask_that_hides_nothing_disappears():
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        return F.scaled_dot_product_attention(q, q, q, torch.ones(4, 1, 8, 8, dtype=torch.bool))
+
+    traced = run(function)
+    ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert [op.args[3:] for op in ops] == [(None, 0.0, False)]
+
+
+@pytest.mark.parametrize("mask", [
+    lambda row: (row[None, :] <= row[:, None]) & (row[None, :] > row[:, None] - 3),  # a sliding window
+    lambda row: row[None, :] < row[:, None] + 2,
+    lambda row: (row[None, :] <= row[:, None]).double() * 0.5,  # a bias
+    lambda row: row[None, :] <= 3 + 0 * row[:, None],
+    lambda row: (row <= 0)[None, :],  # one row for all
+])  # fmt: skip
+def test_other_masks_stay_and_are_one_small_constant(mask):
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        seen = mask(torch.arange(8)).expand(4, 1, -1, 8)
+        again = mask(torch.arange(8)).expand(4, 1, -1, 8)
+        return F.scaled_dot_product_attention(q, q, q, seen) + F.scaled_dot_product_attention(q, q.cos(), q, again)
+
+    traced = run(function)
+    ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert len({op.operands[3] for op in ops}) == 1
+    (constant,) = traced.constants.values()
+    assert constant.shape[:-2].numel() == 1
+
+
+def test_a_mask_from_an_input_stays():
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        return F.scaled_dot_product_attention(q, q, q, (y > -2).view(4, 1, 1, 8))
+
+    traced = run(function)
+    ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert len(ops[0].operands) == 4
+
+
+def test_attention_saves_no_matrix():
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        return F.scaled_dot_product_attention(q, q.sin(), q.cos(), is_causal=True)
+
+    ops = [op for layer in run(function).program.layers for op in layer.ops if "attention" in op.target]
+    assert ops[0].saves == (0, 1, 2, 3)
+    assert ops[0].saved_extra_bytes == 4 * 8 * 4
+
+
+def test_constants_are_folded_and_shared():
+    def function(h, y):
+        table = torch.arange(8, dtype=h.dtype).sin()
+        return h * table + y * torch.arange(8, dtype=h.dtype).sin() + torch.tensor([2.0]).to(h)
+
+    traced = run(function)
+    assert sorted(tuple(c.shape) for c in traced.constants.values()) == [(1,), (8,)]
+    assert {traced.program.values[name].role for name in traced.constants} == {"constant"}
+
+
+def test_an_empty_cache_leaves_nothing():
+    program = run(lambda h, y: torch.cat([torch.tensor([]).to(h), h], -1)).program
+    assert targets_of(program) == ["aten.linear.default"]
+
+
+def test_several_results():
+    def function(h, y):
+        a, b = h.split(4, 1)
+        values, indices = h.topk(2)
+        return a.max(1).values, b, values, indices, h.unbind(1)[3]
+
+    run(function)
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.plain = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+        self.still = nn.BatchNorm1d(8).eval()
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        self.count.add_(x.sum(0))
+        with torch.no_grad():
+            self.count.mul_(0.5)
+        return self.norm(self.plain(x)) * self.still(x) + self.count
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_and_buffers(training):
+    traced = check_equals_model(Norms(), {"x": torch.randn(6, 8)}, training=training)
+    program = traced.program
+    updated = {program.parameters[name] for name in program.updates}
+    assert "count" in updated
+    assert ("norm.running_mean" in updated) == training
+    assert ("norm.num_batches_tracked" in updated) == training
+
+
+def test_mixed_precision_is_in_the_types():
+    from autopar.trace import trace
+
+    model = Calls(lambda h, y: F.cross_entropy(h, y))
+    traced = trace(model, (), {"x": X, "y": CLASSES}, dtype=torch.bfloat16)
+    program = traced.program
+    assert program.type_of("linear_weight").dtype == "bfloat16"
+    assert program.type_of("x").dtype == "bfloat16"
+    assert program.type_of(program.loss).dtype == "bfloat16"
+    assert traced.flatten_inputs((), {"x": X, "y": CLASSES})[0].dtype is torch.bfloat16
+    assert model.linear.weight.dtype is torch.float32
+
+
+def test_autocast_inside_the_model():
+    class Autocast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                low = self.linear(x)
+            with torch.autocast("cpu", enabled=False):
+                return low.float() + self.linear(x)
+
+    from autopar.trace import trace
+
+    program = trace(Autocast(), (X,), {}).program
+    assert "bfloat16" in {program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops}
