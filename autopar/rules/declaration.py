@@ -49,7 +49,15 @@ from functools import lru_cache
 
 from autopar.errors import RuleError
 
-__all__ = ["Argument", "Declaration", "DimsPattern", "ListPattern", "LiteralPattern", "TensorPattern", "parse"]
+__all__ = [
+    "Argument",
+    "Declaration",
+    "DimsPattern",
+    "ListPattern",
+    "LiteralPattern",
+    "TensorPattern",
+    "parse",
+]
 
 _STAR_FACTOR = re.compile(r"d\d+")
 _FACTOR = re.compile(r"[A-Za-z]\w*")
@@ -133,8 +141,10 @@ def parse(text: str) -> Declaration:
         elif word == "plus" and rest and all(index.isdigit() for index in rest):
             linear.append(tuple(map(int, rest)))
         else:
-            raise RuleError(f"rule {text!r}: can't read the remark {' '.join([word, *rest])!r}: "
-                            "it is none of 'sum <factors>', 'by <factor> <kernel>', 'plus <argument numbers>'")
+            raise RuleError(
+                f"rule {text!r}: can't read the remark {' '.join([word, *rest])!r}: "
+                "it is none of 'sum <factors>', 'by <factor> <kernel>', 'plus <argument numbers>'"
+            )
     declaration = Declaration(text, arguments, results, frozenset(summed), tuple(kernels), tuple(linear))
     _check(declaration)
     return declaration
@@ -152,7 +162,9 @@ def _parse_argument(text: str, line: str) -> Argument:
     pattern: Pattern
     if rest.startswith("["):
         items = (_parse_argument(item, line).pattern for item in _split(rest[1:-1]))
-        pattern = ListPattern(tuple(item for item in items if isinstance(item, TensorPattern | LiteralPattern)))
+        pattern = ListPattern(
+            tuple(item for item in items if isinstance(item, TensorPattern | LiteralPattern))
+        )
     elif rest == "#":
         pattern = LiteralPattern()
     elif match := re.fullmatch(r"@(-?\d+)?", rest):
@@ -168,9 +180,13 @@ def _parse_tensor(text: str, line: str) -> TensorPattern:
     dims = () if words == ["()"] else tuple(words)
     bad = [dim for dim in dims if dim not in {"_", "*", "...", "*-@"} and not _FACTOR.fullmatch(dim)]
     if bad or not words:
-        raise RuleError(f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'")
+        raise RuleError(
+            f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'"
+        )
     if sum(dim in {"*", "...", "*-@"} for dim in dims) > 1:
-        raise RuleError(f"rule {line!r}: {text!r} has more than one of '*' and '...', so its dims can't be told apart")
+        raise RuleError(
+            f"rule {line!r}: {text!r} has more than one of '*' and '...', so its dims can't be told apart"
+        )
     return TensorPattern(dims, is_offset, is_same)
 
 
@@ -181,16 +197,22 @@ def _check(declaration: Declaration) -> None:
     kernel_factors = {factor for factor, _ in declaration.kernels}
     named = {dim for dim in operand_dims if _FACTOR.fullmatch(dim)}
     if lost := named - kept - declaration.summed - kernel_factors:
-        raise RuleError(f"rule {line!r}: {sorted(lost)} vanish: add '| sum {' '.join(sorted(lost))}' if slices give "
-                        "terms of a sum, or write '_' if the dim can't be split")
+        raise RuleError(
+            f"rule {line!r}: {sorted(lost)} vanish: add '| sum {' '.join(sorted(lost))}' if slices give "
+            "terms of a sum, or write '_' if the dim can't be split"
+        )
     if stay := declaration.summed & kept & named:
         raise RuleError(f"rule {line!r}: {sorted(stay)} are summed, but a result has them")
     if unknown := (declaration.summed | kernel_factors) - operand_dims - {"@", "*"}:
         raise RuleError(f"rule {line!r}: the remarks name {sorted(unknown)}, which no argument has")
     if "*" in operand_dims and not ({"*", "*-@"} & kept or "*" in declaration.summed):
-        raise RuleError(f"rule {line!r}: the dims '*' vanish: add '| sum *', or write '...' if they can't be split")
+        raise RuleError(
+            f"rule {line!r}: the dims '*' vanish: add '| sum *', or write '...' if they can't be split"
+        )
     if clash := {dim for dim in named if _STAR_FACTOR.fullmatch(dim)} and "*" in operand_dims | kept:
-        raise RuleError(f"rule {line!r}: names such as 'd0' are those of the dims of '*'; choose others ({clash})")
+        raise RuleError(
+            f"rule {line!r}: names such as 'd0' are those of the dims of '*'; choose others ({clash})"
+        )
 
 
 def _dims(pattern: Pattern) -> tuple[str, ...]:

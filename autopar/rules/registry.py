@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 from autopar.errors import RuleError
 from autopar.program import Op, Option
-from autopar.rules import creation, indexing, normalization, pointwise, products, reductions, spatial, special, views
+from autopar.rules import (
+    creation,
+    indexing,
+    normalization,
+    pointwise,
+    products,
+    reductions,
+    spatial,
+    special,
+    views,
+)
 from autopar.rules.declaration import parse
 from autopar.rules.derivation import derive_options
 from autopar.rules.rule import Line, Rule, Types
@@ -20,6 +30,7 @@ __all__ = ["RuleMatch", "options_for", "register_rule", "registered_targets"]
 
 _PARTS = (pointwise, products, reductions, views, indexing, normalization, spatial, creation, special)
 _OWN_RULES: Mapping[str, Rule] = {target: rule for part in _PARTS for target, rule in part.RULES.items()}
+
 
 @dataclass(frozen=True)
 class RuleMatch:
@@ -57,8 +68,10 @@ def register_rule(
     >>> register_rule("mylib.scaled_sum.default", "* h, h -> * | sum h")
     """
     if target.count(".") < 1 or " " in target or "::" in target:
-        raise RuleError(f"{target!r} is no op's qualified name: write it as 'namespace.name.overload', "
-                        "for instance 'mylib.swiglu.default'")
+        raise RuleError(
+            f"{target!r} is no op's qualified name: write it as 'namespace.name.overload', "
+            "for instance 'mylib.swiglu.default'"
+        )
     parse(declaration)
     _user_rules[target] = Line(declaration, size_args, is_view, is_random)
 
@@ -79,7 +92,11 @@ def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch 
     if line is None:
         return None
     options = derive_options(
-        line.declaration, op, operand_types, result_types, creates=bool(line.size_args), collectives=line.collectives
+        line.declaration,
+        op,
+        operand_types,
+        result_types,
+        creates=bool(line.size_args),
+        collectives=line.collectives,
     )
     return None if options is None else RuleMatch(options, line.size_args, line.is_view, line.is_random)
-

@@ -38,7 +38,11 @@ Rule = Line | Callable[[Op, Types, Types], Line | None]
 
 
 def lines(
-    table: Mapping[str, str], *, size_args: tuple[int, ...] = (), is_view: bool = False, is_random: bool = False
+    table: Mapping[str, str],
+    *,
+    size_args: tuple[int, ...] = (),
+    is_view: bool = False,
+    is_random: bool = False,
 ) -> dict[str, Rule]:
     """Rules from declarations.  A key names one or more ops of ATen, ``"name"`` or ``"name.overload"``, blank-separated."""
     return {

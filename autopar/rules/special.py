@@ -50,7 +50,9 @@ def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> Line | Non
     spread = without(names, 1)
     x = " ".join(names)
     channel = (0, *range(2, rank))  # the dims that a tensor with one entry per channel lacks
-    statistics = tuple(KernelCollective("all_reduce", phase, 0, channel, count=2) for phase in ("forward", "backward"))
+    statistics = tuple(
+        KernelCollective("all_reduce", phase, 0, channel, count=2) for phase in ("forward", "backward")
+    )
     remarks = ", ".join(f"by {factor} sync_batch_norm" for factor in spread)
     return Line(f"{x}, c, c, c, c -> {x}, c, c | {remarks}", collectives={"sync_batch_norm": statistics})
 

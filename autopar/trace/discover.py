@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import count, islice, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
-from autopar.program import Arg, Op, Option, TensorType
+from autopar.program import Arg, Op, Option, Ref, TensorType
 from autopar.rules.derivation import whole_options
 from autopar.trace.evaluation import run_op
 
@@ -79,8 +79,7 @@ class _Trial:
 
 def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) -> list[_Trial]:
     """Two trials, in float64 if the op takes it, or none."""
-    if not operand_types or len(set(op.operands)) != len(operand_types):
-        op, operand_types = _name_apart(op, operand_types)
+    op = _name_apart(op)
     size = sum(kind.num_elements for kind in operand_types + result_types)
     if size > MAX_ELEMENTS:
         op, operand_types, result_types = _shrink(op, operand_types, result_types)
@@ -95,10 +94,9 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) ->
     return []
 
 
-def _name_apart(op: Op, operand_types: Types) -> tuple[Op, Types]:
+def _name_apart(op: Op) -> Op:
     """A value that is read twice is drawn twice, for its readings may be placed unlike."""
-    names = iter(range(len(operand_types)))
-    from autopar.program import Ref  # noqa: PLC0415
+    names = count()
 
     def rename(arg: Arg) -> Arg:
         if isinstance(arg, Ref):
@@ -106,7 +104,7 @@ def _name_apart(op: Op, operand_types: Types) -> tuple[Op, Types]:
         return tuple(map(rename, arg)) if isinstance(arg, tuple) else arg
 
     args = tuple(map(rename, op.args))
-    return replace(op, args=args, kwargs=tuple((name, rename(arg)) for name, arg in op.kwargs)), operand_types
+    return replace(op, args=args, kwargs=tuple((name, rename(arg)) for name, arg in op.kwargs))
 
 
 def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Types, Types]:
@@ -155,8 +153,7 @@ def _make_trial(
                   for part in results)  # fmt: skip
     gradients = _backward(call, operands, seeds)
     zeros = tuple(torch.zeros_like(part) for part in operands)
-    trial = _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
-    return trial
+    return _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
 
 
 def _draw(kind: TensorType, generator: torch.Generator, *, wide: bool) -> Tensor:
@@ -220,10 +217,10 @@ def _try(
 ) -> Option | None:
     """The option with these operand placements if both trials agree with it on every number of slices."""
     sliced = [part.shape[p.dim] for part, p in zip(trials[0].operands, placements, strict=True) if p.is_shard]
-    counts = [count for count in (2, 3) if all(size % count == 0 for size in sliced)]
+    counts = [num for num in (2, 3) if all(size % num == 0 for size in sliced)]
     results: set[tuple[Placement, ...] | None] = set()
     for trial in trials:
-        results |= {_outcome(trial, placements, count) for count in counts}
+        results |= {_outcome(trial, placements, num) for num in counts}
     if len(results) != 1 or (outcome := results.pop()) is None:
         return None
     if all(p == REPLICATE for p in outcome) or (PARTIAL in placements and PARTIAL not in outcome):
@@ -243,12 +240,12 @@ def _name(placements: tuple[Placement, ...]) -> str:
 # ---------------------------------------------------------------- one candidate on slices
 
 
-def _outcome(trial: _Trial, placements: tuple[Placement, ...], count: int) -> tuple[Placement, ...] | None:
-    """The placements of the results if `count` devices reproduce the trial, else None."""
-    local = [_split(part, p, count) for part, p in zip(trial.operands, placements, strict=True)]
+def _outcome(trial: _Trial, placements: tuple[Placement, ...], num_slices: int) -> tuple[Placement, ...] | None:
+    """The placements of the results if `num_slices` devices reproduce the trial, else None."""
+    local = [_split(part, p, num_slices) for part, p in zip(trial.operands, placements, strict=True)]
     try:
         with torch.no_grad():
-            runs = [trial.run(_leaves([parts[rank] for parts in local], requires_grad=False)) for rank in range(count)]
+            runs = [trial.run(_leaves([parts[rank] for parts in local], requires_grad=False)) for rank in range(num_slices)]
     except Exception:  # noqa: BLE001  (the op does not take such slices)
         return None
     outcome: list[Placement] = []
@@ -257,7 +254,7 @@ def _outcome(trial: _Trial, placements: tuple[Placement, ...], count: int) -> tu
         if joined is None:
             return None
         outcome.append(joined)
-    if trial.has_backward and not _gradients_agree(trial, placements, tuple(outcome), local, count):
+    if trial.has_backward and not _gradients_agree(trial, placements, tuple(outcome), local, num_slices):
         return None
     return tuple(outcome)
 
@@ -283,12 +280,12 @@ def _gradients_agree(
     placements: tuple[Placement, ...],
     outcome: tuple[Placement, ...],
     local: list[list[Tensor]],
-    count: int,
+    num_slices: int,
 ) -> bool:
     """Feed each device the results' gradients in the form that `outcome` demands, and join the operands' gradients."""
-    seeds = [_split(seed, _of_gradient(p), count) for seed, p in zip(trial.seeds, outcome, strict=True)]
+    seeds = [_split(seed, _of_gradient(p), num_slices) for seed, p in zip(trial.seeds, outcome, strict=True)]
     found: list[tuple[Tensor, ...]] = []
-    for rank in range(count):
+    for rank in range(num_slices):
         gradients = _backward(trial.run, [parts[rank] for parts in local], [parts[rank] for parts in seeds])
         if gradients is None:
             return False
@@ -308,14 +305,14 @@ def _of_gradient(placement: Placement) -> Placement:
     return {BROADCAST: PARTIAL, PARTIAL: REPLICATE}.get(placement, placement)
 
 
-def _split(whole: Tensor, placement: Placement, count: int) -> list[Tensor]:
+def _split(whole: Tensor, placement: Placement, num_slices: int) -> list[Tensor]:
     if placement.is_shard:
-        return [part.contiguous() for part in whole.chunk(count, placement.dim)]
+        return [part.contiguous() for part in whole.chunk(num_slices, placement.dim)]
     if placement == PARTIAL and whole.is_floating_point():
-        generator = torch.Generator().manual_seed(count)
-        terms = [torch.randn(whole.shape, generator=generator).to(whole.dtype) for _ in range(count - 1)]
+        generator = torch.Generator().manual_seed(num_slices)
+        terms = [torch.randn(whole.shape, generator=generator).to(whole.dtype) for _ in range(num_slices - 1)]
         return [*terms, whole - sum(terms)]
-    return [whole] * count
+    return [whole] * num_slices
 
 
 def _is_close(got: Tensor, want: Tensor, tolerance: float) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 __all__ = ["define_ops"]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, slopes: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Tensors [batch, seq, heads, dim]; returns out and the log-sum-exp [batch, heads, seq]."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     if slopes is not None:
@@ -44,11 +46,15 @@ def define_ops() -> None:
         return
     library = torch.library.Library("flash_attn", "FRAGMENT")
     results = "-> (Tensor, Tensor, Tensor, Tensor)"
-    library.define("_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, "
-                   "int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, "
-                   f"bool return_softmax) {results}")
-    library.define("_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-                   f"int max_seqlen_q, int max_seqlen_k, float dropout_p, float softmax_scale, bool causal) {results}")
+    library.define(
+        "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, "
+        "int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, "
+        f"bool return_softmax) {results}"
+    )
+    library.define(
+        "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        f"int max_seqlen_q, int max_seqlen_k, float dropout_p, float softmax_scale, bool causal) {results}"
+    )
     library.impl("_flash_attn_forward", _forward, "CompositeImplicitAutograd")
     library.impl("_flash_attn_varlen_forward", _varlen_forward, "CompositeImplicitAutograd")
     _KEEP.append(library)

@@ -72,7 +72,9 @@ def tensor_type(tensor: torch.Tensor) -> TensorType:
     return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def call(sample: Sample, tensors: Sequence[torch.Tensor], sizes: dict[int, tuple[int, ...]] | None = None) -> list[torch.Tensor]:
+def call(
+    sample: Sample, tensors: Sequence[torch.Tensor], sizes: dict[int, tuple[int, ...]] | None = None
+) -> list[torch.Tensor]:
     """The op's tensor results on `tensors`, with the arguments at the positions in `sizes` replaced."""
     args, kwargs = _fill(sample, tensors, sizes or {})
     return _flat(resolve_target(sample.target)(*args, **kwargs))
@@ -131,7 +133,9 @@ def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[to
     """`whole` as the devices of one axis hold it."""
     if placement.kind == "S":
         if whole.shape[placement.dim] % num_slices:
-            raise RuleViolationError(f"dim {placement.dim} of {tuple(whole.shape)} has no {num_slices} equal slices")
+            raise RuleViolationError(
+                f"dim {placement.dim} of {tuple(whole.shape)} has no {num_slices} equal slices"
+            )
         return [part.contiguous() for part in whole.chunk(num_slices, placement.dim)]
     if placement.kind == "P":
         terms = [_random_like(whole) for _ in range(num_slices - 1)]
@@ -141,10 +145,14 @@ def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[to
 
 def split_gradient(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[torch.Tensor]:
     """The gradient `whole` in the form that a value with this placement has it: see `autopar.placement`."""
-    return split(whole, Placement({"B": "P", "P": "R"}.get(placement.kind, placement.kind), placement.dim), num_slices)
+    return split(
+        whole, Placement({"B": "P", "P": "R"}.get(placement.kind, placement.kind), placement.dim), num_slices
+    )
 
 
-def join(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float = TOLERANCE) -> torch.Tensor:
+def join(
+    parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float = TOLERANCE
+) -> torch.Tensor:
     """The whole value from what the devices hold."""
     if placement.kind == "S":
         return torch.cat(parts, placement.dim)
@@ -155,7 +163,9 @@ def join(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: 
     return parts[0]
 
 
-def join_gradient(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float) -> torch.Tensor:
+def join_gradient(
+    parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float
+) -> torch.Tensor:
     """The whole gradient from those of the devices."""
     kind = {"B": "P", "P": "R"}.get(placement.kind, placement.kind)
     return join(parts, Placement(kind, placement.dim), what, tolerance)
@@ -169,9 +179,13 @@ def _random_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float) -> None:
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise RuleViolationError(f"{what}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
+        raise RuleViolationError(
+            f"{what}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
+        )
     if not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
-        raise RuleViolationError(f"{what}: differs by up to {(got.double() - want.double()).abs().max().item():.3g}")
+        raise RuleViolationError(
+            f"{what}: differs by up to {(got.double() - want.double()).abs().max().item():.3g}"
+        )
 
 
 def _differentiable(sample: Sample, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -211,11 +225,17 @@ def _check_option(sample: Sample, found: RuleMatch, option: Option, num_slices: 
     sizes = _local_sizes(found, option, whole, num_slices)
     runs = _run(sample, option, pieces, local_seeds, sizes, num_slices)
     for index, placement in enumerate(option.results):
-        got = join([outs[index] for outs, _ in runs], placement if not sample.shapes_only else _shapes(placement),
-                   f"{what}, result {index}", sample.tolerance)
+        got = join(
+            [outs[index] for outs, _ in runs],
+            placement if not sample.shapes_only else _shapes(placement),
+            f"{what}, result {index}",
+            sample.tolerance,
+        )
         if sample.shapes_only:
             if got.shape != whole[index].shape:
-                raise RuleViolationError(f"{what}, result {index}: shape {got.shape} instead of {whole[index].shape}")
+                raise RuleViolationError(
+                    f"{what}, result {index}: shape {got.shape} instead of {whole[index].shape}"
+                )
         else:
             _compare(got, whole[index].detach(), f"{what}, result {index}", sample.tolerance)
     for index, placement in enumerate(option.operands):
@@ -263,8 +283,10 @@ def _run(
             results = _flat(KERNELS[option.kernel](communicator, (Axis(num_slices, 1),), *args, **kwargs))
         for index, (result, parts) in enumerate(zip(results, seeds, strict=True)):
             if result.shape != parts[rank].shape:
-                raise RuleViolationError(f"{sample.target} option {option.factor!r}, result {index}: local shape "
-                                         f"{tuple(result.shape)} instead of {tuple(parts[rank].shape)}")
+                raise RuleViolationError(
+                    f"{sample.target} option {option.factor!r}, result {index}: local shape "
+                    f"{tuple(result.shape)} instead of {tuple(parts[rank].shape)}"
+                )
         gradients = _gradients(results, [parts[rank] for parts in seeds], operands)
         return [result.detach() for result in results], gradients
 
@@ -273,4 +295,6 @@ def _run(
             return [run_on(rank) for rank in range(num_slices)]
         return simulate(num_slices, lambda communicator: run_on(communicator.rank, communicator))
     except (RuntimeError, IndexError) as error:
-        raise RuleViolationError(f"{sample.target} option {option.factor!r} on {num_slices} devices: {error}") from error
+        raise RuleViolationError(
+            f"{sample.target} option {option.factor!r} on {num_slices} devices: {error}"
+        ) from error

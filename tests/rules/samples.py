@@ -34,17 +34,43 @@ def all_samples() -> list[Sample]:
     """Every sample, freshly drawn under a fixed seed."""
     torch.manual_seed(1)
     return [
-        *_pointwise(), *_products(), *_reductions(), *_views(), *_joins(), *_indexing(), *_normalization(),
-        *_spatial(), *_creation(), *_special(),
-    ]  # fmt: skip
+        *_pointwise(),
+        *_products(),
+        *_reductions(),
+        *_views(),
+        *_joins(),
+        *_indexing(),
+        *_normalization(),
+        *_spatial(),
+        *_creation(),
+        *_special(),
+    ]
 
 
 # ---------------------------------------------------------------- pointwise: written by the op's schema
 
 _RANDOM = {"native_dropout", "bernoulli", "rand_like", "randn_like", "normal_functional", "uniform"}
-_OWN_SAMPLES = {"where", "masked_fill", "_to_copy", "to", "dropout", "prelu", "heaviside", "lerp", "threshold", "clamp",
-                "clip", "contiguous", "native_dropout"}  # fmt: skip
-_NO_GRADIENT = {"aten.normal_functional.default", "aten.bernoulli.default", "aten.bernoulli.p", "aten.remainder.Scalar_Tensor"}
+_OWN_SAMPLES = {
+    "where",
+    "masked_fill",
+    "_to_copy",
+    "to",
+    "dropout",
+    "prelu",
+    "heaviside",
+    "lerp",
+    "threshold",
+    "clamp",
+    "clip",
+    "contiguous",
+    "native_dropout",
+}
+_NO_GRADIENT = {
+    "aten.normal_functional.default",
+    "aten.bernoulli.default",
+    "aten.bernoulli.p",
+    "aten.remainder.Scalar_Tensor",
+}
 _INTEGER = ("bitwise_", "__and__", "__or__", "__xor__", "floor_divide")
 
 
@@ -70,7 +96,11 @@ def _from_schema(target: str, is_signed: bool) -> Sample:
             if name.startswith(_INTEGER):
                 args.append(torch.randint(1, 4, shape))
             else:
-                args.append(x(*shape) if is_signed and name not in {"pow", "logit", "erfinv", "bernoulli"} else u(*shape))
+                args.append(
+                    x(*shape)
+                    if is_signed and name not in {"pow", "logit", "erfinv", "bernoulli"}
+                    else u(*shape)
+                )
         elif not argument.has_default_value():
             args.append(0.5 if kind == "float" else 2)
     if name == "acosh":
@@ -79,176 +109,338 @@ def _from_schema(target: str, is_signed: bool) -> Sample:
     args = [arg for arg, argument in zip(args, schema.arguments, strict=False) if not argument.kwarg_only]
     if target == "aten.round.decimals":
         keywords = {"decimals": 1}
-    return Sample(target, tuple(args), keywords, shapes_only=name in _RANDOM, fixed=(0,) if target in _NO_GRADIENT else ())
+    return Sample(
+        target,
+        tuple(args),
+        keywords,
+        shapes_only=name in _RANDOM,
+        fixed=(0,) if target in _NO_GRADIENT else (),
+    )
 
 
 def _more_pointwise() -> list[Sample]:
     y = x(4, 6)
     return [
-        sample("add.Tensor", y, y), sample("add.Tensor", x(2, 1, 6), x(4, 6)), sample("add.Tensor", x(4, 6), 2.0, alpha=3),
-        sample("mul.Tensor", x(4, 6), x()), sample("mul.Tensor", y, y), sample("sub.Tensor", x(1), x(4, 1), alpha=2),
-        sample("contiguous", y.t()), sample("where.self", bits(4, 1), x(4, 6), x(6)),
-        sample("where.self", bits(6), x(), x(4, 6)), sample("where.Scalar", bits(4, 6), 1.0, 2.0),
-        sample("where.ScalarOther", bits(4, 6), x(4, 6), 2.0), sample("where.ScalarSelf", bits(4, 6), 1.0, x(4, 6)),
-        sample("masked_fill.Scalar", x(4, 6), bits(4, 1), -1.0), sample("masked_fill.Tensor", x(4, 6), bits(6), x()),
-        sample("clamp", x(4, 6), -0.5, 0.5), sample("clamp", x(4, 6), None, 0.5),
-        sample("clip", x(4, 6), -0.5, 0.5), sample("clamp.Tensor", x(4, 6), None, x(6)),
-        sample("clip.Tensor", x(4, 6), x(6)), sample("heaviside", x(4, 6).round(), torch.ones(6, dtype=F64), fixed=(0, 1)),
-        sample("lerp.Scalar", x(4, 6), x(6), 0.3), sample("lerp.Tensor", x(4, 6), x(6), u(4, 1)),
-        sample("threshold", x(4, 6), 0.1, 2.0), sample("prelu", x(4, 6, 2), u(6)), sample("prelu", x(4, 6), u(1)),
+        sample("add.Tensor", y, y),
+        sample("add.Tensor", x(2, 1, 6), x(4, 6)),
+        sample("add.Tensor", x(4, 6), 2.0, alpha=3),
+        sample("mul.Tensor", x(4, 6), x()),
+        sample("mul.Tensor", y, y),
+        sample("sub.Tensor", x(1), x(4, 1), alpha=2),
+        sample("contiguous", y.t()),
+        sample("where.self", bits(4, 1), x(4, 6), x(6)),
+        sample("where.self", bits(6), x(), x(4, 6)),
+        sample("where.Scalar", bits(4, 6), 1.0, 2.0),
+        sample("where.ScalarOther", bits(4, 6), x(4, 6), 2.0),
+        sample("where.ScalarSelf", bits(4, 6), 1.0, x(4, 6)),
+        sample("masked_fill.Scalar", x(4, 6), bits(4, 1), -1.0),
+        sample("masked_fill.Tensor", x(4, 6), bits(6), x()),
+        sample("clamp", x(4, 6), -0.5, 0.5),
+        sample("clamp", x(4, 6), None, 0.5),
+        sample("clip", x(4, 6), -0.5, 0.5),
+        sample("clamp.Tensor", x(4, 6), None, x(6)),
+        sample("clip.Tensor", x(4, 6), x(6)),
+        sample("heaviside", x(4, 6).round(), torch.ones(6, dtype=F64), fixed=(0, 1)),
+        sample("lerp.Scalar", x(4, 6), x(6), 0.3),
+        sample("lerp.Tensor", x(4, 6), x(6), u(4, 1)),
+        sample("threshold", x(4, 6), 0.1, 2.0),
+        sample("prelu", x(4, 6, 2), u(6)),
+        sample("prelu", x(4, 6), u(1)),
         sample("prelu", x(6), u(1)),
-        sample("_to_copy", x(4, 6), dtype=torch.float32, tolerance=1e-6), sample("_to_copy", ids(9, 4, 6), dtype=F64),
-        sample("to.dtype", bits(4, 6), F64), sample("to.dtype_layout", x(4, 6), dtype=F64),
-        sample("to.device", x(4, 6), torch.device("cpu"), F64), sample("dropout", x(4, 6), 0.0, True),
-        sample("dropout", x(4, 6), 0.5, False), sample("dropout", x(4, 6), 0.5, True, shapes_only=True),
-        sample("native_dropout", x(4, 6), 0.5, True, shapes_only=True), sample("native_dropout", x(4, 6), 0.0, True),
-    ]  # fmt: skip
+        sample("_to_copy", x(4, 6), dtype=torch.float32, tolerance=1e-6),
+        sample("_to_copy", ids(9, 4, 6), dtype=F64),
+        sample("to.dtype", bits(4, 6), F64),
+        sample("to.dtype_layout", x(4, 6), dtype=F64),
+        sample("to.device", x(4, 6), torch.device("cpu"), F64),
+        sample("dropout", x(4, 6), 0.0, True),
+        sample("dropout", x(4, 6), 0.5, False),
+        sample("dropout", x(4, 6), 0.5, True, shapes_only=True),
+        sample("native_dropout", x(4, 6), 0.5, True, shapes_only=True),
+        sample("native_dropout", x(4, 6), 0.0, True),
+    ]
 
 
 # ---------------------------------------------------------------- the other tables
 
 
 def _products() -> list[Sample]:
-    masks = (x(6, 6), x(2, 1, 6, 6), x(1, 1, 1, 6), bits(2, 1, 6, 6).logical_or(torch.eye(6, dtype=torch.bool)))
+    masks = (
+        x(6, 6),
+        x(2, 1, 6, 6),
+        x(1, 1, 1, 6),
+        bits(2, 1, 6, 6).logical_or(torch.eye(6, dtype=torch.bool)),
+    )
     q, k, v = x(2, 4, 6, 3), x(2, 4, 6, 3), x(2, 4, 6, 3)
     few_k, few_v = x(2, 2, 6, 3), x(2, 2, 6, 3)
     conv = ((4, 2), (6, 4), (6,))
     found = [
-        sample("linear", x(2, 4, 6), x(8, 6), x(8)), sample("linear", x(2, 4, 6), x(8, 6)), sample("linear", x(6), x(8, 6)),
-        sample("linear", x(4, 6), x(8, 6), None), sample("mm", x(4, 6), x(6, 8)), sample("bmm", x(2, 4, 6), x(2, 6, 8)),
-        sample("addmm", x(8), x(4, 6), x(6, 8)), sample("addmm", x(4, 8), x(4, 6), x(6, 8), beta=2, alpha=3),
-        sample("addmm", x(4, 1), x(4, 6), x(6, 8)), sample("baddbmm", x(2, 4, 8), x(2, 4, 6), x(2, 6, 8)),
-        sample("baddbmm", x(1, 8), x(2, 4, 6), x(2, 6, 8)), sample("mv", x(4, 6), x(6)),
-        sample("addmv", x(4), x(4, 6), x(6)), sample("dot", x(6), x(6)), sample("vdot", x(6), x(6)),
-        sample("outer", x(4), x(6)), sample("ger", x(4), x(6)), sample("linalg_vecdot", x(4, 6), x(4, 6)),
-        sample("linalg_vecdot", x(4, 6), x(4, 6), dim=0), sample("bilinear", x(4, 3), x(4, 2), x(6, 3, 2), x(6)),
-        sample("cdist", x(2, 4, 3), x(2, 6, 3)), sample("cosine_similarity", x(4, 6, 2), x(4, 6, 2), 1),
-        sample("matmul", x(4, 6), x(6, 8)), sample("matmul", x(2, 3, 4, 6), x(3, 6, 8)), sample("matmul", x(6), x(6)),
-        sample("matmul", x(2, 4, 6), x(6)), sample("matmul", x(6), x(2, 6, 4)), sample("matmul", x(2, 4, 6), x(6, 8)),
-        sample("embedding", x(12, 6), ids(12, 4, 2)), sample("embedding", x(12, 6), ids(12, 4), 3),
-        sample("scaled_dot_product_attention", q, k, v), sample("scaled_dot_product_attention", q, k, v, None, 0.0, True),
+        sample("linear", x(2, 4, 6), x(8, 6), x(8)),
+        sample("linear", x(2, 4, 6), x(8, 6)),
+        sample("linear", x(6), x(8, 6)),
+        sample("linear", x(4, 6), x(8, 6), None),
+        sample("mm", x(4, 6), x(6, 8)),
+        sample("bmm", x(2, 4, 6), x(2, 6, 8)),
+        sample("addmm", x(8), x(4, 6), x(6, 8)),
+        sample("addmm", x(4, 8), x(4, 6), x(6, 8), beta=2, alpha=3),
+        sample("addmm", x(4, 1), x(4, 6), x(6, 8)),
+        sample("baddbmm", x(2, 4, 8), x(2, 4, 6), x(2, 6, 8)),
+        sample("baddbmm", x(1, 8), x(2, 4, 6), x(2, 6, 8)),
+        sample("mv", x(4, 6), x(6)),
+        sample("addmv", x(4), x(4, 6), x(6)),
+        sample("dot", x(6), x(6)),
+        sample("vdot", x(6), x(6)),
+        sample("outer", x(4), x(6)),
+        sample("ger", x(4), x(6)),
+        sample("linalg_vecdot", x(4, 6), x(4, 6)),
+        sample("linalg_vecdot", x(4, 6), x(4, 6), dim=0),
+        sample("bilinear", x(4, 3), x(4, 2), x(6, 3, 2), x(6)),
+        sample("cdist", x(2, 4, 3), x(2, 6, 3)),
+        sample("cosine_similarity", x(4, 6, 2), x(4, 6, 2), 1),
+        sample("matmul", x(4, 6), x(6, 8)),
+        sample("matmul", x(2, 3, 4, 6), x(3, 6, 8)),
+        sample("matmul", x(6), x(6)),
+        sample("matmul", x(2, 4, 6), x(6)),
+        sample("matmul", x(6), x(2, 6, 4)),
+        sample("matmul", x(2, 4, 6), x(6, 8)),
+        sample("embedding", x(12, 6), ids(12, 4, 2)),
+        sample("embedding", x(12, 6), ids(12, 4), 3),
+        sample("scaled_dot_product_attention", q, k, v),
+        sample("scaled_dot_product_attention", q, k, v, None, 0.0, True),
         sample("scaled_dot_product_attention", q, k, v, attn_mask=masks[0], scale=0.3),
         sample("scaled_dot_product_attention", q, few_k, few_v, enable_gqa=True),
         sample("scaled_dot_product_attention", q[0], k[0], v[0], masks[0]),
         sample("scaled_dot_product_attention", q, k, v, None, 0.5, False, shapes_only=True),
-        sample("einsum", "bij,bjk->bik", [x(2, 4, 6), x(2, 6, 3)]), sample("einsum", "ij,j->", [x(4, 6), x(6)]),
-        sample("einsum", "...qd,...kd->...qk", [x(2, 3, 4, 6), x(2, 3, 2, 6)]), sample("einsum", "ii,ij->ij", [x(4, 4), x(4, 6)]),
-        sample("einsum", "ij,jk", [x(4, 6), x(6, 2)]), sample("einsum", "bij->b", [x(2, 4, 6)]),
+        sample("einsum", "bij,bjk->bik", [x(2, 4, 6), x(2, 6, 3)]),
+        sample("einsum", "ij,j->", [x(4, 6), x(6)]),
+        sample("einsum", "...qd,...kd->...qk", [x(2, 3, 4, 6), x(2, 3, 2, 6)]),
+        sample("einsum", "ii,ij->ij", [x(4, 4), x(4, 6)]),
+        sample("einsum", "ij,jk", [x(4, 6), x(6, 2)]),
+        sample("einsum", "bij->b", [x(2, 4, 6)]),
         sample("convolution", x(4, 2, 5, 5), x(6, 2, 3, 3), x(6), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
         sample("convolution", x(4, 2, 5, 5), x(2, 6, 3, 3), x(6), [1, 1], [1, 1], [1, 1], True, [0, 0], 1),
         sample("convolution", x(4, 6, 5, 5), x(6, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 6),
-        sample("conv1d", x(4, 6), x(2, 4, 3), x(2)), sample("conv1d", x(4, 6, 5), x(6, 1, 3), x(6), [1], [1], [1], 6),
-    ]  # fmt: skip
+        sample("conv1d", x(4, 6), x(2, 4, 3), x(2)),
+        sample("conv1d", x(4, 6, 5), x(6, 1, 3), x(6), [1], [1], [1], 6),
+    ]
     found += [sample("scaled_dot_product_attention", q, k, v, mask) for mask in masks]
     for n in (1, 2, 3):
         space, kernel = (4,) * n, (3,) * n
         found += [
             sample(f"conv{n}d", x(*conv[0], *space), x(6, 2, *kernel), x(6)),
             sample(f"conv{n}d.padding", x(*conv[0], *space), x(6, 2, *kernel), None, [1] * n, "same"),
-            sample(f"conv_transpose{n}d.{'default' if n == 1 else 'input'}", x(*conv[0], *space), x(2, 6, *kernel), x(6)),
+            sample(
+                f"conv_transpose{n}d.{'default' if n == 1 else 'input'}",
+                x(*conv[0], *space),
+                x(2, 6, *kernel),
+                x(6),
+            ),
         ]
     return found
 
 
 def _reductions() -> list[Sample]:
     found = [
-        sample("sum", x(4, 6)), sample("sum", bits(4, 6)), sample("sum.dim_IntList", x(4, 6, 2), [0, -1], True),
-        sample("sum.dim_IntList", x(4, 6, 2), [1]), sample("sum.dim_IntList", x(4, 6), None), sample("nansum", x(4, 6), [1]),
-        sample("mean", x(4, 6)), sample("mean.dim", x(4, 6, 2), [-1], True), sample("mean.dim", x(4, 6, 2), [1]),
-        sample("any.dims", bits(4, 6), [1]), sample("all.dims", bits(4, 6), [0], True),
-        sample("any.dim", bits(4, 6), 1), sample("all.dim", bits(4, 6), 0, True),
-        sample("any", bits(4, 6)), sample("all", bits(4, 6)), sample("count_nonzero", bits(4, 6)),
-        sample("argmax", x(4, 6)), sample("argmin", x(4, 6), 1), sample("argmax", x(4, 6), 0, True),
-        sample("amax", x(4, 6), [1]), sample("amin", x(4, 6), [0], True), sample("amax", x(4, 6)),
-        sample("logsumexp", x(4, 6), [-1]), sample("prod.dim_int", x(4, 6), 1), sample("prod", x(4)),
-        sample("norm.Scalar", x(4, 6)), sample("norm.ScalarOpt_dim", x(4, 6), 2, [1]),
-        sample("linalg_vector_norm", x(4, 6), 2, [1], True), sample("linalg_norm", x(4, 6), None, [1]),
-        sample("linalg_norm", x(4, 6)), sample("kthvalue", x(4, 6), 2), sample("mode", ids(3, 4, 6)),
-        sample("topk", x(4, 6), 2), sample("topk", x(4, 6), 2, 0), sample("sort", x(4, 6)), sample("sort", x(4, 6), 0, True),
-        sample("sort.stable", x(4, 6), stable=True, dim=0), sample("argsort", x(4, 6), 0),
-        sample("argsort.stable", x(4, 6), stable=True, dim=-1), sample("glu", x(4, 6), 1), sample("glu", x(4, 6), 0),
-        sample("pairwise_distance", x(4, 6), x(4, 6)), sample("pairwise_distance", x(4, 6), x(4, 6), 2.0, 1e-6, True),
-        sample("cumsum", x(4, 6), 1), sample("cumprod", u(4, 6), 0), sample("logcumsumexp", x(4, 6), 1),
-        sample("max", x(4, 6)), sample("min", x(4, 6)), sample("var", x(4, 6)), sample("std", x(4, 6)), sample("softmax.int", x(4, 6), -1),
-        sample("log_softmax.int", x(4, 6), 0), sample("_softmax", x(4, 6), 1, False), sample("_log_softmax", x(4, 6), 1, False),
+        sample("sum", x(4, 6)),
+        sample("sum", bits(4, 6)),
+        sample("sum.dim_IntList", x(4, 6, 2), [0, -1], True),
+        sample("sum.dim_IntList", x(4, 6, 2), [1]),
+        sample("sum.dim_IntList", x(4, 6), None),
+        sample("nansum", x(4, 6), [1]),
+        sample("mean", x(4, 6)),
+        sample("mean.dim", x(4, 6, 2), [-1], True),
+        sample("mean.dim", x(4, 6, 2), [1]),
+        sample("any.dims", bits(4, 6), [1]),
+        sample("all.dims", bits(4, 6), [0], True),
+        sample("any.dim", bits(4, 6), 1),
+        sample("all.dim", bits(4, 6), 0, True),
+        sample("any", bits(4, 6)),
+        sample("all", bits(4, 6)),
+        sample("count_nonzero", bits(4, 6)),
+        sample("argmax", x(4, 6)),
+        sample("argmin", x(4, 6), 1),
+        sample("argmax", x(4, 6), 0, True),
+        sample("amax", x(4, 6), [1]),
+        sample("amin", x(4, 6), [0], True),
+        sample("amax", x(4, 6)),
+        sample("logsumexp", x(4, 6), [-1]),
+        sample("prod.dim_int", x(4, 6), 1),
+        sample("prod", x(4)),
+        sample("norm.Scalar", x(4, 6)),
+        sample("norm.ScalarOpt_dim", x(4, 6), 2, [1]),
+        sample("linalg_vector_norm", x(4, 6), 2, [1], True),
+        sample("linalg_norm", x(4, 6), None, [1]),
+        sample("linalg_norm", x(4, 6)),
+        sample("kthvalue", x(4, 6), 2),
+        sample("mode", ids(3, 4, 6)),
+        sample("topk", x(4, 6), 2),
+        sample("topk", x(4, 6), 2, 0),
+        sample("sort", x(4, 6)),
+        sample("sort", x(4, 6), 0, True),
+        sample("sort.stable", x(4, 6), stable=True, dim=0),
+        sample("argsort", x(4, 6), 0),
+        sample("argsort.stable", x(4, 6), stable=True, dim=-1),
+        sample("glu", x(4, 6), 1),
+        sample("glu", x(4, 6), 0),
+        sample("pairwise_distance", x(4, 6), x(4, 6)),
+        sample("pairwise_distance", x(4, 6), x(4, 6), 2.0, 1e-6, True),
+        sample("cumsum", x(4, 6), 1),
+        sample("cumprod", u(4, 6), 0),
+        sample("logcumsumexp", x(4, 6), 1),
+        sample("max", x(4, 6)),
+        sample("min", x(4, 6)),
+        sample("var", x(4, 6)),
+        sample("std", x(4, 6)),
+        sample("softmax.int", x(4, 6), -1),
+        sample("log_softmax.int", x(4, 6), 0),
+        sample("_softmax", x(4, 6), 1, False),
+        sample("_log_softmax", x(4, 6), 1, False),
         sample("special_softmax", x(4, 6), 1),
-    ]  # fmt: skip
+    ]
     found += [sample(f"{name}.dim", x(4, 6), 1, True) for name in ("max", "min", "median", "nanmedian")]
     found += [sample(f"{name}.dim", x(4, 6), [1]) for name in ("var", "std")]
-    found += [sample(f"{name}.correction", x(4, 6), [1], correction=1, keepdim=True) for name in
-              ("var", "std", "var_mean", "std_mean")]  # fmt: skip
+    found += [
+        sample(f"{name}.correction", x(4, 6), [1], correction=1, keepdim=True)
+        for name in ("var", "std", "var_mean", "std_mean")
+    ]
     return found + [sample(name, x(4, 6), 1) for name in ("cummax", "cummin")]
 
 
 def _views() -> list[Sample]:
     y = x(4, 6, 2)
     return [
-        sample("view", y, [4, 12]), sample("view", x(4, 12), [4, 3, -1]), sample("view", x(12, 2), [2, 12]),
-        sample("reshape", y, [24, 2]), sample("reshape", x(1, 4, 1), [2, 1, 2]), sample("_unsafe_view", y, [2, 2, 12]),
-        sample("unsqueeze", y, -1), sample("squeeze", x(4, 1, 6)), sample("squeeze.dim", x(4, 1, 6), 1), sample("squeeze.dim", x(4, 6), 0),
-        sample("squeeze.dims", x(4, 1, 6, 1), [1, 3]), sample("flatten.using_ints", y, 1), sample("flatten.using_ints", y),
-        sample("ravel", y), sample("atleast_1d", x()), sample("atleast_2d", x(4)), sample("atleast_3d", x(4, 6)),
-        sample("view_as", y, x(4, 12)), sample("reshape_as", y, x(24, 2)), sample("unflatten.int", x(4, 12), 1, [-1, 3]),
-        sample("unflatten.int", x(4, 12), 1, [4, 3]), sample("unflatten.int", x(4, 12), -1, [1, -1, 3]),
-        sample("unflatten.int", x(4, 12), 0, [2, -1]), sample("expand", x(4, 1, 6), [4, 2, 6]),
-        sample("expand", x(6), [4, -1]), sample("broadcast_to", x(4, 1), [4, 6]), sample("expand_as", x(6), x(4, 6)),
-        sample("permute", y, [2, 0, -2]), sample("transpose.int", y, 0, -1), sample("swapaxes", y, 0, 1),
-        sample("swapdims", y, 1, 2), sample("mT", y), sample("adjoint", y), sample("t", x(4, 6)), sample("t", x(4)),
-        sample("numpy_T", x(4, 6)), sample("movedim.int", y, 0, 2), sample("movedim.intlist", y, [0, 1], [2, 0]),
-        sample("moveaxis.int", y, -1, 0), sample("moveaxis.intlist", y, [2], [0]), sample("select.int", y, 1, 2),
-        sample("unbind.int", y, 1), sample("split.Tensor", y, 4, 1), sample("split.sizes", y, [4, 2], 1),
-        sample("split_with_sizes", y, [1, 3]), sample("unsafe_split.Tensor", y, 2), sample("chunk", y, 2, -1),
-        sample("unsafe_chunk", y, 2), sample("tensor_split.sections", y, 2, 1), sample("tensor_split.indices", y, [1, 2], 1),
-        sample("narrow", y, 1, 2, 3), sample("slice.Tensor", y, 1, 2, 5), sample("slice.Tensor", y, 1, 0, 9223372036854775807),
-        sample("slice.Tensor", y), sample("slice.Tensor", y, 1, 0, None, 2), sample("slice.Tensor", y, -2, -2),
-        sample("slice.Tensor", y, 0, 0, 4), sample("unfold", y, 1, 3, 1), sample("diagonal", x(4, 6, 6), 0, 1, 2),
-        sample("alias", y), sample("detach", y),
-    ]  # fmt: skip
+        sample("view", y, [4, 12]),
+        sample("view", x(4, 12), [4, 3, -1]),
+        sample("view", x(12, 2), [2, 12]),
+        sample("reshape", y, [24, 2]),
+        sample("reshape", x(1, 4, 1), [2, 1, 2]),
+        sample("_unsafe_view", y, [2, 2, 12]),
+        sample("unsqueeze", y, -1),
+        sample("squeeze", x(4, 1, 6)),
+        sample("squeeze.dim", x(4, 1, 6), 1),
+        sample("squeeze.dim", x(4, 6), 0),
+        sample("squeeze.dims", x(4, 1, 6, 1), [1, 3]),
+        sample("flatten.using_ints", y, 1),
+        sample("flatten.using_ints", y),
+        sample("ravel", y),
+        sample("atleast_1d", x()),
+        sample("atleast_2d", x(4)),
+        sample("atleast_3d", x(4, 6)),
+        sample("view_as", y, x(4, 12)),
+        sample("reshape_as", y, x(24, 2)),
+        sample("unflatten.int", x(4, 12), 1, [-1, 3]),
+        sample("unflatten.int", x(4, 12), 1, [4, 3]),
+        sample("unflatten.int", x(4, 12), -1, [1, -1, 3]),
+        sample("unflatten.int", x(4, 12), 0, [2, -1]),
+        sample("expand", x(4, 1, 6), [4, 2, 6]),
+        sample("expand", x(6), [4, -1]),
+        sample("broadcast_to", x(4, 1), [4, 6]),
+        sample("expand_as", x(6), x(4, 6)),
+        sample("permute", y, [2, 0, -2]),
+        sample("transpose.int", y, 0, -1),
+        sample("swapaxes", y, 0, 1),
+        sample("swapdims", y, 1, 2),
+        sample("mT", y),
+        sample("adjoint", y),
+        sample("t", x(4, 6)),
+        sample("t", x(4)),
+        sample("numpy_T", x(4, 6)),
+        sample("movedim.int", y, 0, 2),
+        sample("movedim.intlist", y, [0, 1], [2, 0]),
+        sample("moveaxis.int", y, -1, 0),
+        sample("moveaxis.intlist", y, [2], [0]),
+        sample("select.int", y, 1, 2),
+        sample("unbind.int", y, 1),
+        sample("split.Tensor", y, 4, 1),
+        sample("split.sizes", y, [4, 2], 1),
+        sample("split_with_sizes", y, [1, 3]),
+        sample("unsafe_split.Tensor", y, 2),
+        sample("chunk", y, 2, -1),
+        sample("unsafe_chunk", y, 2),
+        sample("tensor_split.sections", y, 2, 1),
+        sample("tensor_split.indices", y, [1, 2], 1),
+        sample("narrow", y, 1, 2, 3),
+        sample("slice.Tensor", y, 1, 2, 5),
+        sample("slice.Tensor", y, 1, 0, 9223372036854775807),
+        sample("slice.Tensor", y),
+        sample("slice.Tensor", y, 1, 0, None, 2),
+        sample("slice.Tensor", y, -2, -2),
+        sample("slice.Tensor", y, 0, 0, 4),
+        sample("unfold", y, 1, 3, 1),
+        sample("diagonal", x(4, 6, 6), 0, 1, 2),
+        sample("alias", y),
+        sample("detach", y),
+    ]
 
 
 def _joins() -> list[Sample]:
     y = x(4, 6, 2)
     return [
-        sample("cat", [x(4, 6), x(4, 2)], 1), sample("cat", [x(4, 6), x(2, 6)]), sample("concat", [x(4, 6), x(4, 6)], -1),
-        sample("concatenate", [x(4, 6), x(4, 6)]), sample("stack", [x(4, 6), x(4, 6)]), sample("stack", [x(4, 6), x(4, 6)], -1),
-        sample("repeat", x(4, 6), [2, 1, 3]), sample("repeat", x(4, 1), [1, 2]), sample("tile", x(4, 6), [2]),
-        sample("tile", x(4, 6), [2, 1, 1]), sample("repeat_interleave.self_int", y, 3, 1),
-        sample("repeat_interleave.self_int", y, 3), sample("repeat_interleave.self_int", y, 2, 1, output_size=12),
-        sample("select_scatter", y, x(4, 2), 1, 3), sample("slice_scatter", y, x(4, 3, 2), 1, 2, 5),
-    ]  # fmt: skip
+        sample("cat", [x(4, 6), x(4, 2)], 1),
+        sample("cat", [x(4, 6), x(2, 6)]),
+        sample("concat", [x(4, 6), x(4, 6)], -1),
+        sample("concatenate", [x(4, 6), x(4, 6)]),
+        sample("stack", [x(4, 6), x(4, 6)]),
+        sample("stack", [x(4, 6), x(4, 6)], -1),
+        sample("repeat", x(4, 6), [2, 1, 3]),
+        sample("repeat", x(4, 1), [1, 2]),
+        sample("tile", x(4, 6), [2]),
+        sample("tile", x(4, 6), [2, 1, 1]),
+        sample("repeat_interleave.self_int", y, 3, 1),
+        sample("repeat_interleave.self_int", y, 3),
+        sample("repeat_interleave.self_int", y, 2, 1, output_size=12),
+        sample("select_scatter", y, x(4, 2), 1, 3),
+        sample("slice_scatter", y, x(4, 3, 2), 1, 2, 5),
+    ]
 
 
 def _indexing() -> list[Sample]:
     y, index = x(4, 6, 2), ids(4, 4, 6, 2)
     where = torch.tensor([0, 2, 2, 5])
     return [
-        sample("one_hot", ids(5, 4, 6), 5), sample("masked_scatter", x(4, 6), bits(4, 6), x(24)),
-        sample("gather", y, 1, ids(6, 4, 8, 2)), sample("gather", y, -1, ids(2, 2, 6, 4)), sample("index_select", y, 1, where),
-        sample("index.Tensor", y, [ids(4, 6)]), sample("index.Tensor", y, [None, ids(6, 4, 2)]),
-        sample("index.Tensor", x(4, 6, 8), [ids(4, 3, 1), ids(6, 2)]), sample("index.Tensor", x(4, 6, 8), [ids(4, 6), None, ids(8, 6)]),
-        sample("index.Tensor", x(4, 6, 8, 2), [None, ids(6, 4), ids(8, 4)]), sample("index.Tensor", y, [None, None, ids(2, 4)]),
-        sample("index_put", x(12, 6), [ids(12, 4)], x(4, 6), True), sample("index_put", x(12, 6), [ids(12, 4)], x(), True),
-        sample("index_put", x(4, 3, 6), [torch.arange(4), ids(3, 4)], x(4, 6)), sample("index_put", x(12, 6), [torch.arange(4)], x(6)),
-        sample("scatter.src", y, 1, index, x(4, 6, 2)), sample("scatter.src", y, 1, index[:, :2], x(4, 2, 2)),
-        sample("scatter.value", y, 0, index, 2.0), sample("scatter.reduce", y, 1, index, x(4, 6, 2), reduce="add", fixed=(0, 2)),
-        sample("scatter_add", y, 1, index, x(4, 6, 2)), sample("scatter_reduce.two", y, 1, index, x(4, 6, 2), "sum"),
-        sample("index_add", y, 1, where, x(4, 4, 2)), sample("index_add", x(6), 0, where, x(4)),
+        sample("one_hot", ids(5, 4, 6), 5),
+        sample("masked_scatter", x(4, 6), bits(4, 6), x(24)),
+        sample("gather", y, 1, ids(6, 4, 8, 2)),
+        sample("gather", y, -1, ids(2, 2, 6, 4)),
+        sample("index_select", y, 1, where),
+        sample("index.Tensor", y, [ids(4, 6)]),
+        sample("index.Tensor", y, [None, ids(6, 4, 2)]),
+        sample("index.Tensor", x(4, 6, 8), [ids(4, 3, 1), ids(6, 2)]),
+        sample("index.Tensor", x(4, 6, 8), [ids(4, 6), None, ids(8, 6)]),
+        sample("index.Tensor", x(4, 6, 8, 2), [None, ids(6, 4), ids(8, 4)]),
+        sample("index.Tensor", y, [None, None, ids(2, 4)]),
+        sample("index_put", x(12, 6), [ids(12, 4)], x(4, 6), True),
+        sample("index_put", x(12, 6), [ids(12, 4)], x(), True),
+        sample("index_put", x(4, 3, 6), [torch.arange(4), ids(3, 4)], x(4, 6)),
+        sample("index_put", x(12, 6), [torch.arange(4)], x(6)),
+        sample("scatter.src", y, 1, index, x(4, 6, 2)),
+        sample("scatter.src", y, 1, index[:, :2], x(4, 2, 2)),
+        sample("scatter.value", y, 0, index, 2.0),
+        sample("scatter.reduce", y, 1, index, x(4, 6, 2), reduce="add", fixed=(0, 2)),
+        sample("scatter_add", y, 1, index, x(4, 6, 2)),
+        sample("scatter_reduce.two", y, 1, index, x(4, 6, 2), "sum"),
+        sample("index_add", y, 1, where, x(4, 4, 2)),
+        sample("index_add", x(6), 0, where, x(4)),
         sample("index_copy", y, 1, torch.tensor([0, 3]), x(4, 2, 2)),
-        sample("index_fill.int_Scalar", y, 1, where, 3.0), sample("index_fill.int_Tensor", y, 1, where, x()),
-    ]  # fmt: skip
+        sample("index_fill.int_Scalar", y, 1, where, 3.0),
+        sample("index_fill.int_Tensor", y, 1, where, x()),
+    ]
 
 
 def _normalization() -> list[Sample]:
     return [
-        sample("layer_norm", x(2, 4, 6), [6], x(6), x(6)), sample("layer_norm", x(2, 4, 6), [4, 6]),
-        sample("layer_norm", x(2, 4, 6), [6], bias=x(6)), sample("rms_norm", x(2, 4, 6), [6], x(6)),
-        sample("rms_norm", x(2, 4, 6), [6], weight=x(6)), sample("native_layer_norm", x(2, 4, 6), [6], x(6), x(6), 1e-5),
-        sample("_fused_rms_norm", x(2, 4, 6), [6], x(6), 1e-5), sample("group_norm", x(4, 6, 2), 3, x(6), x(6)),
+        sample("layer_norm", x(2, 4, 6), [6], x(6), x(6)),
+        sample("layer_norm", x(2, 4, 6), [4, 6]),
+        sample("layer_norm", x(2, 4, 6), [6], bias=x(6)),
+        sample("rms_norm", x(2, 4, 6), [6], x(6)),
+        sample("rms_norm", x(2, 4, 6), [6], weight=x(6)),
+        sample("native_layer_norm", x(2, 4, 6), [6], x(6), x(6), 1e-5),
+        sample("_fused_rms_norm", x(2, 4, 6), [6], x(6), 1e-5),
+        sample("group_norm", x(4, 6, 2), 3, x(6), x(6)),
         sample("instance_norm", x(4, 6, 5), x(6), x(6), None, None, True, 0.1, 1e-5, False),
         sample("batch_norm", x(4, 6, 5), x(6), x(6), x(6), u(6), False, 0.1, 1e-5, False, fixed=(3, 4)),
         sample("batch_norm", x(4, 6, 5), x(6), x(6), None, None, True, 0.1, 1e-5, False),
         sample("batch_norm", x(4, 6), None, None, x(6), u(6), False, 0.1, 1e-5, False, fixed=(1, 2)),
-    ]  # fmt: skip
+    ]
 
 
 def _spatial() -> list[Sample]:
@@ -256,39 +448,75 @@ def _spatial() -> list[Sample]:
     for n in (1, 2, 3):
         image, twice = x(2, 6, *(4,) * n), [8] * n
         found += [
-            sample(f"max_pool{n}d", image, [2] * n), sample(f"avg_pool{n}d", image, [2] * n),
-            sample(f"adaptive_avg_pool{n}d", image, [3] * n), sample(f"adaptive_max_pool{n}d", image, [3] * n),
+            sample(f"max_pool{n}d", image, [2] * n),
+            sample(f"avg_pool{n}d", image, [2] * n),
+            sample(f"adaptive_avg_pool{n}d", image, [3] * n),
+            sample(f"adaptive_max_pool{n}d", image, [3] * n),
             sample(f"max_pool{n}d_with_indices", image, [2] * n),
             sample(f"upsample_nearest{n}d.vec", image, twice, None),
-            sample(f"upsample_{('linear', 'bilinear', 'trilinear')[n - 1]}{n}d.vec", image, twice, False, None),
-        ]  # fmt: skip
+            sample(
+                f"upsample_{('linear', 'bilinear', 'trilinear')[n - 1]}{n}d.vec", image, twice, False, None
+            ),
+        ]
     image = x(2, 6, 4, 4)
     return [
-        *found, sample("_adaptive_avg_pool2d", image, [3, 3]), sample("_adaptive_avg_pool3d", x(2, 6, 4, 4, 4), [2, 2, 2]),
-        sample("upsample_bicubic2d.vec", image, [8, 8], False, None), sample("_upsample_nearest_exact2d.vec", image, [8, 8], None),
-        sample("upsample_nearest2d", image, [8, 8]), sample("upsample_bilinear2d", image, [8, 8], False),
-        sample("upsample_bicubic2d", image, [8, 8], False), sample("_upsample_bilinear2d_aa.vec", image, [8, 8], False, None),
-        sample("_upsample_bicubic2d_aa.vec", image, [8, 8], False, None), sample("grid_sampler", image, u(2, 3, 3, 2), 0, 0, False),
-        sample("grid_sampler_2d", image, u(2, 3, 3, 2), 0, 0, False), sample("pixel_shuffle", x(2, 12, 4, 4), 2),
-        sample("pixel_unshuffle", image, 2), sample("channel_shuffle", image, 2), sample("native_channel_shuffle", image, 2, fixed=(0,)),
-        sample("im2col", image, [2, 2], [1, 1], [0, 0], [1, 1]), sample("col2im", x(2, 24, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
-        sample("flip", x(4, 6), [1]), sample("roll", x(4, 6), [1], [0]), sample("roll", x(4, 6), [1]), sample("tril", x(2, 4, 6)),
-        sample("triu", x(2, 4, 6), 1), sample("pad", x(4, 6), [1, 2]), sample("pad", x(4, 6), [0, 0, 1, 1]),
-        sample("pad", x(2, 4, 6), [1, 1], "reflect"), sample("constant_pad_nd", x(4, 6), [-1, 2], 3.0),
-    ]  # fmt: skip
+        *found,
+        sample("_adaptive_avg_pool2d", image, [3, 3]),
+        sample("_adaptive_avg_pool3d", x(2, 6, 4, 4, 4), [2, 2, 2]),
+        sample("upsample_bicubic2d.vec", image, [8, 8], False, None),
+        sample("_upsample_nearest_exact2d.vec", image, [8, 8], None),
+        sample("upsample_nearest2d", image, [8, 8]),
+        sample("upsample_bilinear2d", image, [8, 8], False),
+        sample("upsample_bicubic2d", image, [8, 8], False),
+        sample("_upsample_bilinear2d_aa.vec", image, [8, 8], False, None),
+        sample("_upsample_bicubic2d_aa.vec", image, [8, 8], False, None),
+        sample("grid_sampler", image, u(2, 3, 3, 2), 0, 0, False),
+        sample("grid_sampler_2d", image, u(2, 3, 3, 2), 0, 0, False),
+        sample("pixel_shuffle", x(2, 12, 4, 4), 2),
+        sample("pixel_unshuffle", image, 2),
+        sample("channel_shuffle", image, 2),
+        sample("native_channel_shuffle", image, 2, fixed=(0,)),
+        sample("im2col", image, [2, 2], [1, 1], [0, 0], [1, 1]),
+        sample("col2im", x(2, 24, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
+        sample("flip", x(4, 6), [1]),
+        sample("roll", x(4, 6), [1], [0]),
+        sample("roll", x(4, 6), [1]),
+        sample("tril", x(2, 4, 6)),
+        sample("triu", x(2, 4, 6), 1),
+        sample("pad", x(4, 6), [1, 2]),
+        sample("pad", x(4, 6), [0, 0, 1, 1]),
+        sample("pad", x(2, 4, 6), [1, 1], "reflect"),
+        sample("constant_pad_nd", x(4, 6), [-1, 2], 3.0),
+    ]
 
 
 def _creation() -> list[Sample]:
     found = [
-        sample("full", [4, 6], 2.0), sample("zeros", [4, 6], dtype=F64), sample("ones", [4]), sample("ones", []),
-        sample("empty.memory_format", [4, 6], shapes_only=True), sample("full_like", x(4, 6), 2.0),
-        sample("empty_like", x(4, 6), shapes_only=True), sample("zeros_like", x(4, 6)), sample("ones_like", x(4, 6)),
-        sample("rand", [4, 6], shapes_only=True), sample("randn", [4, 6], shapes_only=True), sample("arange", 6),
-        sample("arange.start", 2, 6), sample("arange.start_step", 0, 6, 2), sample("linspace", 0, 1, 6), sample("eye", 4),
-        sample("eye.m", 4, 6), sample("scalar_tensor", 2.0), sample("new_full", x(4, 6), [4, 6], 2.0),
-        sample("new_full", x(3), [4, 6], 2.0), sample("new_empty", x(3), [4, 6], shapes_only=True),
-    ]  # fmt: skip
-    return found + [sample(f"new_{name}", x(4, 6), size) for name in ("zeros", "ones") for size in ([4, 6], [4], [])]
+        sample("full", [4, 6], 2.0),
+        sample("zeros", [4, 6], dtype=F64),
+        sample("ones", [4]),
+        sample("ones", []),
+        sample("empty.memory_format", [4, 6], shapes_only=True),
+        sample("full_like", x(4, 6), 2.0),
+        sample("empty_like", x(4, 6), shapes_only=True),
+        sample("zeros_like", x(4, 6)),
+        sample("ones_like", x(4, 6)),
+        sample("rand", [4, 6], shapes_only=True),
+        sample("randn", [4, 6], shapes_only=True),
+        sample("arange", 6),
+        sample("arange.start", 2, 6),
+        sample("arange.start_step", 0, 6, 2),
+        sample("linspace", 0, 1, 6),
+        sample("eye", 4),
+        sample("eye.m", 4, 6),
+        sample("scalar_tensor", 2.0),
+        sample("new_full", x(4, 6), [4, 6], 2.0),
+        sample("new_full", x(3), [4, 6], 2.0),
+        sample("new_empty", x(3), [4, 6], shapes_only=True),
+    ]
+    return found + [
+        sample(f"new_{name}", x(4, 6), size) for name in ("zeros", "ones") for size in ([4, 6], [4], [])
+    ]
 
 
 def _special() -> list[Sample]:
@@ -296,7 +524,8 @@ def _special() -> list[Sample]:
     target[0, :3] = -100
     flat, labels, weight = x(4, 12), torch.tensor([3, -100, 0, 11]), u(12)
     found = [
-        sample("autopar.dropout", x(4, 6), 0.0), sample("autopar.dropout", x(4, 6), 0.5, shapes_only=True),
+        sample("autopar.dropout", x(4, 6), 0.0),
+        sample("autopar.dropout", x(4, 6), 0.5, shapes_only=True),
         sample("autopar.cross_entropy_denominator", target, None, -100, 12),
         sample("autopar.cross_entropy_denominator", target, weight, -100, 12),
         sample("autopar.batch_norm", x(4, 6, 2, 4), x(6), x(6), x(6), u(6), 0.1, 1e-5, fixed=(3, 4)),
@@ -304,21 +533,57 @@ def _special() -> list[Sample]:
         sample("autopar.batch_norm", x(4, 6, 2), x(6), None, x(6), u(6), 0.1, 1e-5, fixed=(2, 3)),
         sample("autopar.cross_entropy", x(12), torch.tensor(5), None, 0, -100, 0.0, "sum"),
         sample("binary_cross_entropy_with_logits", x(4, 6), u(4, 6), None, u(4, 6), 2, fixed=(2,)),
-        sample("flash_attn._flash_attn_forward.default", *(x(2, 6, 4, 3) for _ in range(3)), 0.0, 0.5, True, -1, -1, 0.0, None, False),
-        sample("flash_attn._flash_attn_forward.default", *(x(2, 6, 4, 3) for _ in range(3)), 0.0, 0.5, True, -1, -1, 0.0, u(4), False),
-        sample("flash_attn._flash_attn_varlen_forward.default", *(x(6, 4, 3) for _ in range(3)),
-               torch.tensor([0, 2, 6]), torch.tensor([0, 2, 6]), 4, 4, 0.0, 0.5, True),
-    ]  # fmt: skip
+        sample(
+            "flash_attn._flash_attn_forward.default",
+            *(x(2, 6, 4, 3) for _ in range(3)),
+            0.0,
+            0.5,
+            True,
+            -1,
+            -1,
+            0.0,
+            None,
+            False,
+        ),
+        sample(
+            "flash_attn._flash_attn_forward.default",
+            *(x(2, 6, 4, 3) for _ in range(3)),
+            0.0,
+            0.5,
+            True,
+            -1,
+            -1,
+            0.0,
+            u(4),
+            False,
+        ),
+        sample(
+            "flash_attn._flash_attn_varlen_forward.default",
+            *(x(6, 4, 3) for _ in range(3)),
+            torch.tensor([0, 2, 6]),
+            torch.tensor([0, 2, 6]),
+            4,
+            4,
+            0.0,
+            0.5,
+            True,
+        ),
+    ]
     for reduction in ("sum", "none"):
         for smoothing in (0.0, 0.1):
             found += [
                 sample("autopar.cross_entropy", logits, target, None, 1, -100, smoothing, reduction),
-                sample("autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)),
-            ]  # fmt: skip
+                sample(
+                    "autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)
+                ),
+            ]
     for reduction in (0, 1, 2):
-        found += [sample(name, x(4, 6), x(4, 6), reduction) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")]
+        found += [
+            sample(name, x(4, 6), x(4, 6), reduction)
+            for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
+        ]
         found += [
             sample("binary_cross_entropy", u(4, 6), u(4, 6), None, reduction),
             sample("binary_cross_entropy_with_logits", x(4, 6), u(4, 6), None, None, reduction),
-        ]  # fmt: skip
+        ]
     return found

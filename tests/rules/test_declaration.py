@@ -19,22 +19,32 @@ def _forget_user_rules(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry_module, "_user_rules", {})
 
 
-def shown(target: str, args: tuple, operands: list[tuple[int, ...]], *results: tuple[int, ...], kwargs=(), dtypes=None) -> set[str]:
+def shown(
+    target: str,
+    args: tuple,
+    operands: list[tuple[int, ...]],
+    *results: tuple[int, ...],
+    kwargs=(),
+    dtypes=None,
+) -> set[str]:
     """The options as text, ``"f B,S(0) -> S(1) /8"``."""
     found = found_for(target, args, operands, *results, kwargs=kwargs, dtypes=dtypes)
     assert found is not None
     return {
         f"{o.factor} {','.join(map(str, o.operands))} -> {','.join(map(str, o.results))}"
-        + (f" /{o.extent}" if o.extent else "") + (f" by {o.kernel}" if o.kernel else "")
+        + (f" /{o.extent}" if o.extent else "")
+        + (f" by {o.kernel}" if o.kernel else "")
         for o in found.options
-    }  # fmt: skip
+    }
 
 
 def found_for(target, args, operands, *results, kwargs=(), dtypes=None) -> RuleMatch | None:
     names = tuple(f"r{i}" for i in range(len(results)))
     kinds = dtypes or ["float32"] * len(operands)
     types = tuple(TensorType(shape, kind) for shape, kind in zip(operands, kinds, strict=True))
-    return options_for(Op("op", target, args, tuple(kwargs), names), types, tuple(TensorType(r, "float32") for r in results))
+    return options_for(
+        Op("op", target, args, tuple(kwargs), names), types, tuple(TensorType(r, "float32") for r in results)
+    )
 
 
 X, W, B = Ref("x"), Ref("w"), Ref("b")
@@ -42,9 +52,14 @@ X, W, B = Ref("x"), Ref("w"), Ref("b")
 
 def test_linear_is_the_line_that_the_documentation_shows():
     assert shown("aten.linear.default", (X, W, B), [(4, 16, 8), (6, 8), (6,)], (4, 16, 6)) == {
-        "- R,R,R -> R", "~ B,B,B -> B", "+0 P,B,P -> P",
-        "d0 S(0),B,B -> S(0) /4", "d1 S(1),B,B -> S(1) /16", "f B,S(0),S(0) -> S(2) /6", "h S(2),S(1),P -> P /8",
-    }  # fmt: skip
+        "- R,R,R -> R",
+        "~ B,B,B -> B",
+        "+0 P,B,P -> P",
+        "d0 S(0),B,B -> S(0) /4",
+        "d1 S(1),B,B -> S(1) /16",
+        "f B,S(0),S(0) -> S(2) /6",
+        "h S(2),S(1),P -> P /8",
+    }
 
 
 def test_vocabulary_embedding_uses_its_kernel_and_gives_terms():
@@ -54,13 +69,20 @@ def test_vocabulary_embedding_uses_its_kernel_and_gives_terms():
 
 
 def test_vocabulary_cross_entropy_communicates_once_for_the_maximum_and_once_for_the_sums():
-    found = found_for("autopar.cross_entropy", (X, W, None, 1, -100, 0.1, "sum"), [(4, 12), (4,)], (), dtypes=["float32", "int64"])
+    found = found_for(
+        "autopar.cross_entropy",
+        (X, W, None, 1, -100, 0.1, "sum"),
+        [(4, 12), (4,)],
+        (),
+        dtypes=["float32", "int64"],
+    )
     assert found is not None
     option = next(o for o in found.options if o.kernel)
     assert [str(p) for p in option.operands + option.results] == ["S(1)", "R", "R"]
     assert [(c.kind, c.phase, c.operand, c.drop_dims, c.count) for c in option.collectives] == [
-        ("all_reduce", "forward", 0, (1,), 1), ("all_reduce", "forward", 0, (1,), 3),
-    ]  # fmt: skip
+        ("all_reduce", "forward", 0, (1,), 1),
+        ("all_reduce", "forward", 0, (1,), 3),
+    ]
 
 
 def test_synchronised_batch_norm_communicates_two_numbers_per_channel_each_way():
@@ -69,20 +91,29 @@ def test_synchronised_batch_norm_communicates_two_numbers_per_channel_each_way()
     kernels = {o.factor: o for o in found.options if o.kernel}
     assert set(kernels) == {"d0", "d2"}
     assert [(c.phase, c.operand, c.drop_dims, c.count) for c in kernels["d0"].collectives] == [
-        ("forward", 0, (0, 2), 2), ("backward", 0, (0, 2), 2),
-    ]  # fmt: skip
+        ("forward", 0, (0, 2), 2),
+        ("backward", 0, (0, 2), 2),
+    ]
 
 
 def test_grouped_query_heads_are_bounded_by_the_key_heads():
     q, k = (2, 32, 64, 16), (2, 8, 64, 16)
-    assert "d1 S(1),S(1),S(1) -> S(1) /8" in shown("aten.scaled_dot_product_attention.default", (X, W, B), [q, k, k], q)
+    assert "d1 S(1),S(1),S(1) -> S(1) /8" in shown(
+        "aten.scaled_dot_product_attention.default", (X, W, B), [q, k, k], q
+    )
 
 
 def test_query_rows_split_unless_attention_is_causal():
     shape = (2, 8, 64, 16)
+
     def factors(*rest):
-        return {text.split()[0] for text in shown(
-            "aten.scaled_dot_product_attention.default", (X, W, B, *rest), [shape] * 3, shape)}
+        return {
+            text.split()[0]
+            for text in shown(
+                "aten.scaled_dot_product_attention.default", (X, W, B, *rest), [shape] * 3, shape
+            )
+        }
+
     assert "q" in factors()
     assert "q" not in factors(None, 0.0, True)
 
@@ -103,8 +134,13 @@ def test_adding_a_number_to_terms_is_not_linear_but_scaling_by_one_is():
 
 def test_heads_are_the_outer_part_of_a_merged_dim():
     assert shown("aten.view.default", (X, (4, 16, 8, 3)), [(4, 16, 24)], (4, 16, 8, 3)) == {
-        "- R -> R", "~ B -> B", "+ P -> P", "d0 S(0) -> S(0) /4", "d1 S(1) -> S(1) /16", "d2 S(2) -> S(2) /8",
-    }  # fmt: skip
+        "- R -> R",
+        "~ B -> B",
+        "+ P -> P",
+        "d0 S(0) -> S(0) /4",
+        "d1 S(1) -> S(1) /16",
+        "d2 S(2) -> S(2) /8",
+    }
 
 
 def test_sizes_among_the_arguments_are_named():

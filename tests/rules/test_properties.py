@@ -42,7 +42,9 @@ def test_any_reshape_splits_as_its_rule_says(shapes: tuple[list[int], list[int]]
 
 @settings(max_examples=80)
 @given(st.lists(sizes, max_size=3), st.lists(sizes, max_size=2), st.data())
-def test_any_merged_or_split_dim_keeps_its_outer_part_as_a_factor(outer: list[int], inner: list[int], data: st.DataObject):
+def test_any_merged_or_split_dim_keeps_its_outer_part_as_a_factor(
+    outer: list[int], inner: list[int], data: st.DataObject
+):
     """[.., a, b, ..] <-> [.., a * b, ..]: slices of a are slices of a * b."""
     heads, dim = data.draw(sizes), data.draw(sizes)
     merged, parted = [*outer, heads * dim, *inner], [*outer, heads, dim, *inner]

@@ -11,7 +11,16 @@ from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
 from autopar.program import Op, Option
 from autopar.rules import RuleMatch
 from autopar.rules.derivation import derive_options
-from tests.rules.harness import RuleViolationError, Sample, as_op, call, check_options, match, sample, tensor_type
+from tests.rules.harness import (
+    RuleViolationError,
+    Sample,
+    as_op,
+    call,
+    check_options,
+    match,
+    sample,
+    tensor_type,
+)
 from tests.rules.samples import ids, x
 
 
@@ -27,7 +36,9 @@ def with_option(case: Sample, factor: str, **changes: object) -> RuleMatch:
     found = match(case)
     assert found is not None
     assert factor in {option.factor for option in found.options}
-    return replace(found, options=tuple(replace(o, **changes) if o.factor == factor else o for o in found.options))
+    return replace(
+        found, options=tuple(replace(o, **changes) if o.factor == factor else o for o in found.options)
+    )
 
 
 WRONG_LINES = {
@@ -38,7 +49,10 @@ WRONG_LINES = {
     "bias added by every device": (sample("linear", x(4, 6), x(8, 6), x(8)), "* h, f h, f -> * f | sum h"),
     "square as linear": (sample("square", x(4, 6)), "* -> * | plus 0"),
     "number added to terms": (sample("add.Scalar", x(4, 6), 2.0), "* -> * | plus 0"),
-    "batch statistics of a slice": (sample("batch_norm", x(4, 6, 5), None, None, None, None, True, 0.1, 1e-5, False), "* -> *"),
+    "batch statistics of a slice": (
+        sample("batch_norm", x(4, 6, 5), None, None, None, None, True, 0.1, 1e-5, False),
+        "* -> *",
+    ),
     "inner part of a merged dim": (sample("view", x(4, 6), [24]), "_ d -> d"),
     "mean as a sum of terms": (sample("mean.dim", x(4, 6), [1]), "* h -> * | sum h"),
     "cumsum over a split dim": (sample("cumsum", x(4, 6), 1), "* f -> * f"),
@@ -47,12 +61,13 @@ WRONG_LINES = {
         "* q _, * _ _, * _ _ -> * q _",
     ),
     "groups of a convolution": (
-        sample("conv1d", x(2, 4, 5), x(4, 2, 3), None, [1], [0], [1], 2), "n c _, c _ _ -> n c _",
+        sample("conv1d", x(2, 4, 5), x(4, 2, 3), None, [1], [0], [1], 2),
+        "n c _, c _ _ -> n c _",
     ),
     "vocabulary without its kernel": (sample("embedding", x(12, 6), ids(12, 4)), "v h, * -> * h | sum v"),
     "size argument kept global": (sample("expand", x(6), [4, 6]), "d1, # -> _ d1"),
     "flip of a split dim": (sample("flip", x(4, 6), [1]), "* -> *"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_LINES)
@@ -65,7 +80,11 @@ def test_a_wrong_line_is_caught(name: str):
 CASE = sample("linear", x(4, 6), x(8, 6), x(8))
 
 WRONG_OPTIONS = {
-    "weight read as R where its gradients are terms": ("d0", {"operands": (shard(0), REPLICATE, BROADCAST)}, "operand 1"),
+    "weight read as R where its gradients are terms": (
+        "d0",
+        {"operands": (shard(0), REPLICATE, BROADCAST)},
+        "operand 1",
+    ),
     "bias gradient taken for whole": ("d0", {"operands": (shard(0), BROADCAST, REPLICATE)}, "operand 2"),
     "whole gradient taken for terms": ("-", {"operands": (BROADCAST, REPLICATE, REPLICATE)}, "operand 0"),
     "terms taken for the whole result": ("h", {"results": (REPLICATE,)}, "result 0"),
