@@ -100,7 +100,6 @@ class Profile:
         num_ranks: how many processes measured at the same time.
         date: when, ISO 8601.
         software: versions and settings that the numbers depend on.
-        memory_bytes: memory of the device as one rank sees it, 0.0 if not known.
         curves: see the module's table.
     """
 
@@ -108,7 +107,6 @@ class Profile:
     num_ranks: int
     date: str
     software: Mapping[str, str] = field(hash=False)
-    memory_bytes: float
     curves: Mapping[str, Curve] = field(hash=False)
 
     def measured_axes(self, kind: str) -> tuple[Axis, ...]:
@@ -135,7 +133,6 @@ class Profile:
             "num_ranks": self.num_ranks,
             "date": self.date,
             "software": dict(self.software),
-            "memory_bytes": self.memory_bytes,
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         curves = [

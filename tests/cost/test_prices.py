@@ -22,7 +22,7 @@ def _profile(**curves: list[tuple[float, float]]) -> Profile:
     found = {
         key.replace("__", "/"): Curve(tuple(Point(*p) for p in points)) for key, points in curves.items()
     }
-    return Profile("cpu", 4, "2026-01-01", {"torch": "2"}, 1e9, found)
+    return Profile("cpu", 4, "2026-01-01", {"torch": "2"}, found)
 
 
 def test_they_are_what_a_search_asks_for():
@@ -184,8 +184,12 @@ def test_a_profile_of_one_node_says_nothing_about_links_between_nodes():
     assert profiled.collective_s(*across) == described.collective_s(*across)
 
 
-@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-7, 10)), min_size=1, max_size=6, unique_by=lambda p: p[0]),
-       st.floats(0, 1e10), st.floats(0, 1e10))  # fmt: skip
+POINTS = st.tuples(st.floats(1, 1e9), st.floats(1e-7, 10))
+
+
+@given(
+    st.lists(POINTS, min_size=1, max_size=6, unique_by=lambda p: p[0]), st.floats(0, 1e10), st.floats(0, 1e10)
+)
 def test_a_curve_never_falls(points, one, other):
     curve = Curve(tuple(Point(*p) for p in points))
     few, many = sorted((one, other))

@@ -111,14 +111,12 @@ def _measure(
         found += measure_collectives(talk, axes, budget_s * (1 - _OPS_SHARE))
     seconds = max_over_ranks(talk, [m.taken.seconds for m in found])
     spreads = max_over_ranks(talk, [m.taken.spread for m in found])
-    # The smallest memory of all ranks is minus the largest of what is negative.
-    now_s, less_memory = max_over_ranks(talk, [time.time(), -_memory_bytes(device, talk.world_size)])
+    [now_s] = max_over_ranks(talk, [time.time()])
     return Profile(
         device=_device_name(device),
         num_ranks=talk.world_size,
         date=datetime.fromtimestamp(int(now_s), UTC).isoformat(),
         software=_software(device),
-        memory_bytes=-less_memory,
         curves=_curves(found, seconds, spreads),
     )
 
@@ -132,12 +130,6 @@ def _curves(found: list[Measurement], seconds: list[float], spreads: list[float]
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _memory_bytes(device: torch.device, world_size: int) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / world_size
 
 
 def _software(device: torch.device) -> dict[str, str]:

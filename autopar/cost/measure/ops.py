@@ -1,7 +1,8 @@
 """Measures ops on one device: forward and backward seconds over the work that `count_work` counts.
 
 Each probe is an op, as a trace would write it, beside a function that runs it.  The amount of work comes from
-the same `count_work` that prices ops later, so that a measured op of the same size gets its measured time.  What a call of autograd costs by itself is subtracted: a step pays it once, not once an op.
+the same `count_work` that prices ops later, so that a measured op of the same size gets its measured time.
+What a call of autograd costs by itself is subtracted: a step pays it once, not once an op.
 """
 
 from __future__ import annotations
