@@ -59,7 +59,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
         return _collect(Path(folder), [process.exitcode for process in processes], reason)
 
 
-def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 200) -> str:
+def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 100) -> str:
     """Run a script of this repository under torchrun with `world` processes.
 
     Returns:
@@ -69,18 +69,23 @@ def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s
         RanksError: it failed, or ran longer than `timeout_s`.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command = [*launcher, str(path), *args]
+    process = subprocess.Popen(
+        [*launcher, str(path), *args],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, timeout=timeout_s, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RanksError(f"{path} on {world} ranks ran longer than {timeout_s} s:\n{error.stderr}") from error
-    if done.returncode:
-        raise RanksError(
-            f"{path} on {world} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-        )
-    return done.stdout
+        printed, complained = process.communicate(timeout=timeout_s)
+        reason = f"ended with {process.returncode}" if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its ranks; killed, it would leave them behind
+        printed, complained = process.communicate(timeout=60)
+        reason = f"ran longer than {timeout_s} s"
+    if reason:
+        raise RanksError(f"{path} on {world} ranks {reason}:\n{printed}\n{complained}")
+    return printed
 
 
 def _run_rank(

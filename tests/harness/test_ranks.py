@@ -1,12 +1,13 @@
 """The helper that starts ranks: results in order, failures told at once, hangs ended."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksError, run_ranks
+from tests.ranks import RanksError, run_ranks, run_script
 
 
 def sum_ranks(offset: int) -> tuple[int, torch.Tensor]:
@@ -44,3 +45,29 @@ def test_one_failing_rank_ends_the_others_and_is_quoted():
 def test_a_hang_is_ended():
     with pytest.raises(RanksError, match="ran longer than 15 s"):
         run_ranks(sleep_long, 2, timeout_s=15)
+
+
+@pytest.mark.slow
+def test_a_script_runs_under_torchrun_and_its_failure_is_quoted(tmp_path: Path):
+    script = tmp_path / "script.py"
+    lines = [
+        "import os, sys",
+        "print('rank', os.environ['RANK'])",
+        "assert len(sys.argv) == 1, 'too many words'",
+    ]
+    script.write_text("\n".join(lines))
+    assert sorted(run_script(script, 2).split("\n")) == ["", "rank 0", "rank 1"]
+    with pytest.raises(RanksError, match="too many words"):
+        run_script(script, 2, ["word"])
+
+
+@pytest.mark.slow
+def test_a_script_that_hangs_is_ended_with_its_ranks(tmp_path: Path):
+    script, alive = tmp_path / "script.py", tmp_path / "alive"
+    touch = f"while True: Path({str(alive)!r}).touch(); time.sleep(0.2)"
+    script.write_text(f"import time\nfrom pathlib import Path\n{touch}\n")
+    with pytest.raises(RanksError, match="ran longer than 10 s"):
+        run_script(script, 1, timeout_s=10)
+    last = alive.stat().st_mtime
+    time.sleep(1)
+    assert alive.stat().st_mtime == last
