@@ -52,6 +52,11 @@ _TABLE = {
     "clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor": "*, * -> *",
     _overloads("lerp", "Scalar Tensor"): "*, *, * -> *",
     "addcmul addcdiv": "*, *, * -> *",
+    "bitwise_not conj _conj resolve_conj resolve_neg real imag": "* -> *",
+    "copy fill.Tensor polar complex": "*, * -> *",
+    "fill.Scalar": "* -> *",
+    "type_as": "*, ... -> *",
+    "bucketize.Tensor": "*, _ -> *",
 }
 
 _RANDOM = {

@@ -23,6 +23,8 @@ _TABLE = {
     "embedding": "v h, * -> * h | sum v, by v vocab_parallel_embedding",
     "bilinear": "* _, * _, f _ _, f -> * f",
     "cdist": "* m _, * n _ -> * m n",
+    "linalg_inv inverse linalg_cholesky linalg_matrix_exp matrix_exp": "* _ _ -> * _ _",
+    "linalg_det det logdet": "* _ _ -> *",
     "cosine_similarity": "*, *, @1 -> *-@",
 }
 
@@ -106,8 +108,38 @@ def _attention(op: Op, operand_types: Types, result_types: Types) -> Line | None
     return Line(f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _", is_random=dropout != 0.0)
 
 
+def _recurrent(has_cell: bool) -> Rule:
+    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first).
+
+    States are [layers, batch, hidden]; the batch splits, time does not.
+    """
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+        if len(operand_types[0].shape) != 3:
+            return None
+        x = "b _ _" if argument(op, 8, "batch_first") else "_ b _"
+        state = "_ b _"
+        states = "[_ b _]" if has_cell else state
+        results = f"{x}, {state}, {state}" if has_cell else f"{x}, {state}"
+        draws = argument(op, 6, "train") is True and argument(op, 5, "dropout") != 0.0
+        return Line(f"{x}, {states}, [...] -> {results}", is_random=draws)
+
+    return rule
+
+
+def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    """Rows of x, grouped by their ends, times one matrix a group: (x [rows, k], w [groups, k, n], ends [groups])."""
+    if [len(kind.shape) for kind in operand_types] != [2, 3, 1]:
+        return None
+    return Line("_ k, _ k n, offs: _ -> _ n | sum k")
+
+
 RULES: Mapping[str, Rule] = {
     **lines(_TABLE),
+    "aten.lstm.input": _recurrent(has_cell=True),
+    **{f"aten.{name}.input": _recurrent(has_cell=False) for name in ("gru", "rnn_tanh", "rnn_relu")},
+    "aten._grouped_mm.default": _grouped_mm,
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
     "aten.matmul.default": _matmul,
     "aten.einsum.default": _einsum,
     "aten.convolution.default": _general_convolution,

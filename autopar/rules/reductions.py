@@ -32,6 +32,9 @@ _TABLE = {
     "sort sort.stable": "*, @-1 -> *, *",
     "argsort argsort.stable": "*, @-1 -> *",
     "glu": "*, @-1 -> *",
+    "diff": "*, #, @-1, *, * -> *",
+    "histc": "... -> _",
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft": "*, #, @-1 -> *",
 }
 
 

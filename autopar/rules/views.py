@@ -246,6 +246,7 @@ RULES: Mapping[str, Rule] = {
     **_aten("unsqueeze flatten.using_ints ravel", _regroup),
     **_aten("atleast_1d atleast_2d atleast_3d", _regroup),
     **_aten("view_as reshape_as", _reshape_like),
+    **lines({"view_as_complex": "* _ -> *", "view_as_real": "* -> * _"}, is_view=True),
     **_aten("unflatten.int", _unflatten),
     **lines({"expand broadcast_to": "*, # -> * | plus 0"}, size_args=(1,), is_view=True),
     **lines({"expand_as": "*, * -> * | plus 0"}, is_view=True),

@@ -42,7 +42,7 @@ def sample(
     **kwargs: Any,
 ) -> Sample:
     """A `Sample`; ``aten.`` and ``.default`` may be left out of the target."""
-    if not target.startswith(("aten.", "autopar.", "flash_attn.", "testlib.")):
+    if not target.startswith(("aten.", "transformers.", "autopar.", "flash_attn.", "testlib.")):
         target = "aten." + (target if "." in target else target + ".default")
     return Sample(target, args, kwargs, shapes_only, tolerance, fixed)
 
@@ -171,8 +171,12 @@ def join_gradient(
     return join(parts, Placement(kind, placement.dim), what, tolerance)
 
 
+def has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _random_like(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
+    if has_gradient(tensor):
         return torch.randn_like(tensor)
     return torch.randint_like(tensor, 0, 5)
 
@@ -184,13 +188,13 @@ def _compare(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float)
         )
     if not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
         raise RuleViolationError(
-            f"{what}: differs by up to {(got.double() - want.double()).abs().max().item():.3g}"
+            f"{what}: differs by up to {(got.to(torch.complex128) - want.to(torch.complex128)).abs().max().item():.3g}"
         )
 
 
 def _differentiable(sample: Sample, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [
-        t.detach().clone().requires_grad_(t.is_floating_point() and index not in sample.fixed)
+        t.detach().clone().requires_grad_(has_gradient(t) and index not in sample.fixed)
         for index, t in enumerate(tensors)
     ]
 
@@ -213,13 +217,13 @@ def _check_option(sample: Sample, found: RuleMatch, option: Option, num_slices: 
     _, tensors = as_op(sample)
     operands = _differentiable(sample, tensors)
     whole = call(sample, operands)
-    seeds = [_random_like(result.detach()) if result.is_floating_point() else result for result in whole]
+    seeds = [_random_like(result.detach()) if has_gradient(result) else result for result in whole]
     want = _gradients(whole, seeds, operands)
     what = f"{sample.target} option {option.factor!r} on {num_slices} devices"
 
     pieces = [split(x.detach(), p, num_slices) for x, p in zip(operands, option.operands, strict=True)]
     local_seeds = [
-        split_gradient(s, p, num_slices) if s.is_floating_point() or p.is_shard else [s] * num_slices
+        split_gradient(s, p, num_slices) if has_gradient(s) or p.is_shard else [s] * num_slices
         for s, p in zip(seeds, option.results, strict=True)
     ]
     sizes = _local_sizes(found, option, whole, num_slices)

@@ -36,6 +36,9 @@ def all_samples() -> list[Sample]:
     return [
         *_pointwise(),
         *_products(),
+        *_recurrent(),
+        *_complex(),
+        *_square_matrices(),
         *_reductions(),
         *_views(),
         *_joins(),
@@ -51,6 +54,15 @@ def all_samples() -> list[Sample]:
 
 _RANDOM = {"native_dropout", "bernoulli", "rand_like", "randn_like", "normal_functional", "uniform"}
 _OWN_SAMPLES = {
+    "conj",
+    "_conj",
+    "resolve_conj",
+    "resolve_neg",
+    "real",
+    "imag",
+    "complex",
+    "polar",
+    "bucketize",
     "where",
     "masked_fill",
     "_to_copy",
@@ -63,9 +75,12 @@ _OWN_SAMPLES = {
     "clamp",
     "clip",
     "contiguous",
+    "type_as",
+    "fill",
     "native_dropout",
 }
 _NO_GRADIENT = {
+    "aten.copy.default",
     "aten.normal_functional.default",
     "aten.bernoulli.default",
     "aten.bernoulli.p",
@@ -114,7 +129,7 @@ def _from_schema(target: str, is_signed: bool) -> Sample:
         tuple(args),
         keywords,
         shapes_only=name in _RANDOM,
-        fixed=(0,) if target in _NO_GRADIENT else (),
+        fixed=(0, 1) if target in _NO_GRADIENT else (),
     )
 
 
@@ -128,6 +143,10 @@ def _more_pointwise() -> list[Sample]:
         sample("mul.Tensor", y, y),
         sample("sub.Tensor", x(1), x(4, 1), alpha=2),
         sample("contiguous", y.t()),
+        sample("bucketize.Tensor", x(4, 6), torch.tensor([-1.0, 0.0, 1.0], dtype=F64)),
+        sample("fill.Tensor", x(4, 6), x()),
+        sample("fill.Scalar", x(4, 6), 2.0),
+        sample("type_as", x(4, 6), x(3)),
         sample("where.self", bits(4, 1), x(4, 6), x(6)),
         sample("where.self", bits(6), x(), x(4, 6)),
         sample("where.Scalar", bits(4, 6), 1.0, 2.0),
@@ -194,6 +213,14 @@ def _products() -> list[Sample]:
         sample("linalg_vecdot", x(4, 6), x(4, 6)),
         sample("linalg_vecdot", x(4, 6), x(4, 6), dim=0),
         sample("bilinear", x(4, 3), x(4, 2), x(6, 3, 2), x(6)),
+        sample("transformers.grouped_mm_fallback.default", x(6, 4), x(2, 4, 8), torch.tensor([2, 6])),
+        sample(
+            "_grouped_mm",
+            torch.randn(32, 32, dtype=torch.bfloat16),
+            torch.randn(2, 32, 32, dtype=torch.bfloat16),
+            torch.tensor([16, 32], dtype=torch.int32),
+            tolerance=0.15,
+        ),
         sample("cdist", x(2, 4, 3), x(2, 6, 3)),
         sample("cosine_similarity", x(4, 6, 2), x(4, 6, 2), 1),
         sample("matmul", x(4, 6), x(6, 8)),
@@ -236,6 +263,46 @@ def _products() -> list[Sample]:
             ),
         ]
     return found
+
+
+def _recurrent() -> list[Sample]:
+    def weights(gates: int) -> list[torch.Tensor]:
+        return [x(gates * 3, 5), x(gates * 3, 3), x(gates * 3), x(gates * 3)]
+
+    flags = (True, 1, 0.0, True, False)
+    found = [
+        sample("lstm.input", x(2, 4, 5), [x(1, 4, 3), x(1, 4, 3)], weights(4), *flags, False),
+        sample("lstm.input", x(4, 2, 5), [x(1, 4, 3), x(1, 4, 3)], weights(4), *flags, True),
+        sample("gru.input", x(4, 2, 5), x(1, 4, 3), weights(3), *flags, True),
+    ]
+    return found + [
+        sample(f"{name}.input", x(2, 4, 5), x(1, 4, 3), weights(1), *flags, False) for name in ("rnn_tanh", "rnn_relu")
+    ]
+
+
+def _complex() -> list[Sample]:
+    z = torch.complex(x(4, 6), x(4, 6))
+    found = [
+        sample("view_as_complex", x(4, 6, 2)),
+        sample("view_as_real", z),
+        sample("polar", u(4, 6), x(4, 6)),
+        sample("complex", x(4, 6), x(4, 6)),
+        sample("mul.Tensor", z, z[0]),
+        sample("diff", x(4, 6)),
+        sample("diff", x(4, 6), 1, 0, x(1, 6)),
+        sample("histc", x(4, 6)),
+    ]
+    found += [sample(name, z) for name in ("conj", "_conj", "resolve_conj", "resolve_neg", "real", "imag")]
+    found += [sample(name, z) for name in ("fft_fft", "fft_ifft", "fft_irfft", "fft_hfft")]
+    found += [sample(name, x(4, 6)) for name in ("fft_rfft", "fft_ihfft")]
+    return [*found, sample("fft_fft", z, None, 0)]
+
+
+def _square_matrices() -> list[Sample]:
+    a = u(4, 3, 3) + 3 * torch.eye(3, dtype=F64)
+    symmetric = a @ a.mT
+    names = "linalg_inv inverse linalg_matrix_exp matrix_exp linalg_det det logdet linalg_cholesky"
+    return [sample(name, symmetric) for name in names.split()]
 
 
 def _reductions() -> list[Sample]:
@@ -583,6 +650,9 @@ def _special() -> list[Sample]:
             for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
         ]
         found += [
+            sample("soft_margin_loss", x(4, 6), x(4, 6).sign(), reduction, fixed=(1,)),
+            sample("hinge_embedding_loss", x(4, 6), x(4, 6).sign(), 1.0, reduction),
+            sample("poisson_nll_loss", x(4, 6), u(4, 6), True, False, 1e-8, reduction),
             sample("binary_cross_entropy", u(4, 6), u(4, 6), None, reduction),
             sample("binary_cross_entropy_with_logits", x(4, 6), u(4, 6), None, None, reduction),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers.integrations.moe  # noqa: F401  (defines transformers::grouped_mm_fallback)
 
 from autopar.rules import registered_targets
 from tests.rules.flash_stand_in import define_ops
