@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "share"]
+__all__ = ["agree", "agree_equal", "share"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,20 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def agree_equal(group: dist.ProcessGroup | None, value: str, what: str) -> None:
+    """Raise on every rank unless `value` is the same on all of `group`.
+
+    Raises:
+        MeshError: naming `what` and the first rank that differs from the first.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise MeshError(f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. "
+                            "Build the same on every rank; the global batch is the same everywhere")
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -23,7 +23,6 @@ _GLOO_SUM_DTYPES = _GLOO_DTYPES - {torch.float16}  # gloo would sum those in 16 
 # Buffers up to this size go straight to each member: gloo's gather and all-reduce pass them round a ring, and
 # with 2 to 4 processes on one machine that took 1.3 to 2 times as long.
 _DIRECT_BYTES = 1 << 20
-_REDUCE_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class _Group:
@@ -67,6 +66,11 @@ class ProcessGroupCommunicator(BaseCommunicator):
             if axis.size > 1:
                 self._group(axis)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group of all ranks of the mesh."""
+        return self._group(Axis(self.world_size, 1)).process_group
+
     def _group(self, axis: Axis) -> _Group:
         if axis not in self._groups:
             members = [self._ranks[rank] for rank in axis.group(self.rank)]
@@ -90,7 +94,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
         group = self._group(axis)
         sent = self._carried(stack if group.to_group is None else stack[group.to_group])
         received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+        work = compat.start_all_to_all(received, sent, group.process_group)
         return _Received(work, received, stack, group.from_group).handle
 
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
@@ -108,7 +112,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
         if self._is_gloo and x.dtype not in _GLOO_SUM_DTYPES:
             return self._start_reduce_in_parts(x, axis, op)
         result = x.clone()
-        work = dist.all_reduce(result, _REDUCE_OPS[op], group=self._group(axis).process_group, async_op=True)
+        work = compat.start_all_reduce(result, op, self._group(axis).process_group)
         return _Received(work, result, x, None).handle
 
     def _start_reduce_in_parts(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
@@ -126,7 +130,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         group = self._group(axis)
         result = self._carried(x).clone()
-        work = dist.broadcast(result, group.members[source], group=group.process_group, async_op=True)
+        work = compat.start_broadcast(result, group.members[source], group.process_group)
         return _Received(work, result, x, None).handle
 
     def _carried(self, x: Tensor) -> Tensor:
@@ -158,7 +162,4 @@ def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
-    # only the members take part, so a world of many groups opens each process's own ones alone
-    group = dist.new_group(sorted(members), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return compat.open_group(members)

@@ -61,11 +61,9 @@ def time_assignment(program: Program, num_microbatches: int) -> TimeAssignment |
     for constraint in problem.constraints:
         if not _choose(problem, constraint):
             return _describe(constraint.op, num_microbatches)
-    factors: dict[int, list[str]] = {layer.kind: [] for layer in program.kinds}
-    for constraint in problem.constraints:
-        if constraint.op is not None:
-            factors[constraint.kind].append(constraint.options[0].factor)
-    return TimeAssignment({kind: tuple(each) for kind, each in factors.items()}, _notes(program))
+    chosen = {(c.kind, c.op.name): c.options[0].factor for c in problem.constraints if c.op is not None}
+    factors = {layer.kind: tuple(chosen[layer.kind, op.name] for op in layer.ops) for layer in program.kinds}
+    return TimeAssignment(factors, _notes(program))
 
 
 def _notes(program: Program) -> tuple[str, ...]:

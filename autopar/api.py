@@ -1,0 +1,241 @@
+"""The four stages in order: trace -> cost -> search -> lower.  The only module that knows them all."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from autopar.arguments import read_bytes, read_dtype, training_spec
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices, Profile
+from autopar.cost.measure import measure_profile
+from autopar.fit import check_fit
+from autopar.lower import ParallelModule, lower
+from autopar.lower.agreement import agree, agree_equal, share
+from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search.prices import Prices
+from autopar.trace import Traced, default_example_inputs, trace
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["build", "parallelize", "plan", "trace_model"]
+
+ExampleInputs = Sequence[Any] | Mapping[str, Any]
+
+_CACHE = Path("~/.cache/autopar").expanduser()
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    plan: Plan | str | Path | None = None,
+    memory: float | str | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    precision: str | torch.dtype | None = None,
+    constraints: Sequence[str] = (),
+    compile: bool = False,
+) -> ParallelModule:
+    """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
+
+    Call it on every rank.  The strategy is searched for on rank 0, with prices measured on this machine, unless `plan` says it.
+
+    Args:
+        model: any ``nn.Module`` with real parameters, equal on every rank; it is left as it was.
+        mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order of nearness.
+        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments.  A model with
+            ``dummy_inputs`` may go without.
+        plan: a `Plan` or the path of a saved one, to run instead of searching.
+        memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
+        optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the class.
+        precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
+        constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
+        compile: compile each distinct layer program once with ``torch.compile``.
+
+    Returns:
+        A module with the original's signature, outputs and parameter names.  Parameters are DTensors; `.plan` is the plan.
+
+    Raises:
+        AutoparError: one of its kinds, on every rank, before any rank waits for another.
+
+    Example:
+        >>> model = autopar.parallelize(model, init_device_mesh("cuda", (8,)), {"input_ids": ids, "labels": ids})
+    """
+    communicator = ProcessGroupCommunicator(_ranks(mesh), mesh.device_type)
+    group = communicator.process_group
+    setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
+    agree_equal(group, traced.program.fingerprint, "model and example inputs")
+    if plan is None:
+        profile = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
+        setup = replace(setup, prices=agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), profile)))
+        plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
+    else:
+        given = plan
+        plan = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
+    chosen = plan
+    return agree(
+        group,
+        lambda: build(
+            model, traced, chosen, communicator, mesh, setup, example_inputs=example_inputs, compile_layers=compile
+        ),
+    )
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster | DeviceMesh,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    memory: float | str | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    precision: str | torch.dtype | None = None,
+    constraints: Sequence[str] = (),
+    profile: Profile | None = None,
+) -> Plan:
+    """Find the fastest plan that fits, without any process group; the model may be on the meta device.
+
+    Args:
+        model: as in `parallelize`.
+        cluster: the devices and links, or a DeviceMesh to read them from.
+        example_inputs: as in `parallelize`.
+        memory: as in `parallelize`.
+        optimizer: as in `parallelize`.
+        precision: as in `parallelize`.
+        constraints: as in `parallelize`.
+        profile: measured prices of this device; without them prices are estimates, and the plan says so.
+
+    Returns:
+        The plan.  ``print(plan)`` is a table; ``plan.save(path)`` writes JSON.
+
+    Raises:
+        InfeasibleError: nothing fits; the message names the smallest memory that would do.
+        AutoparError: the model, inputs, constraints or cluster can't be used.
+    """
+    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
+    where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
+    return _search(traced.program, where.world_size, replace(setup, prices=ClusterPrices(where, profile)))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The user's keyword arguments, read once.
+
+    Args:
+        dtype: what the program computes in, where it differs from the parameters' own.
+        memory_bytes: limit per device; None: what the device has.
+        training: bytes of optimizer state and stored parameters.
+        constraints: the user's texts.
+        prices: of the devices at hand; None where nothing is searched for.
+        trace_s: seconds that tracing took.
+    """
+
+    dtype: torch.dtype | None = None
+    memory_bytes: float | None = None
+    training: TrainingSpec = TrainingSpec()
+    constraints: tuple[str, ...] = ()
+    prices: Prices | None = None
+    trace_s: float = 0.0
+
+
+def _prepare(
+    model: nn.Module,
+    example_inputs: ExampleInputs | None,
+    memory: float | str | None,
+    optimizer: str | type[torch.optim.Optimizer],
+    precision: str | torch.dtype | None,
+    constraints: Sequence[str],
+) -> tuple[Setup, Traced]:
+    dtype = read_dtype(precision)
+    training = training_spec(model, optimizer)
+    memory_bytes = None if memory is None else read_bytes(memory)
+    started = time.perf_counter()
+    traced = trace_model(model, example_inputs, dtype=dtype)
+    setup = Setup(dtype, memory_bytes, training, tuple(constraints), trace_s=time.perf_counter() - started)
+    return setup, traced
+
+
+def _search(program: Program, world_size: int, setup: Setup) -> Plan:
+    assert setup.prices is not None
+    request = SearchRequest(setup.memory_bytes, setup.training, setup.constraints)
+    found = search(program, world_size, setup.prices, request)
+    return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
+
+
+def _given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:
+    chosen = given if isinstance(given, Plan) else Plan.load(given)
+    check_fit(chosen, program, world_size)
+    return chosen
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
+
+
+def trace_model(
+    model: nn.Module,
+    example_inputs: ExampleInputs | None,
+    *,
+    training: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> Traced:
+    """Trace `model` on its example inputs; raises what `autopar.trace.trace` raises."""
+    inputs = default_example_inputs(model) if example_inputs is None else example_inputs
+    if isinstance(inputs, Mapping):
+        return trace(model, (), dict(inputs), training=training, dtype=dtype)
+    return trace(model, tuple(inputs), {}, training=training, dtype=dtype)
+
+
+def build(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    communicator: Communicator,
+    mesh: DeviceMesh,
+    setup: Setup | None = None,
+    *,
+    example_inputs: ExampleInputs | None = None,
+    compile_layers: bool = False,
+) -> ParallelModule:
+    """Lower a traced model by a plan.  Every rank calls this; `communicator` may be real or simulated."""
+    setup = setup or Setup()
+    twin = _without_parameters(model)
+    example = tree_map_only(Tensor, lambda x: x.detach().to("meta"), example_inputs)
+
+    def lower_for_evaluation() -> tuple[Any, ...]:
+        evaluated = trace_model(twin, example, training=False, dtype=setup.dtype)
+        return (evaluated.program, _plan_evaluation(evaluated.program, plan, communicator, setup), evaluated.constants,
+                evaluated.flatten_inputs, evaluated.unflatten_outputs)  # fmt: skip
+
+    return lower(
+        traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
+        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, compute_dtype=setup.dtype,
+        eval_factory=lower_for_evaluation, compile_layers=compile_layers,
+    )  # fmt: skip
+
+
+def _plan_evaluation(program: Program, trained: Plan, communicator: Communicator, setup: Setup) -> Plan:
+    """A plan for forward passes alone.  Prices are deterministic, and equal on all ranks, so every rank finds the same."""
+    prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=communicator.world_size), None)
+    request = SearchRequest(trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1)
+    return search(program, communicator.world_size, prices, request)
+
+
+def _without_parameters(model: nn.Module) -> nn.Module:
+    """A twin of `model` with its parameters on the meta device, so that what can be traced later holds no memory."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,78 @@
+"""What the user's keyword arguments mean: amounts of memory, dtypes, optimizers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import torch
+from torch import nn
+
+from autopar.errors import ConstraintError
+from autopar.search import TrainingSpec
+
+__all__ = ["read_bytes", "read_dtype", "training_spec"]
+
+# Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
+_OPTIMIZER_STATES = {
+    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "sgd": 0, "momentum": 1, "adagrad": 1,
+    "rmsprop": 1, "rprop": 2, "adadelta": 2, "asgd": 1, "lion": 1, "muon": 1,
+}  # fmt: skip
+_UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_DTYPES = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32, "fp64": torch.float64, "float64": torch.float64,
+}  # fmt: skip
+
+
+def read_bytes(memory: float | str) -> float:
+    """Bytes, from a number or from text such as ``"70GiB"`` or ``"80 GB"``.
+
+    Raises:
+        ConstraintError: it is neither, or not positive.
+    """
+    if isinstance(memory, int | float):
+        number, unit = float(memory), ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", memory)
+        number, unit = (float(match[1]), match[2].upper()) if match else (0.0, "?")
+    if unit not in _UNITS or not number > 0:
+        raise ConstraintError(f"memory={memory!r} is no amount of memory: write bytes as a number, or text such as "
+                              "'70GiB' or '80GB'")
+    return number * _UNITS[unit]
+
+
+def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype to compute in; None for the parameters' own.
+
+    Raises:
+        ConstraintError: not a floating dtype.
+    """
+    if precision is None:
+        return None
+    dtype = _DTYPES.get(precision) if isinstance(precision, str) else precision
+    if dtype is None or not dtype.is_floating_point:
+        raise ConstraintError(f"precision={precision!r} is no floating dtype: use one of {', '.join(_DTYPES)}, "
+                              "a torch.dtype, or None for the dtype that the parameters have")
+    return dtype
+
+
+def training_spec(model: nn.Module, optimizer: str | type[torch.optim.Optimizer]) -> TrainingSpec:
+    """What training by `optimizer` takes per parameter; states, gradients and stored parameters have the parameters' dtype.
+
+    Raises:
+        ConstraintError: the optimizer is not known.
+    """
+    name = optimizer if isinstance(optimizer, str) else optimizer.__name__ if inspect.isclass(optimizer) else ""
+    if name.lower() not in _OPTIMIZER_STATES:
+        raise ConstraintError(f"optimizer={optimizer!r} is not known: use the class or the name of one of "
+                              f"{', '.join(_OPTIMIZER_STATES)}")
+    itemsize = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
+    return TrainingSpec(
+        optimizer_state_bytes_per_element=itemsize * _OPTIMIZER_STATES[name.lower()],
+        gradient_itemsize_bytes=itemsize,
+        storage_itemsize_bytes=itemsize,
+    )

@@ -1,0 +1,112 @@
+"""Whether a plan fits a program: asked before a plan that a person wrote, edited or found elsewhere is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from autopar.errors import PlanMismatchError
+from autopar.placement import Layout, format_layout, local_shape
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Op, Program
+
+__all__ = ["check_fit"]
+
+
+def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: bool = True) -> None:
+    """Raise if `plan` can't run `program` on `world_size` devices.
+
+    Args:
+        plan: what is to run.
+        program: what was traced from the model at hand.
+        world_size: number of devices at hand.
+        same_shapes: False lets the plan of a larger or smaller twin pass, as long as its layers and ops are the same.
+
+    Raises:
+        PlanMismatchError: naming everything that doesn't fit, the first ten.
+    """
+    problems = list(_problems(plan, program, world_size, same_shapes=same_shapes))
+    if problems:
+        more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
+        raise PlanMismatchError("the plan does not fit: " + "; ".join(problems[:10]) + more
+                                + ". Plan again for this model, these inputs and these devices with autopar.plan(...)")
+
+
+def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: bool) -> Iterator[str]:
+    if plan.world_size != world_size:
+        yield f"it is for {plan.world_size} devices, here are {world_size}"
+    planned = tuple((layer.name, layer.kind) for layer in plan.layers)
+    traced = tuple((layer.name, layer.kind) for layer in program.layers)
+    if planned != traced:
+        yield f"it has layers {_brief(planned)}, the model has {_brief(traced)}"
+        return
+    if same_shapes and plan.fingerprint != program.fingerprint:
+        yield (f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
+               f"here {program.fingerprint})")
+    for layer, planned_layer in zip(program.layers, plan.layers, strict=True):
+        if not 0 <= planned_layer.strategy < len(plan.strategies):
+            yield f"layer {layer.name} has strategy {planned_layer.strategy} of {len(plan.strategies)}"
+            continue
+        if layer in program.kinds or not same_shapes:
+            yield from _layer_problems(program, layer, plan.strategies[planned_layer.strategy], plan)
+
+
+def _brief(layers: tuple[tuple[str, int], ...]) -> str:
+    return f"{len(layers)}: {', '.join(name for name, _ in layers[:4])}{' ...' if len(layers) > 4 else ''}"
+
+
+def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, plan: Plan) -> Iterator[str]:
+    where = f"layer {layer.name}"
+    if math.prod(strategy.mesh) != plan.world_size:
+        yield f"{where}: mesh {strategy.mesh} does not hold {plan.world_size} devices"
+        return
+    parts = (("assignments", strategy.assignments, layer.ops), ("inputs", strategy.inputs, layer.inputs),
+             ("outputs", strategy.outputs, layer.outputs), ("storage", strategy.storage, layer.held))  # fmt: skip
+    for name, given, needed in parts:
+        if len(given) != len(needed):
+            yield f"{where}: {len(given)} {name} for {len(needed)}"
+            return
+    for op, factors in zip(layer.ops, strategy.assignments, strict=True):
+        yield from _op_problems(op, factors, strategy, plan.num_microbatches, where)
+    representative = program.kinds[layer.kind]
+    layouts = [*zip(layer.inputs, strategy.inputs, strict=True), *zip(layer.outputs, strategy.outputs, strict=True),
+               *zip(layer.held, strategy.storage, strict=True)]  # fmt: skip
+    if layer == representative:
+        layouts += list(strategy.copies)
+    for name, layout in layouts:
+        yield from _layout_problems(program, name, layout, strategy.mesh, where)
+
+
+def _op_problems(
+    op: Op, factors: tuple[str, ...], strategy: LayerStrategy, num_microbatches: int, where: str
+) -> Iterator[str]:
+    if len(factors) != len(strategy.mesh):
+        yield f"{where}, {op.name}: {len(factors)} factors for a mesh of {len(strategy.mesh)} axes"
+        return
+    options = {option.factor: option for option in op.options}
+    unknown = [factor for factor in factors if factor not in options]
+    if unknown:
+        yield f"{where}, {op.name} ({op.target}): no factor {', '.join(unknown)}; it has {', '.join(options)}"
+        return
+    for factor in dict.fromkeys(factors):
+        degree = math.prod(size for size, chosen in zip(strategy.mesh, factors, strict=True) if chosen == factor)
+        extent = options[factor].extent
+        if extent and extent % degree:
+            yield f"{where}, {op.name}: factor {factor} of extent {extent} can't be cut into {degree}"
+
+
+def _layout_problems(
+    program: Program, name: str, layout: Layout, mesh: tuple[int, ...], where: str
+) -> Iterator[str]:
+    if name not in program.values:
+        yield f"{where}: no value is called {name}"
+        return
+    shape = program.type_of(name).shape
+    text = f"{where}: {name} of shape {shape} can't lie as {format_layout(layout)} on mesh {mesh}"
+    if len(layout) != len(mesh) or any(p.is_shard and p.dim >= len(shape) for p in layout):
+        yield text
+        return
+    try:
+        local_shape(shape, layout, mesh)
+    except ValueError:
+        yield text

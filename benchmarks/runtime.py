@@ -1,0 +1,151 @@
+"""Step time of the lowered program against hand-written torch: ``python benchmarks/runtime.py [--ranks 2 4] [--steps 20]``.
+
+Both train the same LLaMA-shaped model with the same strategy over gloo, in the same processes, one step of each in turn, so
+that whatever else the machine does hits both.  The figure is the median over steps of the ratio autopar / hand-written, of the
+slowest rank's seconds.  By hand: `parallelize_module` for tensor parallelism, `fully_shard` per decoder layer for data parallelism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+CASES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...]]] = {
+    # name: ranks, (data, tensor) mesh, constraints that ask autopar for the same strategy
+    "data=2 zero=3": (2, (2, 1), ("data=2", "zero=3", "recompute=none", "microbatches=1")),
+    "data=2 zero=2": (2, (2, 1), ("data=2", "zero=2", "recompute=none", "microbatches=1")),
+    "tensor=2": (2, (1, 2), ("tensor=2", "zero=0", "recompute=none", "microbatches=1")),
+    "data=4 zero=3": (4, (4, 1), ("data=4", "zero=3", "recompute=none", "microbatches=1")),
+    "data=2 tensor=2 zero=3": (4, (2, 2), ("data=2", "tensor=2", "zero=3", "recompute=none", "microbatches=1")),
+}
+
+
+def make_model() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A LLaMA-shaped model of 6 M parameters in float32, and one global batch of 4096 tokens."""
+    import transformers  # noqa: PLC0415  (the launching process does not need it)
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=256, use_cache=False, pad_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, 512, (16, 256))
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def parallelize_by_hand(model: Any, sizes: tuple[int, ...], zero: int) -> nn.Module:
+    """The recipe of torch's own tutorials for this model: Megatron tensor parallelism, then FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor.parallel import (  # noqa: PLC0415
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    if sizes[1] > 1:
+        parallelize_module(model, mesh["tensor"], {
+            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "model.norm": SequenceParallel(),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        })  # fmt: skip
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tensor"], {
+                "input_layernorm": SequenceParallel(),
+                "self_attn": PrepareModuleInput(
+                    input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+                ),
+                "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(),
+                "self_attn.v_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+                "post_attention_layernorm": SequenceParallel(),
+                "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+                "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+            })  # fmt: skip
+    if sizes[0] > 1:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["data"], reshard_after_forward=zero == 3)
+        fully_shard(model, mesh=mesh["data"], reshard_after_forward=zero == 3)
+    return model
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor]) -> float:
+    """Seconds of one whole step on the slowest rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    model(**inputs).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seconds = torch.tensor(time.perf_counter() - started)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def run_case(name: str, steps: int) -> None:
+    """Compare one case; every rank runs this."""
+    import autopar  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world, sizes, constraints = CASES[name]
+    model, inputs = make_model()
+    ours = autopar.parallelize(
+        model, dist.device_mesh.init_device_mesh("cpu", (world,)), inputs, constraints=constraints
+    )
+    theirs = parallelize_by_hand(copy.deepcopy(model), sizes, zero=2 if "zero=2" in name else 3)
+    rank = dist.get_rank() // sizes[1]
+    mine = {key: value.chunk(sizes[0])[rank] for key, value in inputs.items()}
+    runs: tuple[tuple[nn.Module, dict[str, Tensor]], ...] = ((ours, inputs), (theirs, mine))
+    optimizers = [torch.optim.AdamW(m.parameters(), foreach=False) for m, _ in runs]
+    seconds: list[list[float]] = [[], []]
+    for step in range(steps + 3):
+        for which, (m, batch) in enumerate(runs):
+            elapsed = train_step(m, optimizers[which], batch)
+            if step >= 3:
+                seconds[which].append(elapsed)
+    if dist.get_rank() == 0:
+        ratios = sorted(a / b for a, b in zip(*seconds, strict=True))
+        quartiles = statistics.quantiles(ratios, n=4)
+        sys.stdout.write(
+            f"{name:26s} ratio median {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, "
+            f"{steps} steps; medians {statistics.median(seconds[0]):.4f} s and {statistics.median(seconds[1]):.4f} s)\n"
+        )
+        for strategy in dict.fromkeys((s.mesh, s.labels, s.zero) for s in ours.plan.strategies):
+            sys.stdout.write(f"    {strategy}\n")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Launch every case under torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--case", default="", help="run only this case")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        run_case(options.case, options.steps)
+        return
+    sys.stdout.write(f"# {' '.join(sys.argv)}: torch {torch.__version__}, {os.cpu_count()} cores, 1 thread a rank, gloo\n")
+    for name, (ranks, _, _) in CASES.items():
+        if ranks in options.ranks and options.case in ("", name):
+            sys.stdout.flush()
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            subprocess.run([*launch, __file__, "--case", name, "--steps", str(options.steps)], check=True)
+
+
+if __name__ == "__main__":
+    main()
