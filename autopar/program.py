@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.placement import Placement
 
@@ -44,12 +45,12 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """The product of the shape."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.num_elements * itemsize_bytes(self.dtype)
@@ -172,7 +173,7 @@ class Op:
     source: str = ""
     module: str = ""
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """The values it reads, one entry per mention, positional arguments first."""
         return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
@@ -250,6 +251,12 @@ class Program:
         for layer in self.layers:
             first.setdefault(layer.kind, layer)
         return tuple(first[kind] for kind in sorted(first))
+
+    @cached_property
+    def num_trainable_elements(self) -> int:
+        """Elements of all parameters that a gradient flows into."""
+        held = map(self.values.__getitem__, self.parameters)
+        return sum(v.type.num_elements for v in held if v.role == "parameter" and v.requires_grad)
 
     def type_of(self, name: str) -> TensorType:
         """The type of the value called `name`."""

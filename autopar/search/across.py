@@ -113,7 +113,9 @@ class Task:
         for layer in self.program.layers:
             for name in layer.held:
                 count[name] = count.get(name, 0) + 1
-        return tuple(n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter")
+        return tuple(
+            n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter"
+        )
 
     @cached_property
     def memory_price_s_per_byte(self) -> float:
@@ -124,7 +126,9 @@ class Task:
             repeats = sum(other.kind == layer.kind for other in self.program.layers)
             for op in layer.ops:
                 differentiable = any(self.program.values[name].requires_grad for name in op.results)
-                each = self.prices.op_s(op, tuple(map(types, op.operands)), tuple(map(types, op.results)), differentiable)
+                each = self.prices.op_s(
+                    op, tuple(map(types, op.operands)), tuple(map(types, op.results)), differentiable
+                )
                 seconds += repeats * (each.forward_s + each.backward_s)
         return 0.5 * seconds / self.world_size / self.prices.memory_bytes
 
@@ -132,7 +136,9 @@ class Task:
     def classes(self) -> tuple[int, ...]:
         """Per layer, the index of the first layer that has the same candidates."""
         first: dict[tuple[object, ...], int] = {}
-        return tuple(first.setdefault(self._signature(index), index) for index in range(len(self.program.layers)))
+        return tuple(
+            first.setdefault(self._signature(index), index) for index in range(len(self.program.layers))
+        )
 
     def _signature(self, index: int) -> tuple[object, ...]:
         layer, program = self.program.layers[index], self.program
@@ -161,7 +167,11 @@ def _microbatch_counts(task: Task) -> Iterator[tuple[int, TimeAssignment]]:
     while count <= task.request.max_microbatches and (count == 1 or batch % count == 0):
         found = time_assignment(task.program, count)
         if isinstance(found, str):
-            task.notes.append(f"no gradient accumulation: {found}" if count == 2 else f"at most {count // 2} microbatches: {found}")
+            task.notes.append(
+                f"no gradient accumulation: {found}"
+                if count == 2
+                else f"at most {count // 2} microbatches: {found}"
+            )
             return
         yield count, found
         count *= 2 if task.request.training.is_training else task.request.max_microbatches + 1
@@ -266,11 +276,17 @@ def _search_class(task: Task, scene: Scene, layer: Layer, demands: LayerDemands)
     for wanted in _relaxed(demands):
         found = tuple(c for mesh in task.meshes for c in layer_candidates(scene, layer, mesh, wanted))
         if found:
-            given_up = [f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees]
+            given_up = [
+                f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees
+            ]
             if given_up:
-                task.notes.append(f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can")
+                task.notes.append(
+                    f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can"
+                )
             return found
-    raise ConstraintError(f"no strategy for layer {layer.name} meets the constraints: relax those that match it")
+    raise ConstraintError(
+        f"no strategy for layer {layer.name} meets the constraints: relax those that match it"
+    )
 
 
 def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
@@ -366,6 +382,8 @@ def _shared_cost(task: Task, scene: Scene) -> tuple[float, ParameterMemory]:
         gradient += memory.gradient_bytes
         optimizer += memory.optimizer_bytes
         if value.requires_grad and training.is_training:
-            rate = optimizer_s_per_element(task.program, value.type.dtype, task.world_size, task.prices, training)
+            rate = optimizer_s_per_element(
+                task.program, value.type.dtype, task.world_size, task.prices, training
+            )
             seconds += stored * rate
     return seconds, ParameterMemory(parameter, gradient, optimizer)

@@ -10,7 +10,7 @@ from autopar.program import Layer, Program
 from autopar.search.candidates import Candidate, Scene
 from autopar.search.crossings import Crossing, crossing_s
 from autopar.search.labels import axis_labels
-from autopar.search.layer_cost import TrainingSpec, is_differentiable
+from autopar.search.layer_cost import TrainingSpec, is_differentiable, layer_cost
 from autopar.search.layer_memory import ParameterMemory
 from autopar.search.placed import place
 from autopar.search.prices import Prices
@@ -53,9 +53,22 @@ def boundary_seconds(choice: Choice) -> list[float]:
 
 
 def layer_costs(choice: Choice) -> list[LayerCost]:
-    """Per layer its cost, boundary moves included."""
+    """Per layer its cost by `layer_cost`, boundary moves included."""
+    scene = choice.scene
+    known = {
+        id(c): layer_cost(
+            scene.program,
+            c.layer,
+            c.strategy,
+            scene.num_microbatches,
+            scene.prices,
+            scene.training,
+            scene.shared,
+        )
+        for c in {id(candidate): candidate for candidate in choice.candidates}.values()
+    }
     costs = [
-        replace(candidate.cost, activation_comm_s=candidate.cost.activation_comm_s + seconds)
+        replace(known[id(candidate)], activation_comm_s=known[id(candidate)].activation_comm_s + seconds)
         for candidate, seconds in zip(choice.candidates, boundary_seconds(choice), strict=True)
     ]
     layers = choice.scene.program.layers
@@ -98,7 +111,8 @@ def assemble_plan(choice: Choice, program: Program, prices: Prices, training: Tr
         shared_mesh=choice.shared_mesh,
         shared_storage=_shared_storage(program, choice),
         step_time_s=sum(cost.total_s for cost in costs),
-        peak_memory_bytes=sum(cost.persistent_bytes for cost in costs) + max(cost.transient_bytes for cost in costs),
+        peak_memory_bytes=sum(cost.persistent_bytes for cost in costs)
+        + max(cost.transient_bytes for cost in costs),
         memory_limit_bytes=prices.memory_bytes,
         samples_per_step=choice.num_samples,
         optimality_gap=0.0,
@@ -122,7 +136,9 @@ def _value_names(layer: Layer) -> tuple[str, ...]:
     return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
 
 
-def _price_sources(choice: Choice, costs: list[LayerCost], training: TrainingSpec) -> tuple[tuple[str, float], ...]:
+def _price_sources(
+    choice: Choice, costs: list[LayerCost], training: TrainingSpec
+) -> tuple[tuple[str, float], ...]:
     """Shares of the step time: computing by the source of its prices, collectives, and the optimizer."""
     seconds: dict[str, float] = {}
     known: dict[int, dict[str, float]] = {}

@@ -23,7 +23,7 @@ from autopar.search.constraints import LayerDemands
 from autopar.search.crossings import crossing_s
 from autopar.search.flows import find_flows, time_view
 from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
-from autopar.search.layer_cost import SharedStorage, TrainingSpec, placed_cost
+from autopar.search.layer_cost import SharedStorage, TrainingSpec, placed_cost, storage_cost
 from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
 from autopar.search.placed import PlacedLayer, place
 from autopar.search.prices import Prices
@@ -231,7 +231,12 @@ def _conversion(scene: Scene, problem: LayerProblem, names: tuple[str, ...]) -> 
             [
                 [
                     crossing_s(
-                        scene.prices, tensor, has_gradient, scene.num_microbatches, (problem.mesh, a), (problem.mesh, b)
+                        scene.prices,
+                        tensor,
+                        has_gradient,
+                        scene.num_microbatches,
+                        (problem.mesh, a),
+                        (problem.mesh, b),
                     )
                     for b in distinct
                 ]
@@ -274,24 +279,46 @@ def _first_of_equal(conversion: Array) -> list[int]:
 
 
 def _variants(
-    scene: Scene, layer: Layer, strategy: LayerStrategy, policies: tuple[Policy, Policy], demands: LayerDemands
+    scene: Scene,
+    layer: Layer,
+    strategy: LayerStrategy,
+    policies: tuple[Policy, Policy],
+    demands: LayerDemands,
 ) -> Iterator[Candidate]:
-    """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference."""
+    """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference.
+
+    Storage and recomputation cost apart from each other: the costs of all pairs come from those of each.
+    """
     base = place(scene.program, layer, strategy, scene.num_microbatches, scene.shared)
-    seen: set[tuple[object, ...]] = set()
+    costs = {
+        recompute: placed_cost(replace(base, recompute=recompute), scene.prices, scene.training)
+        for recompute in _recompute_variants(scene, demands)
+    }
+    whole = storage_cost(base, scene.prices, scene.training)
+    seen: set[tuple[int, tuple[Layout, ...]]] = set()
     for zero, shard_axes in _zero_variants(scene, strategy.mesh, demands):
         storage = _storage(base, shard_axes, demands)
-        for recompute in _recompute_variants(scene, demands):
-            if (level := _effective_zero(base, storage, zero, demands), storage, recompute) in seen:
-                continue
-            seen.add((level, storage, recompute))
-            placed = replace(base, storage=storage, zero=level, recompute=recompute)
-            yield Candidate(
-                layer,
-                *policies,
-                replace(strategy, storage=storage, zero=level, recompute=recompute),
-                placed_cost(placed, scene.prices, scene.training),
-            )
+        level = _effective_zero(base, storage, zero, demands)
+        if (level, storage) in seen:
+            continue
+        seen.add((level, storage))
+        stored = storage_cost(replace(base, storage=storage, zero=level), scene.prices, scene.training)
+        for recompute, cost in costs.items():
+            variant = replace(strategy, storage=storage, zero=level, recompute=recompute)
+            yield Candidate(layer, *policies, variant, _exchange(cost, whole, stored))
+
+
+def _exchange(cost: LayerCost, old: LayerCost, new: LayerCost) -> LayerCost:
+    """`cost` with the part `old` replaced by `new`, exactly so in fields that only storage fills."""
+    return replace(
+        cost,
+        parameter_comm_s=cost.parameter_comm_s - old.parameter_comm_s + new.parameter_comm_s,
+        optimizer_s=new.optimizer_s,
+        parameter_bytes=new.parameter_bytes,
+        gradient_bytes=new.gradient_bytes,
+        optimizer_bytes=new.optimizer_bytes,
+        transient_bytes=cost.transient_bytes - old.transient_bytes + new.transient_bytes,
+    )
 
 
 def _zero_variants(

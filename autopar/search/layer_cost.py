@@ -21,7 +21,7 @@ from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Program
 from autopar.search.flows import Flow
-from autopar.search.layer_memory import layer_memory
+from autopar.search.layer_memory import held_memory, layer_memory
 from autopar.search.op_states import kernel_runs
 from autopar.search.placed import PlacedLayer, SharedStorage, place
 from autopar.search.prices import Prices
@@ -39,6 +39,7 @@ __all__ = [
     "parameter_times",
     "placed_collectives",
     "placed_cost",
+    "storage_cost",
 ]
 
 
@@ -135,10 +136,7 @@ def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -
     name = flow.value.name
     first = placed.view.value_type(flow).num_bytes
     if flow.is_parameter:
-        gathers, reduces = parameter_times(placed.zero, count, training)
-        gradient = flow.value.type.num_elements * training.gradient_itemsize(flow.value.type.dtype)
-        times = (gathers, reduces if has_gradient else 0, 0)
-        yield from _collectives(name, placed.to_copy(flow), (first, gradient), times, purpose)
+        yield from _storage_collectives(placed, flow, training)
     else:
         times = (count, count if has_gradient else 0, again)
         yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose)
@@ -150,6 +148,21 @@ def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -
         )
     if flow.output >= 0:
         yield from _collectives(name, placed.to_output(flow), (first, first), times, purpose)
+
+
+def _storage_collectives(
+    placed: PlacedLayer, flow: Flow, training: TrainingSpec
+) -> Iterator[PricedCollective]:
+    """The collectives between a parameter's storage and its copy."""
+    tensor = flow.value.type
+    gathers, reduces = parameter_times(placed.zero, placed.view.num_microbatches, training)
+    has_gradient = training.is_training and flow.value.requires_grad
+    times = (gathers, reduces if has_gradient else 0, 0)
+    num_bytes = (
+        placed.view.value_type(flow).num_bytes,
+        tensor.num_elements * training.gradient_itemsize(tensor.dtype),
+    )
+    yield from _collectives(flow.value.name, placed.to_copy(flow), num_bytes, times, "parameter")
 
 
 def _collectives(
@@ -198,6 +211,26 @@ def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> 
     )  # fmt: skip
 
 
+def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
+    """The part of `placed_cost` that depends on storage and ZeRO level: gathers and reductions of parameters,
+    the optimizer, and the memory of parameters.
+    """
+    seconds = 0.0
+    for flow in placed.read_flows():
+        if flow.is_parameter:
+            for run in _storage_collectives(placed, flow, training):
+                seconds += run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+    memory = held_memory(placed, training)
+    return LayerCost(
+        parameter_comm_s=seconds,
+        optimizer_s=_optimizer_seconds(placed, prices, training),
+        parameter_bytes=memory.parameter_bytes,
+        gradient_bytes=memory.gradient_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        transient_bytes=memory.transient_bytes,
+    )
+
+
 def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
     """Whether the op has a backward pass."""
     return training.is_training and any(program.values[name].requires_grad for name in op.results)
@@ -216,11 +249,7 @@ def optimizer_s_per_element(
     An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
     parameter.  The rate is that of a device which stores an equal share of the whole program.
     """
-    values = map(program.values.__getitem__, program.parameters)
-    total = sum(
-        value.type.num_elements for value in values if value.role == "parameter" and value.requires_grad
-    )
-    share = max(1.0, total / num_devices)
+    share = max(1.0, program.num_trainable_elements / num_devices)
     return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
 
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from autopar.placement import Step, local_shape
 from autopar.program import itemsize_bytes
-from autopar.search.flows import Flow
+from autopar.search.flows import Flow, is_alias
 from autopar.search.placed import PlacedLayer
 from autopar.search.reshard_tables import LOCAL
 from autopar.search.training import TrainingSpec, is_cheap
 
-__all__ = ["LayerMemory", "ParameterMemory", "layer_memory", "parameter_memory"]
+__all__ = ["LayerMemory", "ParameterMemory", "held_memory", "layer_memory", "parameter_memory"]
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,30 @@ def parameter_memory(
     )
 
 
+def held_memory(placed: PlacedLayer, training: TrainingSpec) -> LayerMemory:
+    """The bytes of parameters and what belongs to them; those in shared storage are left out (not their
+    transients)."""
+    held = [_held_memory(placed, flow, training) for flow in placed.flows.values() if flow.source == "held"]
+    return LayerMemory(
+        sum(memory.parameter_bytes for memory in held),
+        sum(memory.gradient_bytes for memory in held),
+        sum(memory.optimizer_bytes for memory in held),
+        0.0,
+        sum(memory.transient_bytes for memory in held),
+    )
+
+
 def layer_memory(placed: PlacedLayer, training: TrainingSpec) -> LayerMemory:
     """All bytes of the layer; parameters in shared storage are left out (their transients are not)."""
-    held = [_held_memory(placed, flow, training) for flow in placed.flows.values() if flow.source == "held"]
+    held = held_memory(placed, training)
     saved = _saved_bytes(placed, placed.recompute) if training.is_training else 0.0
-    transient = sum(memory.transient_bytes for memory in held) + _largest_working_set(placed)
+    transient = held.transient_bytes + _largest_working_set(placed)
     if training.is_training and placed.recompute != "none":
         transient += max(
             0.0, _saved_bytes(placed, "none") - (saved if placed.recompute == "selective" else 0.0)
         )
     return LayerMemory(
-        sum(memory.parameter_bytes for memory in held),
-        sum(memory.gradient_bytes for memory in held),
-        sum(memory.optimizer_bytes for memory in held),
-        saved,
-        transient,
+        held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes, saved, transient
     )
 
 
@@ -185,20 +194,20 @@ def _communicates(steps: tuple[Step, ...]) -> bool:
     return any(step.forward not in LOCAL for step in steps)
 
 
-def _is_alias(steps: tuple[Step, ...]) -> bool:
+def _is_in_place(steps: tuple[Step, ...]) -> bool:
     return all(step.forward == "none" for step in steps)
 
 
 def _operand(placed: PlacedLayer, flow: Flow, op: int, mention: int) -> tuple[_Key, float]:
     """The tensor that an op reads: its own, or the copy if that lies as the op needs it."""
-    if _is_alias(placed.to_reader(flow, op, mention)):
+    if _is_in_place(placed.to_reader(flow, op, mention)):
         return _copy(placed, flow)
     state = placed.states[op]
     return (flow.value.name, "operand", state.operands[mention]), state.operand_types[mention].num_bytes
 
 
 def _copy(placed: PlacedLayer, flow: Flow) -> tuple[_Key, float]:
-    if _is_alias(placed.to_copy(flow)):
+    if _is_in_place(placed.to_copy(flow)):
         return _source(placed, flow)
     num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.copies[flow.value.name])
     return (flow.value.name, "copy", ()), num_bytes
@@ -208,7 +217,7 @@ def _source(placed: PlacedLayer, flow: Flow) -> tuple[_Key, float]:
     """The tensor as it is produced or arrives; for a view, what it views."""
     if flow.source == "op":
         op = placed.layer.ops[flow.producer]
-        if op.is_view and op.operands:
+        if is_alias(placed.layer, placed.flows, op):
             return _operand(placed, placed.flows[op.operands[0]], flow.producer, 0)
         num_bytes = placed.states[flow.producer].result_types[flow.result].num_bytes
     else:

@@ -39,7 +39,13 @@ class ModelBuilder(Builder):
 
 
 def decoder_model(
-    num_layers: int = 4, batch: int = 8, seq: int = 4096, vocabulary: int = 128256, *, tied: bool = False, **sizes: int
+    num_layers: int = 4,
+    batch: int = 8,
+    seq: int = 4096,
+    vocabulary: int = 128256,
+    *,
+    tied: bool = False,
+    **sizes: int,
 ) -> Program:
     """Embedding, decoder layers, classifier with the mean cross entropy over labels that count."""
     hidden = sizes.get("hidden", 4096)
@@ -83,7 +89,9 @@ def _append(b: ModelBuilder, block: Program, x: str, index: int) -> str:
             b.values[names[name]] = replace(block.values[name], name=names[name])
         b.ops.append(
             replace(
-                op, name=f"{op.name}.{index}", args=_rename(op.args, names),
+                op,
+                name=f"{op.name}.{index}",
+                args=_rename(op.args, names),
                 results=tuple(names[name] for name in op.results),
             )
         )
