@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.communicator import Communicator
+from autopar.lower.compat import call_function
 from autopar.lower.shards import num_shards
 from autopar.placement import Axis
 
@@ -67,7 +68,8 @@ def sync_batch_norm(  # noqa: PLR0913  (the op's arguments)
         momentum: share of the batch's statistics in the new running ones.
         eps: added to the variance.
     """
-    y, mean, var = _SyncBatchNorm.apply(x, weight, bias, running_mean, communicator, tuple(axes), eps)
+    operands = (x, weight, bias, running_mean)
+    y, mean, var = call_function(_SyncBatchNorm, *operands, communicator, tuple(axes), eps)
     count = _num_per_channel(x) * num_shards(axes)
     unbiased = var * (count / max(count - 1, 1))
     return y, _blend(running_mean, mean, momentum), _blend(running_var, unbiased, momentum)
@@ -113,7 +115,9 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, mean, scale, *weights = ctx.saved_tensors
         g = gradients[0].to(mean.dtype)
         centered = x.to(mean.dtype) - _per_channel(mean, x)

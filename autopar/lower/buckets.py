@@ -93,7 +93,7 @@ class BucketHandle:
         sizes = [piece.shape[-1] for piece in packed]
 
         def unpack_all(buffer: Tensor) -> Iterable[Tensor]:
-            pieces = buffer.split(sizes, dim=-1)
+            pieces = torch.split_with_sizes(buffer, sizes, dim=-1)
             moves = [own for _, own in parts]
             return [unpack(*args) for args in zip(pieces, shapes, moves, strict=True)]
 
@@ -134,13 +134,13 @@ def _flatten_rows(x: Tensor, move: Move) -> Tensor:
 
 
 def _join_gathered(rows: Tensor, shape: torch.Size, move: Move) -> Tensor:
-    return merge_stack(rows.unflatten(-1, shape), move.dim)
+    return merge_stack(rows.view(move.axis.size, *shape), move.dim)
 
 
 def _join_exchanged(rows: Tensor, shape: torch.Size, move: Move) -> Tensor:
     sizes = list(shape)
     sizes[move.to_dim] //= move.axis.size
-    return merge_stack(rows.unflatten(-1, sizes), move.from_dim)
+    return merge_stack(rows.view(move.axis.size, *sizes), move.from_dim)
 
 
 def _take_scattered(row: Tensor, shape: torch.Size, move: Move) -> Tensor:

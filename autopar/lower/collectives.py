@@ -7,7 +7,7 @@ is cut out of, or merged into, any dim of a tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -72,12 +72,13 @@ def split_stack(x: Tensor, size: int, dim: int) -> Tensor:
     """
     if x.shape[dim] % size:
         raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {size} devices")
-    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+    sizes = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+    return torch.movedim(x.reshape(sizes), dim, 0).contiguous()
 
 
 def merge_stack(stack: Tensor, dim: int) -> Tensor:
     """``[size, .., n, ..] -> [.., size * n, ..]``, contiguous: the inverse of `split_stack`."""
-    return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return torch.movedim(stack, 0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def reduce_stack(stack: Tensor, op: ReduceOp) -> Tensor:
@@ -115,7 +116,7 @@ class BaseCommunicator(ABC):
         return self._device
 
     @contextmanager
-    def recording(self) -> Iterator[list[Collective]]:
+    def recording(self) -> Generator[list[Collective]]:
         """See `Communicator.recording`; contexts nest, and each sees all collectives inside it."""
         record: list[Collective] = []
         self._records.append(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,25 +17,70 @@ from autopar.errors import MeshError
 from autopar.placement import Layout
 
 __all__ = [
+    "call_function",
     "local_tensor",
     "make_dtensor",
     "make_mesh",
+    "open_group",
     "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
     "start_reduce_scatter",
     "to_torch_placements",
 ]
 
 
+_dist: Any = dist  # the annotations of its collectives are incomplete
+
+
 def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather the members' `x` into `result` (``[size, *x.shape]``), both contiguous; renamed in torch 2.13."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    """Gather the members' `x` into `result` (``[size, *x.shape]``), both contiguous."""
+    gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
     return gather(result.view(-1), x.view(-1), group=group, async_op=True)
 
 
 def start_reduce_scatter(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Leave the own entry of the members' summed `stack` in `result`, both contiguous; renamed in torch 2.13."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    """Leave the own entry of the members' summed `stack` in `result`, both contiguous."""
+    scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
     return scatter(result.view(-1), stack.view(-1), group=group, async_op=True)
+
+
+def start_all_to_all(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Send entry c of `stack` to coordinate c, and put what comes from c into entry c of `result`."""
+    return _dist.all_to_all_single(result, stack, group=group, async_op=True)
+
+
+def start_all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> dist.Work:
+    """Reduce `x` in place over the members; `op` is ``"sum"`` or ``"max"``."""
+    operation = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+    return _dist.all_reduce(x, operation, group=group, async_op=True)
+
+
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Overwrite `x` by that of process `source`."""
+    return _dist.broadcast(x, source, group=group, async_op=True)
+
+
+def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.ProcessGroup:
+    """A process group of `ranks`, which alone take part; ascending, unless it `keeps_order`.
+
+    Raises:
+        MeshError: it should keep an order that does not ascend, but this torch (before 2.13) sorts.
+    """
+    ranks = list(ranks)
+    if not keeps_order or ranks == sorted(ranks):
+        return _dist.new_group(sorted(ranks), use_local_synchronization=True)
+    if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
+        raise MeshError(f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
+                        "order the devices of the mesh so that ranks ascend along every axis")
+    return _dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+
+
+def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, whose annotations are incomplete."""
+    untyped: Any = function
+    return untyped.apply(*args)
 
 
 def make_mesh(
@@ -55,7 +101,7 @@ def make_mesh(
     is_sorted = all(bool((layout.diff(dim=dim) > 0).all()) for dim in range(layout.ndim))
     if is_sorted and len(ranks) == dist.get_world_size():
         return DeviceMesh(device_type, layout)
-    groups = [_open_group(_members(layout, dim), is_sorted) for dim in range(layout.ndim)]
+    groups = [open_group(_members(layout, dim), keeps_order=True) for dim in range(layout.ndim)]
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type)
     names = tuple(f"axis_{dim}" for dim in range(layout.ndim))
@@ -64,20 +110,10 @@ def make_mesh(
 
 def _members(layout: Tensor, dim: int) -> list[int]:
     """The ranks that share axis `dim` of the mesh with this process."""
-    columns = layout.movedim(dim, -1).flatten(0, -2).tolist() if layout.ndim > 1 else [layout.tolist()]
-    (own,) = [column for column in columns if dist.get_rank() in column]
-    return own
-
-
-def _open_group(members: list[int], is_sorted: bool) -> dist.ProcessGroup:
-    options: dict[str, bool] = {} if is_sorted else {"sort_ranks": False}
-    if not is_sorted and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise MeshError(f"the ranks {members} along an axis of the mesh descend, which needs torch 2.13: "
-                        "order the devices of the mesh so that ranks ascend along every axis")
-    # only the members take part
-    group = dist.new_group(members, use_local_synchronization=True, **options)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    rank = dist.get_rank()
+    columns = torch.movedim(layout, dim, 0).flatten(1) if layout.ndim > 1 else layout.unsqueeze(1)
+    own = columns[:, (columns == rank).any(0)]
+    return [int(member) for member in own.flatten()]
 
 
 def to_torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:

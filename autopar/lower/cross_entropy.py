@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.communicator import Communicator
+from autopar.lower.compat import call_function
 from autopar.lower.shards import num_shards, shard_coordinate
 from autopar.placement import Axis
 
@@ -62,7 +63,8 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
         communicator, tuple(axes), num_classes, shard_coordinate(communicator, axes) * num_local,
         ignore_index, label_smoothing,
     )  # fmt: skip
-    losses = _CrossEntropy.apply(logits.movedim(class_dim, -1), target, weight, settings)
+    rows = torch.movedim(logits, class_dim, -1)
+    losses: Tensor = call_function(_CrossEntropy, rows, target, weight, settings)
     return losses.sum() if reduction == "sum" else losses
 
 
@@ -84,7 +86,7 @@ class _Settings:
         return x
 
     def locate(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
-        """The target as an index into the own classes, clamped to them, and whether it lies there and counts."""
+        """The target as an index into the own classes, clamped, and whether it lies there and counts."""
         index = target - self.first
         is_own = (index >= 0) & (index < num_local) & (target != self.ignore_index)
         return index.clamp_(0, num_local - 1).unsqueeze(-1), is_own
@@ -115,7 +117,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         logits, target, log_z, *weights = ctx.saved_tensors
         settings: _Settings = ctx.settings
         weight = weights[0] if weights else None
@@ -125,8 +129,8 @@ class _CrossEntropy(torch.autograd.Function):
         hard = (1 - settings.label_smoothing) * counts * incoming
         soft = smooth_counts * incoming
         gradient = torch.sub(logits, log_z.unsqueeze(-1)).exp_()  # the softmax of the own classes
-        gradient *= (hard + _total_weight(weight, settings) * soft).unsqueeze(-1) if settings.label_smoothing \
-            else hard.unsqueeze(-1)  # fmt: skip
+        factor = hard + _total_weight(weight, settings) * soft if settings.label_smoothing else hard
+        gradient *= factor.unsqueeze(-1)
         gradient.scatter_add_(-1, index, (-hard * is_own).unsqueeze(-1))
         if settings.label_smoothing:
             gradient -= soft.unsqueeze(-1) * _own_weight(weight, settings, logits.shape[-1], log_z)
@@ -136,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _local_sums(
     logits: Tensor, top: Tensor, index: Tensor, is_own: Tensor, weight: Tensor | None, settings: _Settings
 ) -> Tensor:
-    """``[2 or 3, ...]``: sum of exp, the target's logit if here, weighted sum of logits; relative to `top`."""
+    """``[2 or 3, ...]``, relative to `top`: sum of exp, target's logit if here, weighted sum of logits."""
     at_target = logits.gather(-1, index).squeeze(-1).to(top.dtype) - top
     shifted = torch.sub(logits, top.unsqueeze(-1))
     sums = [at_target.masked_fill_(~is_own, 0.0)]

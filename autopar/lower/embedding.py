@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.communicator import Communicator
+from autopar.lower.compat import call_function
 from autopar.lower.shards import shard_coordinate
 from autopar.placement import Axis
 
@@ -37,7 +38,7 @@ def vocab_parallel_embedding(
         sparse: accepted and ignored, the gradient is dense.
     """
     first = shard_coordinate(communicator, axes) * weight.shape[0]
-    return _Embedding.apply(weight, indices, first, padding_idx, scale_grad_by_freq)  # type: ignore[no-any-return]
+    return call_function(_Embedding, weight, indices, first, padding_idx, scale_grad_by_freq)
 
 
 class _Embedding(torch.autograd.Function):
@@ -60,7 +61,9 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
         (local,) = ctx.saved_tensors
         extra = ctx.num_rows
         table = torch.ops.aten.embedding_dense_backward(

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.batch_norm import batch_norm, sync_batch_norm
+from autopar.lower.compat import call_function
 from autopar.lower.cross_entropy import vocab_parallel_cross_entropy
 from autopar.lower.embedding import vocab_parallel_embedding
 
@@ -36,7 +37,7 @@ def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Te
         return x
     if p == 1.0:
         return x * 0.0
-    return _Dropout.apply(x, p, generator)  # type: ignore[no-any-return]
+    return call_function(_Dropout, x, p, generator)
 
 
 class _Dropout(torch.autograd.Function):
@@ -50,8 +51,11 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.aten.native_dropout_backward(gradients[0], ctx.saved_tensors[0], ctx.scale), None, None
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(gradients[0], keep, ctx.scale), None, None
 
 
 def cross_entropy(
@@ -63,9 +67,9 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "sum",
 ) -> Tensor:
-    """Cross entropy of class indices with the classes on `class_dim`: ``"sum"``, or per position (``"none"``)."""
+    """Cross entropy of class indices, classes on `class_dim`: ``"sum"``, or per position (``"none"``)."""
     num_classes = logits.shape[class_dim]
-    rows = logits.movedim(class_dim, -1).reshape(-1, num_classes)
+    rows = torch.movedim(logits, class_dim, -1).reshape(-1, num_classes)
     losses = torch.nn.functional.cross_entropy(
         rows,
         target.reshape(-1),
@@ -128,6 +132,6 @@ def resolve_target(target: str) -> Callable[..., Any]:
     except AttributeError:
         found = None
     if not callable(found):
-        raise PlanMismatchError(f"no op is called {target!r} in this process: import the library that defines it "
-                                "before calling autopar")
+        raise PlanMismatchError(f"no op is called {target!r} in this process: "
+                                "import the library that defines it before calling autopar")
     return found

@@ -7,7 +7,7 @@ and the shard.  So recomputing an op in backward draws the same numbers, in what
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -88,10 +88,11 @@ def agree_base_seed(communicator: Communicator) -> int:
 
 
 @contextmanager
-def random_scope(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
+def random_scope(seed: int, device: torch.device | str = "cpu") -> Generator[None]:
     """Inside, torch's default generator of `device` draws from `seed`.
 
-    After, it goes on as if nothing had been drawn.  The generator is the process's, so one thread at a time is inside: never communicate there.
+    After, it goes on as if nothing had been drawn.  The generator is the process's, so one thread at a time
+    is inside: never communicate there.
     """
     generator = _default_generator(torch.device(device))
     with _scope_lock:
@@ -107,5 +108,4 @@ def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]
+    return module.default_generators[torch.empty(0, device=device).device.index]

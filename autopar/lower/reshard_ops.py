@@ -17,6 +17,7 @@ from autopar.lower.buckets import (
     start_reduce_bucket,
 )
 from autopar.lower.communicator import Communicator
+from autopar.lower.compat import call_function
 from autopar.lower.moves import Move, backward_moves, forward_moves, run_move
 from autopar.placement import Step
 
@@ -47,7 +48,7 @@ def reshard_tensor(
     if not steps:
         return x
     if differentiable and x.requires_grad and torch.is_grad_enabled():
-        return _Reshard.apply(x, tuple(steps), communicator)  # type: ignore[no-any-return]
+        return call_function(_Reshard, x, tuple(steps), communicator)
     return apply_forward(x, steps, communicator)
 
 
@@ -92,5 +93,7 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
         return apply_backward(gradients[0], ctx.steps, ctx.communicator), None, None

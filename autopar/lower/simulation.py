@@ -98,7 +98,8 @@ class _Room:
     def check_stuck(self) -> None:
         """Fail when every rank waits or has returned: nobody is left who could complete a meeting."""
         if self.waiting and len(self.waiting) + len(self.done) == self.world_size:
-            self.fail(CollectiveMismatchError(f"every rank waits for another that never comes; {self.describe()}"))
+            self.fail(CollectiveMismatchError(
+                f"every rank waits for another that never comes; {self.describe()}"))
 
     def describe(self) -> str:
         """Where each rank stands."""

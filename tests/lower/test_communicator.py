@@ -63,7 +63,9 @@ def expect_all_kinds(rank: int, axis: Axis, dtype: torch.dtype, rows: int = 4) -
     }
 
 
-def check_all_kinds(rank: int, results: dict[str, torch.Tensor], axis: Axis, dtype: torch.dtype, rows: int = 4):
+def check_all_kinds(
+    rank: int, results: dict[str, torch.Tensor], axis: Axis, dtype: torch.dtype, rows: int = 4
+) -> None:
     for kind, expected in expect_all_kinds(rank, axis, dtype, rows).items():
         assert results[kind].dtype is dtype
         assert torch.equal(results[kind], expected), f"{kind} of {dtype} on {axis}, rank {rank}"
@@ -114,7 +116,8 @@ def test_an_operand_may_be_overwritten_while_others_still_read():
 
 
 def test_different_shapes_in_one_meeting_name_both_sides():
-    with pytest.raises(CollectiveMismatchError, match=r"float32 \[2\].*float32 \[3\]|float32 \[3\].*float32 \[2\]"):
+    either_order = r"float32 \[2\].*float32 \[3\]|float32 \[3\].*float32 \[2\]"
+    with pytest.raises(CollectiveMismatchError, match=either_order):
         simulate(2, lambda c: c.all_reduce(torch.ones(2 + c.rank), INNER))
 
 

@@ -1,4 +1,4 @@
-"""Parameters as DTensors on one mesh with mixed placements: made without communication, trained by torch.optim."""
+"""Parameters as DTensors on one mesh: made without communication, trained by torch.optim."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def gloo_subset_mesh() -> list[float]:
     if dist.get_rank() not in (3, 1):
         return []
     mesh = make_mesh((2,), [3, 1], "cpu")
-    return make_dtensor(torch.tensor([float(dist.get_rank())]), mesh, (shard(0),), (2,)).full_tensor().tolist()
+    local = torch.tensor([float(dist.get_rank())])
+    return make_dtensor(local, mesh, (shard(0),), (2,)).full_tensor().tolist()
 
 
 @pytest.mark.slow

@@ -18,7 +18,17 @@ from autopar.lower.reshard_ops import (
     start_gather_bucket,
     time_slice,
 )
-from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Axis, Layout, format_layout, mesh_axes, reshard, shard
+from autopar.placement import (
+    BROADCAST,
+    PARTIAL,
+    REPLICATE,
+    Axis,
+    Layout,
+    format_layout,
+    mesh_axes,
+    reshard,
+    shard,
+)
 from tests.ranks import run_ranks
 
 PLACEMENTS = (REPLICATE, shard(0), shard(1), PARTIAL, BROADCAST)
@@ -180,7 +190,8 @@ def run_buckets(c: Communicator) -> tuple[list[Collective], list[Collective]]:
     steps = [reshard(stored, used, mesh) for _, stored, used, _ in STORED]
     torch.manual_seed(3)
     wholes = [torch.randint(-8, 8, shape).to(dtype) for shape, _, _, dtype in STORED]
-    kept = [split(whole, stored, mesh)[c.rank] for whole, (_, stored, _, _) in zip(wholes, STORED, strict=True)]
+    layouts = [stored for _, stored, _, _ in STORED]
+    kept = [split(whole, stored, mesh)[c.rank] for whole, stored in zip(wholes, layouts, strict=True)]
     with c.recording() as alone:
         expected = [apply_forward(x, own, c) for x, own in zip(kept, steps, strict=True)]
         expected_back = [apply_backward(x + c.rank, own, c) for x, own in zip(expected, steps, strict=True)]
