@@ -1,7 +1,8 @@
 """The language of factor rules: one line says how an op loops over its tensors.
 
-``"* h, f h, +f -> * f | sum h, plus 0"`` is the rule of ``linear(input, weight, bias)``.  Read it as einsum, with the
-arguments in the order of the op's schema, then ``->`` and the results, then ``|`` and remarks.
+``"* h, f h, +f -> * f | sum h, plus 0"`` is the rule of ``linear(input, weight, bias)``.  Read it as
+einsum, with the arguments in the order of the op's schema, then ``->`` and the results, then ``|`` and
+remarks.
 
 One argument or result is a list of dims, outermost first, separated by spaces:
 
@@ -26,9 +27,10 @@ An argument can also be
 ``mask: x`` the argument may also be given by the keyword ``mask``
 ==========  ==========================================================================================
 
-A tensor argument may always be missing (None) or be a plain number instead; arguments after the last one that is
-listed must hold no tensor.  A result can also be ``*-@``, the dims of ``*`` without (or with size 1 at) those that
-``@`` names, or begin with ``=``: it comes out the same on every device, whichever slice that device works on.
+A tensor argument may always be missing (None) or be a plain number instead; arguments after the last one
+that is listed must hold no tensor.  A result can also be ``*-@``, the dims of ``*`` without (or with size
+1 at) those that ``@`` names, or begin with ``=``: it comes out the same on every device, whichever slice that
+device works on.
 
 Remarks, separated by commas:
 
@@ -122,7 +124,8 @@ def parse(text: str) -> Declaration:
     """Parse one declaration.
 
     Raises:
-        RuleError: the line is malformed, a factor is used but vanishes without a ``sum``, or a summed one stays.
+        RuleError: the line is malformed, a factor is used but vanishes without a ``sum``, or a summed one
+            stays.
     """
     head, bar, tail = text.partition("|")
     left, arrow, right = head.partition("->")

@@ -3,11 +3,13 @@
 For one mesh axis on factor f:
 
 * a tensor that has f is sliced: ``S(dim)``;
-* an operand without f: ``B`` (its gradients are terms of a sum, one from each slice), or ``P`` if it is added once
-  and f is summed (terms that add up to one bias), or ``R`` if every result comes out whole or no gradient can flow;
+* an operand without f: ``B`` (its gradients are terms of a sum, one from each slice), or ``P`` if it is
+  added once and f is summed (terms that add up to one bias), or ``R`` if every result comes out whole or
+  no gradient can flow;
 * a result without f: ``P`` if f is summed, ``R`` if a special kernel makes it whole, else f can't be split.
 
-The slices must match, so their number divides the greatest common divisor of the sizes of the dims that have f.
+The slices must match, so their number divides the greatest common divisor of the sizes of the dims that
+have f.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def derive_options(
 ) -> tuple[Option, ...] | None:
     """The options of `op` by the declaration `text`; None if the declaration doesn't fit this call.
 
-    `creates` says that sizes are among the arguments and will be made local, so that a factor may be in results only.
-    `collectives` gives what each special kernel communicates.
+    `creates` says that sizes are among the arguments and will be made local, so that a factor may be in
+    results only. `collectives` gives what each special kernel communicates.
 
     Raises:
         RuleError: `text` is malformed.
@@ -130,7 +132,9 @@ def _bind(
 
 
 def _match_arguments(arguments: tuple[Argument, ...], op: Op) -> list[tuple[int, TensorPattern]] | None:
-    """(argument position, pattern) for each tensor operand in order, or None if a tensor is in a wrong place."""
+    """(argument position, pattern) for each tensor operand in order, or None if a tensor is in a wrong
+    place.
+    """
     positions = {argument.keyword: index for index, argument in enumerate(arguments) if argument.keyword}
     given: list[tuple[int, Arg]] = list(enumerate(op.args))
     given += [(positions.get(name, len(arguments)), arg) for name, arg in op.kwargs]

@@ -1,4 +1,6 @@
-"""Ops that read or write at places that a tensor names.  The indexed dims stay whole; indices and other dims split."""
+"""Ops that read or write at places that a tensor names.  The indexed dims stay whole; indices and other
+dims split.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _dim(op: Op, rank: int) -> int | None:
 
 
 def _gather(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """gather(x, dim, index): index may be smaller than x; dims of equal size split, and the entries along dim."""
+    """gather(x, dim, index): index may be smaller than x; dims of equal size split, and the entries along
+    dim.
+    """
     source, index = (kind.shape for kind in operand_types)
     dim = _dim(op, len(source))
     if dim is None:
@@ -84,7 +88,9 @@ def _index_names(kinds: Types) -> tuple[list[list[str]], list[str]]:
 
 
 def _index(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """index(x, indices): dims without an index and the dims of the indices split; a mask of booleans does not."""
+    """index(x, indices): dims without an index and the dims of the indices split; a mask of booleans does
+    not.
+    """
     indexed = _indexed_dims(op)
     indices = operand_types[1:]
     if not indexed or any(kind.dtype in {"bool", "uint8"} for kind in indices):

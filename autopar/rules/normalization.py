@@ -16,7 +16,8 @@ _TABLE = {
 
 
 def _trailing(num_results: int) -> Rule:
-    """layer_norm, rms_norm (x, normalized_shape, weight, bias): the last dims, as many as the shape has, stay whole.
+    """layer_norm, rms_norm (x, normalized_shape, weight, bias): the last dims, as many as the shape has,
+    stay whole.
 
     The native forms also return statistics, of size 1 in those dims.
     """
@@ -33,7 +34,9 @@ def _trailing(num_results: int) -> Rule:
 
 
 def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """batch_norm(x, weight, bias, mean, var, training, ...): with fixed statistics every dim splits, else channels do."""
+    """batch_norm(x, weight, bias, mean, var, training, ...): with fixed statistics every dim splits, else
+    channels do.
+    """
     if len(operand_types[0].shape) < 2:
         return None
     dims = "_ c ..." if argument(op, 5, "training") else "n c *"

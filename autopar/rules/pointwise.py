@@ -16,10 +16,11 @@ def _overloads(names: str, overloads: str) -> str:
 
 
 _UNARY = """
-    abs acos acosh angle asin asinh atan atanh bitwise_not celu ceil cos cosh digamma elu erf erfc erfinv exp exp2 expm1
-    floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid
-    logical_not logit mish nan_to_num reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign signbit silu
-    sin sinc sinh softplus softshrink special_expit special_log1p sqrt square tan tanh threshold trunc
+    abs acos acosh angle asin asinh atan atanh bitwise_not celu ceil cos cosh digamma elu erf erfc erfinv
+    exp exp2 expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma
+    log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round
+    round.decimals rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_expit
+    special_log1p sqrt square tan tanh threshold trunc
 """
 _COMPARE = "eq ne lt le gt ge"
 _BITS = "bitwise_and bitwise_or bitwise_xor"

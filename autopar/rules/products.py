@@ -80,7 +80,9 @@ def _transposed(num_spatial: int) -> Rule:
 
 
 def _general_convolution(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """aten.convolution: (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    """aten.convolution: (input, weight, bias, stride, padding, dilation, transposed, output_padding,
+    groups).
+    """
     num_spatial = len(operand_types[1].shape) - 2
     return _convolution_line(op, operand_types, num_spatial, op.args[8], is_transposed=op.args[6] is True)
 
@@ -98,10 +100,11 @@ def _convolution_line(
 
 
 def _attention(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal): each query row is computed on its own.
+    """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal): each query row is computed on its
+    own.
 
-    ``*`` holds the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number bounds the slices.
-    A causal mask counts rows from the first, so the query rows stay whole then.
+    ``*`` holds the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number
+    bounds the slices. A causal mask counts rows from the first, so the query rows stay whole then.
     """
     dropout, is_causal = argument(op, 4, "dropout_p", 0.0), argument(op, 5, "is_causal", False)
     query = "_" if is_causal else "q"
@@ -109,7 +112,8 @@ def _attention(op: Op, operand_types: Types, result_types: Types) -> Line | None
 
 
 def _recurrent(has_cell: bool) -> Rule:
-    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first).
+    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional,
+    batch_first).
 
     States are [layers, batch, hidden]; the batch splits, time does not.
     """
@@ -128,7 +132,9 @@ def _recurrent(has_cell: bool) -> Rule:
 
 
 def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """Rows of x, grouped by their ends, times one matrix a group: (x [rows, k], w [groups, k, n], ends [groups])."""
+    """Rows of x, grouped by their ends, times one matrix a group: (x [rows, k], w [groups, k, n], ends
+    [groups]).
+    """
     if [len(kind.shape) for kind in operand_types] != [2, 3, 1]:
         return None
     return Line("_ k, _ k n, offs: _ -> _ n | sum k")

@@ -1,7 +1,7 @@
 """The registry: which rule an op has.
 
-Our own table is the union of plain mappings, one a topic, from an op's qualified name to its `Rule`.  Users add to it
-with `register_rule`.
+Our own table is the union of plain mappings, one a topic, from an op's qualified name to its `Rule`.
+Users add to it with `register_rule`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def register_rule(
     """Tell autopar how an op of yours can be split.  A later call for the same op replaces the rule.
 
     Args:
-        target: the op's qualified name, ``"namespace.name.overload"``, for instance ``"mylib.swiglu.default"``.
+        target: the op's qualified name, ``"namespace.name.overload"``, for instance
+            ``"mylib.swiglu.default"``.
         declaration: one line in the language of `autopar.rules.declaration`.
         size_args: positions of arguments that hold the result's shape.
         is_view: the result shares memory with the first operand.
@@ -84,8 +85,8 @@ def registered_targets() -> tuple[str, ...]:
 def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch | None:
     """The ways to split `op` on one mesh axis, or None if no rule knows this op or this form of calling it.
 
-    `operand_types` are in the order of `Op.operands`, `result_types` in that of `Op.results`; shapes are global.
-    A match always has the options ``"-"`` and ``"~"``.
+    `operand_types` are in the order of `Op.operands`, `result_types` in that of `Op.results`; shapes are
+    global. A match always has the options ``"-"`` and ``"~"``.
     """
     rule = _user_rules.get(op.target) or _OWN_RULES.get(op.target)
     line = rule if rule is None or isinstance(rule, Line) else rule(op, operand_types, result_types)

@@ -33,7 +33,8 @@ class Line:
     )
 
 
-# The function gets the op, its operands' and its results' types, and returns None for a call that it can't describe.
+# The function gets the op, its operands' and its results' types, and returns None for a call that it can't
+# describe.
 Rule = Line | Callable[[Op, Types, Types], Line | None]
 
 
@@ -44,7 +45,9 @@ def lines(
     is_view: bool = False,
     is_random: bool = False,
 ) -> dict[str, Rule]:
-    """Rules from declarations.  A key names one or more ops of ATen, ``"name"`` or ``"name.overload"``, blank-separated."""
+    """Rules from declarations.  A key names one or more ops of ATen, ``"name"`` or ``"name.overload"``,
+    blank-separated.
+    """
     return {
         f"aten.{name if '.' in name else name + '.default'}": replace(
             Line(declaration), size_args=size_args, is_view=is_view, is_random=is_random
@@ -55,7 +58,9 @@ def lines(
 
 
 def argument(op: Op, index: int, keyword: str, default: Arg = None) -> Arg:
-    """The argument at position `index` of the schema, wherever it was given, or `default` if it was left out."""
+    """The argument at position `index` of the schema, wherever it was given, or `default` if it was left
+    out.
+    """
     if index < len(op.args):
         return op.args[index]
     return dict(op.kwargs).get(keyword, default)

@@ -18,7 +18,8 @@ _TABLE = {
     "adaptive_max_pool3d max_pool3d_with_indices": "* _ _ _ -> * _ _ _, * _ _ _",
     "upsample_nearest1d.vec upsample_linear1d.vec": "n c _ -> n c _",
     "upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec": "n c _ _ -> n c _ _",
-    "_upsample_nearest_exact2d.vec upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": "n c _ _ -> n c _ _",
+    "_upsample_nearest_exact2d.vec upsample_nearest2d": "n c _ _ -> n c _ _",
+    "upsample_bilinear2d upsample_bicubic2d": "n c _ _ -> n c _ _",
     "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec": "n c _ _ -> n c _ _",
     "upsample_nearest3d.vec upsample_trilinear3d.vec": "n c _ _ _ -> n c _ _ _",
     "grid_sampler": "n c ..., n ... -> n c ...",
@@ -40,7 +41,8 @@ def _pad(op: Op, operand_types: Types, result_types: Types) -> Line | None:
         return None
     rank, num_dims = len(operand_types[0].shape), len(widths) // 2
     padded = {rank - 1 - index // 2 for index, width in enumerate(widths) if width != 0}
-    # Modes other than constant insist on a batch dim and a rank that go with the number of widths, which slices keep.
+    # Modes other than constant insist on a batch dim and a rank that go with the number of widths, which
+    # slices keep.
     dims = " ".join("_" if dim in padded else f"d{dim}" for dim in range(rank)) or "()"
     return Line(f"{dims} -> {dims}") if num_dims <= rank else None
 

@@ -1,4 +1,6 @@
-"""Ops with special kernels (see ``docs/architecture.md``), losses, and the ops of the FlashAttention package."""
+"""Ops with special kernels (see ``docs/architecture.md``), losses, and the ops of the FlashAttention
+package.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def _cross_entropy(op: Op, operand_types: Types, result_types: Types) -> Line | 
 
 
 def _cross_entropy_collectives(op: Op, class_dim: int) -> tuple[KernelCollective, ...]:
-    """Per position: the largest logit; then the sum of exponentials and the target's logit (and with label smoothing
-    the sum of the logits)."""
+    """Per position: the largest logit; then the sum of exponentials and the target's logit (and with label
+    smoothing the sum of the logits)."""
     smoothing = argument(op, 5, "label_smoothing", 0.0)
     return (
         KernelCollective("all_reduce", "forward", 0, (class_dim,)),
@@ -43,7 +45,9 @@ def _cross_entropy_collectives(op: Op, class_dim: int) -> tuple[KernelCollective
 
 
 def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """batch_norm(x, weight, bias, running_mean, running_var, ...): statistics over batch and space need the kernel."""
+    """batch_norm(x, weight, bias, running_mean, running_var, ...): statistics over batch and space need
+    the kernel.
+    """
     rank = len(operand_types[0].shape)
     names = dim_names(rank)
     names[1] = "c"
@@ -73,12 +77,15 @@ def _pointwise_loss(reduction_at: int) -> Rule:
 
 
 def _is_same_shape(kinds: Types) -> bool:
-    """With broadcasting, a slice of a summed dim could be missing from an operand that decides the result's size."""
+    """With broadcasting, a slice of a summed dim could be missing from an operand that decides the
+    result's size.
+    """
     return len({kind.shape for kind in kinds}) == 1
 
 
 def _flash_attention(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """(q, k, v, dropout_p, scale, causal, window, window, softcap, alibi_slopes, ...), tensors [batch, seq, heads, dim].
+    """(q, k, v, dropout_p, scale, causal, window, window, softcap, alibi_slopes, ...), tensors [batch,
+    seq, heads, dim].
 
     Results: out, log-sum-exp [batch, heads, seq], a debug mask that is empty, and the generator's state.
     """
@@ -92,7 +99,9 @@ def _flash_attention(op: Op, operand_types: Types, result_types: Types) -> Line 
 
 
 def _flash_attention_packed(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """The form for packed sequences: (q, k, v, starts_q, starts_k, ...), tensors [tokens, heads, dim]; heads split."""
+    """The form for packed sequences: (q, k, v, starts_q, starts_k, ...), tensors [tokens, heads, dim];
+    heads split.
+    """
     return Line(
         "_ h _, _ h _, _ h _, _, _ -> _ h _, h _, =..., =...",
         is_random=argument(op, 7, "dropout_p", 0.0) != 0.0,

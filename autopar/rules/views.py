@@ -1,4 +1,6 @@
-"""Ops that move, join or cut tensors without arithmetic.  All are linear; what splits follows from the shapes."""
+"""Ops that move, join or cut tensors without arithmetic.  All are linear; what splits follows from the
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ Shape = tuple[int, ...]
 def match_shapes(source: Shape, target: Shape) -> tuple[list[str], list[str]]:
     """The dims of a reshape from `source` to `target` as factors.
 
-    Both shapes are cut into the shortest runs of equal products.  In memory order, equal slices of a run are equal
-    slices of its first dim (size-1 dims aside) on either side, so those two carry the run's factor.
+    Both shapes are cut into the shortest runs of equal products.  In memory order, equal slices of a run
+    are equal slices of its first dim (size-1 dims aside) on either side, so those two carry the run's factor.
 
     >>> match_shapes((2, 12), (2, 3, 4))
     (['d0', 'd1'], ['d0', 'd1', '_'])
@@ -197,7 +199,9 @@ def _repeat(op: Op, operand_types: Types, result_types: Types) -> Line | None:
 
 
 def _repeat_interleave(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """repeat_interleave(x, repeats, dim): slices of the dim give slices, unless the result's size is given."""
+    """repeat_interleave(x, repeats, dim): slices of the dim give slices, unless the result's size is
+    given.
+    """
     dim = argument(op, 2, "dim")
     if not isinstance(dim, int):
         return Line("... -> _ | plus 0")

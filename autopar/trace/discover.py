@@ -1,11 +1,12 @@
 """Factor options for an op without a rule: found by running it on slices and seeing what recombines.
 
-A candidate gives every operand a placement: a slice along one of its dims (all sliced dims have one size), the whole
-tensor, or a term of a sum.  The op runs on 2 and 3 devices' worth of that.  If each result is then the whole result when
-joined along a dim, when summed, or as it is, and each operand's gradients join to the whole gradient as its
-placement says, on two draws of random numbers, the candidate is an option.
+A candidate gives every operand a placement: a slice along one of its dims (all sliced dims have one size),
+the whole tensor, or a term of a sum.  The op runs on 2 and 3 devices' worth of that.  If each result is
+then the whole result when joined along a dim, when summed, or as it is, and each operand's gradients join
+to the whole gradient as its placement says, on two draws of random numbers, the candidate is an option.
 
-What runs whole: ops that draw random numbers, that can't run here, or whose arguments can't be made up.
+What runs whole: ops on complex numbers, that draw random numbers, that can't run here, or whose arguments
+can't be made up.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ MAX_ELEMENTS = 1 << 18
 MAX_CANDIDATES = 256
 """At most so many ways to place the operands are tried."""
 
-_SMALL = 64  # sizes above this may be shrunk: smaller ones are likely to be meant (heads, channels of an image ...)
+_SMALL = 64  # only sizes above this are shrunk: a number as small as a head count may mean anything
 _SHRUNK = (24, 36, 48, 60, 72, 84)
 
 Run = Callable[[Op, Mapping[str, Tensor]], Sequence[Any]]
 Types = tuple[TensorType, ...]
 
 
-def discover_options(op: Op, operand_types: Types, result_types: Types, *, run: Run = run_op) -> tuple[Option, ...]:
+def discover_options(
+    op: Op, operand_types: Types, result_types: Types, *, run: Run = run_op
+) -> tuple[Option, ...]:
     """The options found for `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
 
     Args:
@@ -84,7 +87,8 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) ->
     if size > MAX_ELEMENTS:
         op, operand_types, result_types = _shrink(op, operand_types, result_types)
         size = sum(kind.num_elements for kind in operand_types + result_types)
-    if size > MAX_ELEMENTS or not operand_types:
+    is_complex = any(kind.dtype.startswith("complex") for kind in operand_types + result_types)
+    if size > MAX_ELEMENTS or not operand_types or is_complex:
         return []
     for wide in (True, False):
         trials = [_make_trial(op, operand_types, result_types, run, seed, wide=wide) for seed in (0, 1)]
@@ -121,7 +125,9 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
         return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
 
     def shrunk(kinds: Types) -> Types:
-        return tuple(replace(kind, shape=tuple(small.get(size, size) for size in kind.shape)) for kind in kinds)
+        return tuple(
+            replace(kind, shape=tuple(small.get(size, size) for size in kind.shape)) for kind in kinds
+        )
 
     args = tuple(map(swap, op.args))
     kwargs = tuple((name, swap(arg)) for name, arg in op.kwargs)
@@ -149,8 +155,7 @@ def _make_trial(
     tolerance = max((_tolerance(part) for part in (*operands, *results)), default=0.0)
     if not all(_is_close(a, b, tolerance) for a, b in zip(results, again, strict=True)):
         return None  # it draws random numbers
-    seeds = tuple(torch.randn(part.shape, generator=generator).to(part.dtype) if part.is_floating_point() else part
-                  for part in results)  # fmt: skip
+    seeds = tuple(_draw_seed(part, generator) for part in results)
     gradients = _backward(call, operands, seeds)
     zeros = tuple(torch.zeros_like(part) for part in operands)
     return _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
@@ -160,19 +165,28 @@ def _draw(kind: TensorType, generator: torch.Generator, *, wide: bool) -> Tensor
     """Normal numbers; integers are 0 or 1, which most ops take for an index, a class or a flag."""
     dtype: torch.dtype = getattr(torch, kind.dtype)
     if kind.is_floating:
-        is_real = not dtype.is_complex
-        return torch.randn(kind.shape, generator=generator, dtype=torch.float64 if is_real else torch.complex128).to(
-            torch.float64 if wide and is_real else dtype
-        )
+        drawn = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
+        return drawn if wide else drawn.to(dtype)
     return torch.randint(0, 2, kind.shape, generator=generator).to(dtype)
 
 
+def _draw_seed(result: Tensor, generator: torch.Generator) -> Tensor:
+    """A gradient for `result`; integers have none and stand for themselves."""
+    if not result.is_floating_point():
+        return result
+    return torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+
+
 def _tolerance(part: Tensor) -> float:
-    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(part.dtype, 3e-2) if part.is_floating_point() else 0.0
+    return (
+        {torch.float64: 1e-9, torch.float32: 1e-4}.get(part.dtype, 3e-2) if part.is_floating_point() else 0.0
+    )
 
 
 def _leaves(tensors: Sequence[Tensor], *, requires_grad: bool) -> list[Tensor]:
-    return [part.detach().clone().requires_grad_(requires_grad and part.is_floating_point()) for part in tensors]
+    return [
+        part.detach().clone().requires_grad_(requires_grad and part.is_floating_point()) for part in tensors
+    ]
 
 
 def _backward(
@@ -186,11 +200,14 @@ def _backward(
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             if not pairs:
                 return None
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True)
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                [o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True
+            )
     except Exception:  # noqa: BLE001  (as above)
         return None
-    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True) if gradient is not None}
-    return tuple(by_leaf.get(id(leaf), torch.zeros_like(leaf)) for leaf in leaves)
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True)}
+    gradients = [by_leaf.get(id(leaf)) for leaf in leaves]
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
 
 
 # ---------------------------------------------------------------- candidates
@@ -202,7 +219,9 @@ def _candidates(trial: _Trial) -> Iterator[tuple[Placement, ...]]:
     for size in sizes:
         choices = [_choices(part, size) for part in trial.operands]
         ways = [way for way in islice(product(*choices), 4 * MAX_CANDIDATES) if any(p.is_shard for p in way)]
-        yield from sorted(ways, key=lambda way: (-sum(p.is_shard for p in way), sum(p == PARTIAL for p in way)))
+        yield from sorted(
+            ways, key=lambda way: (-sum(p.is_shard for p in way), sum(p == PARTIAL for p in way))
+        )
     terms = [(PARTIAL, BROADCAST) if part.is_floating_point() else (BROADCAST,) for part in trial.operands]
     yield from (way for way in product(*terms) if PARTIAL in way)
 
@@ -240,12 +259,17 @@ def _name(placements: tuple[Placement, ...]) -> str:
 # ---------------------------------------------------------------- one candidate on slices
 
 
-def _outcome(trial: _Trial, placements: tuple[Placement, ...], num_slices: int) -> tuple[Placement, ...] | None:
+def _outcome(
+    trial: _Trial, placements: tuple[Placement, ...], num_slices: int
+) -> tuple[Placement, ...] | None:
     """The placements of the results if `num_slices` devices reproduce the trial, else None."""
     local = [_split(part, p, num_slices) for part, p in zip(trial.operands, placements, strict=True)]
     try:
         with torch.no_grad():
-            runs = [trial.run(_leaves([parts[rank] for parts in local], requires_grad=False)) for rank in range(num_slices)]
+            runs = [
+                trial.run(_leaves([parts[rank] for parts in local], requires_grad=False))
+                for rank in range(num_slices)
+            ]
     except Exception:  # noqa: BLE001  (the op does not take such slices)
         return None
     outcome: list[Placement] = []
@@ -282,7 +306,9 @@ def _gradients_agree(
     local: list[list[Tensor]],
     num_slices: int,
 ) -> bool:
-    """Feed each device the results' gradients in the form that `outcome` demands, and join the operands' gradients."""
+    """Feed each device the results' gradients in the form that `outcome` demands, and join the operands'
+    gradients.
+    """
     seeds = [_split(seed, _of_gradient(p), num_slices) for seed, p in zip(trial.seeds, outcome, strict=True)]
     found: list[tuple[Tensor, ...]] = []
     for rank in range(num_slices):

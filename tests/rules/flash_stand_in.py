@@ -6,6 +6,7 @@ Same names, arguments and results as the package's own, so that the rules for th
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,8 +36,10 @@ def _forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, al
 
 
 def _varlen_forward(q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, softmax_scale, causal):
-    parts = [_attend(q[None, a:b], k[None, a:b], v[None, a:b], softmax_scale, causal, None)
-             for a, b in zip(starts_q[:-1], starts_q[1:], strict=True)]  # fmt: skip
+    parts = [
+        _attend(q[None, a:b], k[None, a:b], v[None, a:b], softmax_scale, causal, None)
+        for a, b in pairwise(starts_q)
+    ]
     return torch.cat([p[0][0] for p in parts]), torch.cat([p[1][0] for p in parts], -1), *_extras(q)
 
 
@@ -47,8 +50,8 @@ def define_ops() -> None:
     library = torch.library.Library("flash_attn", "FRAGMENT")
     results = "-> (Tensor, Tensor, Tensor, Tensor)"
     library.define(
-        "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, "
-        "int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, "
+        "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, "
+        "bool causal, int window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, "
         f"bool return_softmax) {results}"
     )
     library.define(

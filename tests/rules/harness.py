@@ -1,4 +1,6 @@
-"""Run a rule's claim: split real tensors as an option says, run the op on each slice, join, compare with the whole."""
+"""Run a rule's claim: split real tensors as an option says, run the op on each slice, join, compare with
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class RuleViolationError(AssertionError):
 
 
 def as_op(sample: Sample) -> tuple[Op, list[torch.Tensor]]:
-    """The call as the `Op` that a trace would hold (results not named yet), and its tensor operands in order."""
+    """The call as the `Op` that a trace would hold (results not named yet), and its tensor operands in
+    order.
+    """
     tensors: list[torch.Tensor] = []
 
     def convert(arg: Any) -> Any:
@@ -109,7 +113,8 @@ def match(sample: Sample) -> RuleMatch | None:
 
 
 def check_options(sample: Sample, found: RuleMatch | None = None) -> int:
-    """Check every option of the sample's rule (or of `found`) on 2, 3 and 4 slices; returns how many splits were run.
+    """Check every option of the sample's rule (or of `found`) on 2, 3 and 4 slices; returns how many
+    splits were run.
 
     Raises:
         RuleViolationError: an option is wrong; the message says which result or gradient.
@@ -187,9 +192,8 @@ def _compare(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float)
             f"{what}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
         )
     if not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
-        raise RuleViolationError(
-            f"{what}: differs by up to {(got.to(torch.complex128) - want.to(torch.complex128)).abs().max().item():.3g}"
-        )
+        difference = (got.to(torch.complex128) - want.to(torch.complex128)).abs().max().item()
+        raise RuleViolationError(f"{what}: differs by up to {difference:.3g}")
 
 
 def _differentiable(sample: Sample, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -276,7 +276,8 @@ def _recurrent() -> list[Sample]:
         sample("gru.input", x(4, 2, 5), x(1, 4, 3), weights(3), *flags, True),
     ]
     return found + [
-        sample(f"{name}.input", x(2, 4, 5), x(1, 4, 3), weights(1), *flags, False) for name in ("rnn_tanh", "rnn_relu")
+        sample(f"{name}.input", x(2, 4, 5), x(1, 4, 3), weights(1), *flags, False)
+        for name in ("rnn_tanh", "rnn_relu")
     ]
 
 

@@ -13,6 +13,10 @@ from tests.rules.harness import Sample, as_op, call, check_options, sample, tens
 from tests.rules.samples import ids, x
 
 
+def leaf(part: Tensor) -> Tensor:
+    return part.detach().requires_grad_(part.is_floating_point())
+
+
 def define(name: str, schema: str, forward, *, differentiable: bool = True) -> None:
     """A custom op ``testlib::name``; differentiable by autograd through `forward`."""
     op = torch.library.custom_op(f"testlib::{name}", forward, mutates_args=(), schema=schema)
@@ -24,7 +28,8 @@ def define(name: str, schema: str, forward, *, differentiable: bool = True) -> N
 
     def backward(ctx, *gradients):
         with torch.enable_grad():
-            again = [part.detach().requires_grad_(part.is_floating_point()) if isinstance(part, Tensor) else part
+            again = [part.detach().requires_grad_(part.is_floating_point()) if isinstance(part, Tensor)
+            else part
                      for part in ctx.inputs]  # fmt: skip
             out = forward(*again)
             wanted = [part for part in again if isinstance(part, Tensor) and part.requires_grad]
