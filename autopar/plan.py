@@ -141,6 +141,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     planning_s: tuple[tuple[str, float], ...] = ()
 
+    def __str__(self) -> str:
+        """The plan as a table for people."""
+        from autopar.plan_table import format_plan  # noqa: PLC0415  (a plan needs no rich until it is printed)
+
+        return format_plan(self)
+
     def to_json(self) -> str:
         """The plan as readable JSON; `from_json` reads it back to an equal plan."""
         return json.dumps({"autopar_plan": FORMAT_VERSION} | _encode(self), indent=1) + "\n"

@@ -1,0 +1,109 @@
+"""A plan as a table that a person understands: plain text, at most 110 columns."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from autopar.plan import LayerCost, LayerStrategy, Plan
+
+__all__ = ["format_plan"]
+
+_GIB = 2.0**30
+_WIDTH = 110
+_STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as text: a row per group of consecutive layers that run alike, then the totals.
+
+    Columns of bytes are GiB per device and layer, "ms" is per layer and step.
+    """
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    console.print(_heading(plan))
+    console.print(_layer_table(plan))
+    for line in _totals(plan):
+        console.print(line)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _heading(plan: Plan) -> str:
+    passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
+    return f"Plan for {plan.world_size} x {plan.device}{passes}"
+
+
+def _layer_table(plan: Plan) -> Table:
+    table = Table(box=box.ASCII2, pad_edge=False, padding=(0, 1))
+    for name in ("layers", "mesh: what each axis does", "storage", "recompute"):
+        table.add_column(name, overflow="fold")
+    for name in ("params", "grads", "optim", "saved", "transient", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
+        layers = list(group)
+        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
+        table.add_row(names, *_describe_strategy(plan.strategies[index]), *_describe_cost(plan.costs[index]))
+    return table
+
+
+def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
+    labels = strategy.labels or ("?",) * len(strategy.mesh)
+    axes = " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True))
+    return axes, _STORAGE.get(strategy.zero, str(strategy.zero)), strategy.recompute
+
+
+def _describe_cost(cost: LayerCost) -> tuple[str, ...]:
+    sizes = (
+        cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes, cost.transient_bytes
+    )  # fmt: skip
+    return (*(_format_size(size) for size in sizes), f"{cost.total_s * 1e3:.3g}")
+
+
+def _format_size(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.2f}" if num_bytes >= 0.005 * _GIB else ("<0.01" if num_bytes else "0")
+
+
+def _totals(plan: Plan) -> list[str]:
+    rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
+    lines = [
+        f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
+        f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
+        f"predicted peak       {plan.peak_memory_bytes / _GIB:.2f} GiB of {plan.memory_limit_bytes / _GIB:.2f} GiB "
+        "per device",
+        f"optimality           at most {plan.optimality_gap:.2%} slower than the best plan in the search space",
+    ]
+    if plan.price_source:
+        lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
+    if plan.shared_storage:
+        shared = ", ".join(f"{name} ({','.join(map(str, layout))})" for name, layout in plan.shared_storage)
+        lines.append(f"shared parameters    {shared} on mesh {'x'.join(map(str, plan.shared_mesh))}")
+    if plan.constraints:
+        lines.append("constraints          " + "; ".join(plan.constraints))
+    if plan.planning_s:
+        stages = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in plan.planning_s)
+        lines.append(f"planning             {stages}")
+    lines.extend(f"note: {note}" for note in plan.notes)
+    return lines
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _shares(plan: Plan) -> str:
+    costs = [plan.costs[layer.strategy] for layer in plan.layers]
+    parts = {
+        "compute": sum(cost.forward_s + cost.backward_s for cost in costs),
+        "recompute": sum(cost.recompute_s for cost in costs),
+        "activation communication": sum(cost.activation_comm_s for cost in costs),
+        "parameter communication": sum(cost.parameter_comm_s for cost in costs),
+        "optimizer": sum(cost.optimizer_s for cost in costs),
+    }
+    total = sum(parts.values()) or 1.0
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)
