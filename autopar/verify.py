@@ -26,8 +26,8 @@ from autopar.trace import Traced, default_example_inputs
 
 __all__ = ["VerificationReport", "Run", "compare", "run_parallel", "run_single", "verify"]
 
-# Gradients that are zero in exact arithmetic (a bias before a norm, a key's bias) hold rounding noise only: they are compared
-# on this fraction of the model's largest gradient.
+# A gradient that is zero in exact arithmetic (a bias before a norm, a key's bias) holds rounding noise only, and so does a
+# parameter that starts at zero and trains on it: they are compared on this fraction of the model's largest one.
 _NOISE = 1e-6
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -86,11 +86,7 @@ def verify(
     example_inputs: ExampleInputs | None = None,
     *,
     steps: int = 3,
-    make_optimizer: # Gradients that are zero in exact arithmetic (a bias before a norm, a key's bias) hold rounding noise only: they are compared
-# on this fraction of the model's largest gradient.
-_NOISE = 1e-6
-
-MakeOptimizer = _adamw,
+    make_optimizer: MakeOptimizer = _adamw,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,
     parameter_tolerance: float = 1e-7,
@@ -142,11 +138,7 @@ def _as_double(inputs: ExampleInputs) -> ExampleInputs:
 
 
 def run_single(
-    model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: # Gradients that are zero in exact arithmetic (a bias before a norm, a key's bias) hold rounding noise only: they are compared
-# on this fraction of the model's largest gradient.
-_NOISE = 1e-6
-
-MakeOptimizer = _adamw
+    model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw
 ) -> Run:
     """Train a copy of `model` on one device."""
     replica = copy.deepcopy(model)
@@ -159,11 +151,7 @@ def run_parallel(
     plan: Plan,
     inputs: ExampleInputs,
     steps: int,
-    make_optimizer: # Gradients that are zero in exact arithmetic (a bias before a norm, a key's bias) hold rounding noise only: they are compared
-# on this fraction of the model's largest gradient.
-_NOISE = 1e-6
-
-MakeOptimizer = _adamw,
+    make_optimizer: MakeOptimizer = _adamw,
 ) -> Run:
     """Train `model` by `plan`, every rank a thread of this process; raises VerificationError where ranks disagree."""
 
@@ -267,7 +255,7 @@ def compare(expected: Run, found: Run, world_size: int) -> VerificationReport:
             (abs(a - b) / max(abs(a), 1e-300) for a, b in zip(expected.losses, found.losses, strict=True)), default=0.0
         ),
         gradient_errors=_errors(expected.gradients, found.gradients, "gradient", _NOISE),
-        parameter_errors=_errors(expected.parameters, found.parameters, "parameter"),
+        parameter_errors=_errors(expected.parameters, found.parameters, "parameter", _NOISE),
         buffer_errors=_errors(expected.buffers, found.buffers, "buffer"),
     )
 
