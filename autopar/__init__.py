@@ -1,5 +1,8 @@
 """autopar: a single-device PyTorch model and a device mesh in, the fastest plan that fits, running, out."""
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +28,21 @@ def __getattr__(name: str) -> Any:
     """Load public names on first use, so that ``import autopar.search`` does not load torch (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415  (only needed here)
-
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _function(name: str) -> property:
+    """A public function that shares its name with a module of the package.
+
+    Importing that module would bind it to the package in the function's place, hence the setter that keeps
+    nothing.  The module stays reachable as ``from autopar.plan import ...``.
+    """
+    return property(lambda _package: __getattr__(name), lambda _package, _module: None)
+
+
+class _Package(ModuleType):
+    plan = _function("plan")
+    verify = _function("verify")
+
+
+sys.modules[__name__].__class__ = _Package
