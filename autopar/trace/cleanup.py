@@ -11,7 +11,7 @@ from autopar.trace.graph import Graph, map_refs, rename
 
 __all__ = [
     "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_random", "merge_equal_ops",
-    "spell_out_sizes",
+    "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
@@ -135,6 +135,32 @@ def spell_out_sizes(graph: Graph) -> Graph:
     return graph.rewrite(spell)
 
 
+def spell_out_copies(graph: Graph) -> Graph:
+    """Write what functional copies do as casts and expansions: a copy's destination gives no more than its type."""
+    types: dict[str, TensorType] = {}
+
+    def spell(op: Op) -> Iterable[Op] | None:
+        if op.target not in _COPIES:
+            return None
+        source = op.args[0 if op.target == "aten.type_as.default" else 1]
+        result = graph.types[op.results[0]]
+        assert isinstance(source, Ref)
+        given = graph.types[source.name]
+        cast_name = op.results[0] if given.shape == result.shape else f"{op.name}_cast"
+        types[cast_name] = replace(given, dtype=result.dtype)
+        cast = Op(
+            name=cast_name, target="aten._to_copy.default", args=(source,), kwargs=(("dtype", f"torch.{result.dtype}"),),
+            results=(cast_name,), source=op.source, module=op.module,
+        )  # fmt: skip
+        if given.shape == result.shape:
+            return [cast]
+        args = (Ref(cast_name), result.shape)
+        return [cast, replace(op, target="aten.expand.default", args=args, kwargs=())]
+
+    return graph.rewrite(spell).with_types(types)
+
+
+_COPIES = ("aten.copy.default", "aten.fill.Tensor", "aten.type_as.default")
 _TO_THE_END = 2**63 - 1
 
 

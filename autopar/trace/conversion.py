@@ -25,15 +25,15 @@ _SKIPPED = ("aten._assert_", "aten.sym_constrain_range", "aten._assert_tensor_me
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 
 
-def tensor_type(tensor: Tensor) -> TensorType:
-    """Shape and dtype of a tensor.
+def tensor_type(tensor: Tensor, where: str = "") -> TensorType:
+    """Shape and dtype of a tensor; `where` is the user's line, for the error.
 
     Raises:
         TraceError: a size is symbolic.
     """
     if not all(type(size) is int for size in tensor.shape):
-        raise TraceError(f"a tensor has the size {list(tensor.shape)}, which depends on values; "
-                         "use fixed sizes and masks (torch.where) instead")
+        raise TraceError(f"{where or 'the model'}: a tensor has the size {list(tensor.shape)}, which depends on "
+                         "values; use fixed sizes and masks (torch.where) instead")
     return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
@@ -48,8 +48,8 @@ class _Builder:
     strided: set[str] = field(default_factory=set[str])
     place: tuple[str, str] = ("", "")  # source and module of the last op that had them
 
-    def define(self, name: str, tensor: Tensor) -> str:
-        self.types[name] = tensor_type(tensor)
+    def define(self, name: str, tensor: Tensor, where: str = "") -> str:
+        self.types[name] = tensor_type(tensor, where)
         if not tensor.is_contiguous():
             self.strided.add(name)
         return name
@@ -74,7 +74,7 @@ class _Builder:
         self._check_target(node)
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            results = (self.define(node.name, value),)
+            results = (self.define(node.name, value, _source(node)),)
             self.env[node.name] = Ref(node.name)
         else:
             results = self._define_several(node, value)
@@ -98,7 +98,7 @@ class _Builder:
         names: list[str] = []
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                names.append(self.define(named.get(index, f"{node.name}_result_{index}"), value))
+                names.append(self.define(named.get(index, f"{node.name}_result_{index}"), value, _source(node)))
         kept = iter(names)
         self.env[node.name] = [Ref(next(kept)) if isinstance(value, Tensor) else None for value in values]
         return tuple(names)
@@ -157,7 +157,9 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
         builder.env[name] = Ref(name)
     for node in nodes:
         builder.visit(node)
-    outputs, updates = _ends(signature.output_specs, builder.env, captured, by_member)
+    outputs, updates = _ends(
+        signature.output_specs, builder.env, captured, by_member, dict(zip(inputs, input_names, strict=True))
+    )
     trainable = {name for name, member in parameters.items()
                  if builder.roles[name] == "parameter" and captured.tensors[member].requires_grad}
     trainable |= {name for name in inputs if placeholders[name].meta["val"].requires_grad}
@@ -180,8 +182,9 @@ def _constant(exported: torch.export.ExportedProgram, target: str | None) -> Ten
 
 
 def _ends(
-    specs: Sequence[Any], env: Mapping[str, Any], captured: Captured, by_member: Mapping[str, str]
-) -> tuple[tuple[str, ...], dict[str, str]]:
+    specs: Sequence[Any], env: Mapping[str, Any], captured: Captured, by_member: Mapping[str, str],
+    input_names: Mapping[str, str],
+) -> tuple[tuple[str, ...], dict[str, str]]:  # fmt: skip
     outputs: list[str] = []
     updates: dict[str, str] = {}
     for spec in specs:
@@ -190,7 +193,8 @@ def _ends(
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             updates[by_member[captured.names[_member(spec.target)]]] = env[spec.arg.name].name
         else:
-            raise TraceError(f"the model writes to {_member(spec.target)!r} in its forward ({spec.kind.name}); only "
+            written = input_names.get(str(spec.target)) or _member(spec.target)
+            raise TraceError(f"the model writes to {written!r} in its forward ({spec.kind.name}); only "
                              "buffers can be written to: work on a copy (x = x.clone()) or register a buffer")
     return tuple(outputs), updates
 

@@ -8,10 +8,7 @@ from autopar.program import Op, TensorType
 from autopar.rules import RuleMatch, options_for
 from autopar.rules.derivation import whole_options
 from autopar.trace.cleanup import is_random
-try:
-    from autopar.trace.discover import discover_options
-except ImportError:
-    def discover_options(*a): return None
+from autopar.trace.discover import discover_options
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, map_refs
 from autopar.trace.saves import SavesMeter
@@ -63,5 +60,5 @@ def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, 
         return found, "rule"
     discovered = discover_options(op, operands, results)
     if discovered:
-        return RuleMatch(tuple(discovered)), "discovered"
+        return RuleMatch(discovered), "discovered"
     return RuleMatch(whole_options(len(operands), len(results))), "whole"

@@ -277,6 +277,7 @@ def _content_key(tensor: Tensor) -> object:
     if tensor.device.type == "meta":
         return id(tensor)
     # Dims that only repeat (stride 0) are hashed once.
-    core = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())].contiguous()
-    digest = hashlib.sha256(core.reshape(-1).view(torch.uint8).numpy()) if core.numel() else hashlib.sha256()
+    core = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())]
+    core = core.clone(memory_format=torch.contiguous_format).reshape(-1)
+    digest = hashlib.sha256(bytes(core.view(torch.uint8).numpy()) if core.numel() else b"")
     return str(tensor.dtype), tuple(tensor.shape), tensor.stride(), digest.hexdigest()

@@ -13,23 +13,24 @@ from dataclasses import replace
 
 from autopar.program import Arg, Layer, Op, Ref, Value
 from autopar.trace.graph import Graph
+from autopar.trace.repetition import Run
 
 __all__ = ["assign_kinds", "build_layers", "fingerprint"]
 
 _HELD = ("parameter", "buffer", "constant")
 
 
-def build_layers(graph: Graph, ranges: Sequence[range]) -> list[Layer]:
-    """The layers of `graph` on these ranges of ops; kinds are not yet assigned."""
+def build_layers(graph: Graph, pieces: Sequence[Run]) -> list[Layer]:
+    """The layers of `graph` on these runs of ops; kinds are not yet assigned."""
     later = set(graph.read_at_end)
     layers: list[Layer] = []
-    for index in reversed(range(len(ranges))):
-        ops = graph.ops[ranges[index].start : ranges[index].stop]
+    for index in reversed(range(len(pieces))):
+        ops = graph.ops[pieces[index].start : pieces[index].stop]
         defined = [name for op in ops for name in op.results]
         inside = set(defined)
         read = [name for name in dict.fromkeys(n for op in ops for n in op.operands) if name not in inside]
         layers.append(Layer(
-            name=_name(ops, index), kind=0, ops=ops,
+            name=pieces[index].unit or _name(ops, index), kind=0, ops=ops,
             inputs=tuple(n for n in read if graph.roles.get(n) not in _HELD),
             held=tuple(n for n in read if graph.roles.get(n) in _HELD),
             outputs=tuple(n for n in defined if n in later),
@@ -40,13 +41,16 @@ def build_layers(graph: Graph, ranges: Sequence[range]) -> list[Layer]:
 
 
 def _name(ops: Sequence[Op], index: int) -> str:
-    """The longest module path that all ops share, or the first parameterised module's, or a number."""
+    """The module path that all ops share; else the first modules below it, for instance ``norm+head``."""
     paths = [op.module.split(".") for op in ops if op.module]
     common: list[str] = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
+    below = list(dict.fromkeys(".".join(path[: len(common) + 1]) for path in paths if len(path) > len(common)))
+    if len(below) > 1 and not common:
+        return "+".join(below[:2] + ["..."] * (len(below) > 2))
     return ".".join(common) or f"layer{index}"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.program import Op
 from autopar.trace.graph import Graph
 from autopar.trace.repetition import MAX_OPS, MIN_OPS, Run, find_period, module_runs, op_signature
 
@@ -27,20 +26,19 @@ class Crossing:
     num_bytes: int
 
 
-def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[range]:
-    """The ops of each layer, as ranges of positions in ``graph.ops``; they cover all ops in order."""
+def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[Run]:
+    """The ops of each layer, as runs that cover all ops in order; `classes` are those of the modules, by path."""
     crossing = crossings(graph)
     signatures = [op_signature(op, graph.types) for op in graph.ops]
     runs = module_runs(graph.ops, classes)
     repeats = any(run.unit for run in runs)
-    layers: list[range] = []
+    layers: list[Run] = []
     for run in runs:
-        stretch = range(run.start, run.stop)
         if run.unit or (repeats and len(run) <= MAX_OPS):
-            layers.append(stretch)
+            layers.append(run)
         else:
-            layers.extend(_cut_stretch(stretch, crossing, signatures))
-    return _join_crumbs(layers, runs)
+            layers.extend(Run(r.start, r.stop, "") for r in _cut_stretch(run.places, crossing, signatures))
+    return _join_crumbs(layers)
 
 
 def crossings(graph: Graph) -> list[Crossing]:
@@ -119,23 +117,18 @@ def _cut_narrow(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
 
 
 def _size_penalty(num_ops: int) -> float:
-    """Worth up to a typical crossing: layers far from the target size are worse."""
-    return abs(num_ops - _TARGET_OPS) / _TARGET_OPS
+    """In typical crossings: a layer of twice the target size is worth two cuts, a tiny one most of a cut."""
+    ratio = num_ops / _TARGET_OPS
+    return 2 * (ratio - 1) if ratio > 1 else 0.8 * (1 - ratio)
 
 
-def _join_crumbs(layers: Sequence[range], runs: Sequence[Run]) -> list[range]:
-    """Join the last layer to the one before where it is a crumb of no module's own."""
-    units = {run.start for run in runs if run.unit}
-    made: list[range] = []
+def _join_crumbs(layers: Sequence[Run]) -> list[Run]:
+    """Join a layer of one or two ops to the one before, unless either is a module's own."""
+    made: list[Run] = []
     for layer in layers:
-        is_crumb = len(layer) < 3 and made and layer.start not in units and made[-1].start not in units
+        is_crumb = len(layer) < 3 and made and not layer.unit and not made[-1].unit
         if is_crumb and len(made[-1]) + len(layer) <= MAX_OPS:
-            made[-1] = range(made[-1].start, layer.stop)
+            made[-1] = Run(made[-1].start, layer.stop, "")
         else:
             made.append(layer)
     return made
-
-
-def layer_of_op(ops: Sequence[Op], layers: Sequence[range]) -> dict[str, int]:
-    """Op name -> the number of its layer."""
-    return {ops[place].name: index for index, layer in enumerate(layers) for place in layer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,8 @@ from autopar.trace.factors import attach_factors
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
-from autopar.trace.layers import cut_layers, layer_of_op
+from autopar.trace.layers import cut_layers
+from autopar.trace.repetition import Run
 from autopar.trace.signature import call_form, make_flatten
 from autopar.trace.structure import Dropped, Leaf, Structure, rebuild, walk
 
@@ -49,6 +51,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_dead_ops,
     cleanup.drop_needless_copies,
     cleanup.spell_out_sizes,
+    cleanup.spell_out_copies,
     losses.rewrite_dropout,
     losses.rewrite_batch_norm,
     losses.rewrite_cross_entropy,
@@ -92,13 +95,12 @@ def trace(
     captured = capture(model, form, tensors, training=is_training, dtype=dtype)
     graph = normalise(convert(captured, form.names))
     graph = replace(graph, notes=graph.notes + tuple(_dropped_notes(captured.outputs)))
-    ranges = cut_layers(graph, captured.classes)
-    graph, ranges = _merge_within_layers(graph, ranges)
+    graph, pieces = _merge_within_layers(graph, cut_layers(graph, captured.classes))
     graph = attach_factors(graph)
     values = _values(graph)
     program = Program(
         values=values,
-        layers=assign_kinds(build_layers(graph, ranges), values, graph),
+        layers=assign_kinds(build_layers(graph, pieces), values, graph),
         inputs=graph.inputs,
         parameters=graph.parameters,
         aliases={name: first for name, first in captured.names.items() if name != first},
@@ -144,18 +146,18 @@ def _dropped_notes(outputs: Structure) -> list[str]:
     ]
 
 
-def _merge_within_layers(graph: Graph, ranges: Sequence[range]) -> tuple[Graph, list[range]]:
+def _merge_within_layers(graph: Graph, pieces: Sequence[Run]) -> tuple[Graph, list[Run]]:
     """Compute nothing twice inside a layer; across layers that would make layers differ that are alike."""
-    owner = layer_of_op(graph.ops, ranges)
+    owner = {graph.ops[place].name: index for index, piece in enumerate(pieces) for place in piece.places}
     merged = cleanup.drop_dead_ops(cleanup.merge_equal_ops(graph, within=owner))
     check(merged)
-    made: list[range] = []
+    sizes = Counter(owner[op.name] for op in merged.ops)
+    made: list[Run] = []
     start = 0
-    for index in range(len(ranges)):
-        size = sum(owner[op.name] == index for op in merged.ops)
-        if size:
-            made.append(range(start, start + size))
-        start += size
+    for index, piece in enumerate(pieces):
+        if sizes[index]:
+            made.append(Run(start, start + sizes[index], piece.unit))
+        start += sizes[index]
     return merged, made
 
 

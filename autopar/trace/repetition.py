@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.program import Op, TensorType
+from autopar.program import Op, TensorType, iter_refs
 
-__all__ = ["Run", "find_period", "module_runs"]
+__all__ = ["MAX_OPS", "MIN_OPS", "Run", "find_period", "module_runs", "op_signature"]
 
 MIN_OPS = 6  # a repetition with fewer ops is no layer of its own
 MAX_OPS = 150
@@ -28,6 +28,11 @@ class Run:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def places(self) -> range:
+        """The positions of its ops."""
+        return range(self.start, self.stop)
 
 
 def module_runs(ops: Sequence[Op], classes: Mapping[str, str]) -> list[Run]:
@@ -114,11 +119,5 @@ def find_period(signatures: Sequence[int]) -> tuple[int, int, int] | None:
 def op_signature(op: Op, types: Mapping[str, TensorType]) -> int:
     """A number that is equal for ops that look alike: same target, literals, and types of operands and results."""
     shape = tuple((types[name].shape, types[name].dtype) for name in (*op.operands, *op.results))
-    literals = tuple(repr(arg) for arg in op.args if not isinstance(arg, tuple) or not list(_refs(arg)))
-    return hash((op.target, tuple(text for text in literals if not text.startswith("Ref(")), shape))
-
-
-def _refs(arg: object) -> list[object]:
-    from autopar.program import iter_refs  # noqa: PLC0415
-
-    return list(iter_refs(arg))  # type: ignore[arg-type]
+    literals = tuple(repr(arg) for arg in op.args if not any(iter_refs(arg)))
+    return hash((op.target, literals, shape))

@@ -1,0 +1,288 @@
+"""Inputs and outputs of every structure, and the errors for those that don't fit."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
+from autopar.trace import default_example_inputs, trace
+from tests import models
+from tests.trace.interpreter import interpret
+from torch import nn
+from torch.nn import functional as F
+
+X = torch.randn(4, 8)
+
+
+def line_of(text):
+    with open(__file__) as lines:  # noqa: PTH123
+        return 1 + next(number for number, line in enumerate(lines) if text in line and "line_of" not in line)
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: torch.Tensor
+    extra: object = None
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Opaque:
+    """Looks like a cache: holds tensors, but is no container."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_output_structure_is_rebuilt():
+    class Many(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            return {"a": [h, None, 3], "b": Result(h + 1, (h.sum(), "text")), "c": Pair(h, x), "d": Opaque(h)}
+
+    model = Many()
+    traced = trace(model, (X,), {})
+    returned = traced.unflatten_outputs(interpret(traced, model, [X])[0])
+    wanted = model(X)
+    assert list(returned) == ["a", "b", "c", "d"]
+    assert returned["a"][1:] == [None, 3]
+    assert isinstance(returned["b"], Result)
+    assert isinstance(returned["c"], Pair)
+    assert returned["b"].extra[1] == "text"
+    assert returned["c"].right is X
+    assert torch.equal(returned["b"].hidden, wanted["b"].hidden)
+    assert returned["d"] is None
+    assert any("Opaque" in note and "'d'" not in note for note in traced.program.notes)
+    with pytest.raises(OutputError, match="2 entries"):
+        traced.unflatten_outputs([X, X])
+
+
+def test_hugging_face_output_with_a_cache():
+    model, inputs = models.make_llama(batch=2, layers=1)
+    model.train()
+    traced = trace(model, (), inputs)
+    returned = traced.unflatten_outputs(list(range(len(traced.program.outputs))))
+    assert isinstance(returned, transformers.modeling_outputs.CausalLMOutputWithPast)
+    assert returned.past_key_values is None
+    assert traced.program.outputs[returned.loss] == traced.program.loss
+    assert any("past_key_values (DynamicCache)" in note for note in traced.program.notes)
+
+
+@pytest.mark.parametrize("make", [lambda h: Opaque(h), lambda h: {"cache": Opaque(h)}, lambda h: 3, lambda h: None])
+def test_nothing_to_carry_out(make):
+    class Closed(Module):
+        def forward(self, x):
+            return make(self.linear(x))
+
+    with pytest.raises(OutputError, match="returns no tensor"):
+        trace(Closed(), (X,), {})
+
+
+def test_loss_is_found():
+    class Losses(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            return {"count": x.sum(), "first": h.sum(), "loss": h.mean(), "logits": h}
+
+    program = trace(Losses(), (X,), {}).program
+    assert program.loss == program.outputs[2]
+
+    class Unnamed(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            return x.sum(), h, h.sum(), h.mean()
+
+    program = trace(Unnamed(), (X,), {}).program
+    assert program.loss == program.outputs[2]
+
+    class Without(Module):
+        def forward(self, x):
+            return self.linear(x)
+
+    assert trace(Without(), (X,), {}).program.loss == ""
+
+
+class Nested(Module):
+    def forward(self, x, pair, *, scale=1.0, mode="plain", mask=None, **rest):
+        h = self.linear(x) * scale + pair["left"] - pair["right"][0]
+        return h if mask is None else h * mask + rest["shift"]
+
+
+def nested_inputs():
+    return {"x": X, "pair": {"left": X + 1, "right": (X + 2,)}, "mode": "plain", "mask": X > 0, "shift": X + 3}
+
+
+def test_inputs_are_flattened_by_name():
+    model = Nested()
+    traced = trace(model, (), nested_inputs())
+    assert traced.program.inputs == ("x", "pair_left", "pair_right_0", "mask", "rest_shift")
+    given = nested_inputs()
+    flat = traced.flatten_inputs((given["x"],), {
+        "shift": given["shift"], "mask": given["mask"], "pair": {"right": (X + 2,), "left": X + 1}, "scale": 1.0,
+    })  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(flat, [X, X + 1, X + 2, X > 0, X + 3], strict=True))
+    assert torch.equal(interpret(traced, model, flat)[0][0], model(**given))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"x": torch.zeros(2, 8)}, r"'x' is \[2, 8\] float32, but .* \[4, 8\] float32"),
+    ({"x": torch.zeros(4, 8).double()}, r"'x' is \[4, 8\] float64, but .* \[4, 8\] float32"),
+    ({"mask": None}, "'mask' is absent, but the plan was made for a tensor"),
+    ({"mode": "other"}, "'mode' is 'other', but the plan was made for absent"),
+    ({"scale": X}, "'scale' is a tensor, but the plan was made for absent"),
+    ({"pair": {"left": X, "right": (X, X)}}, r"'pair\.right\.1' is a tensor"),
+    ({"pair": {"left": X}}, r"'pair\.right\.0' is absent"),
+])  # fmt: skip
+def test_other_inputs_are_refused(change, message):
+    traced = trace(Nested(), (), nested_inputs())
+    with pytest.raises(InputShapeError, match=message):
+        traced.flatten_inputs((), nested_inputs() | change)
+
+
+def test_missing_argument_in_a_later_call():
+    traced = trace(Nested(), (), nested_inputs())
+    with pytest.raises(InputShapeError, match="missing a required argument: 'pair'"):
+        traced.flatten_inputs((X,), {})
+
+
+def test_control_flow_on_data_names_the_users_line():
+    class Branch(Module):
+        def forward(self, x):
+            h = self.linear(x)
+            if h.sum() > 0:  # the line at fault
+                return h
+            return -h
+
+    with pytest.raises(TraceError, match=rf"test_calls\.py:{line_of('# the line at fault')}: .*torch\.where"):
+        trace(Branch(), (X,), {})
+
+
+def test_numbers_from_data_name_the_users_line():
+    class Item(Module):
+        def forward(self, x):
+            return self.linear(x) * x.sum().item()  # the item
+
+    with pytest.raises(TraceError, match=rf"test_calls\.py:{line_of('# the item')}: .*\.item\(\)"):
+        trace(Item(), (X,), {})
+
+
+def test_shapes_from_data_are_refused():
+    class Nonzero(Module):
+        def forward(self, x):
+            return self.linear(x)[x[:, 0] > 0]
+
+    with pytest.raises(TraceError, match=r"test_calls\.py:\d+: .*depends on values"):
+        trace(Nonzero(), (X,), {})
+
+
+def test_custom_backward_is_not_lost_silently():
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return -gradient
+
+    class Adversarial(Module):
+        def forward(self, x):
+            return Reverse.apply(self.linear(x))  # the custom function
+
+    line = line_of("# the custom function")
+    with pytest.raises(TraceError, match=rf"test_calls\.py:{line}: .*Reverse .*custom_op"):
+        trace(Adversarial(), (X,), {})
+    assert torch.autograd.Function.apply.__self__ is torch.autograd.Function
+
+
+def test_inputs_that_do_not_bind():
+    with pytest.raises(ExampleInputsError, match=r"missing a required argument: 'input'.*Linear\.forward\(input"):
+        trace(nn.Linear(8, 8), (), {"inputs": X})
+    with pytest.raises(ExampleInputsError, match="no tensor"):
+        trace(Module(), (), {})
+
+
+def test_inputs_that_the_model_chokes_on():
+    class Narrow(Module):
+        def forward(self, x):
+            return self.linear(x)  # the narrow place
+
+    with pytest.raises(ExampleInputsError, match=rf"test_calls\.py:{line_of('# the narrow place')}: .*\[4, 7\] float32"):
+        trace(Narrow(), (torch.zeros(4, 7),), {})
+
+
+def test_dummy_inputs():
+    class Declares(Module):
+        dummy_inputs = {"x": X}  # noqa: RUF012
+
+        def forward(self, x):
+            return self.linear(x)
+
+    assert default_example_inputs(Declares()) == {"x": X}
+    with pytest.raises(ExampleInputsError, match=r"Linear\.forward\(input.*example_inputs="):
+        default_example_inputs(nn.Linear(8, 8))
+
+
+def test_writing_to_an_input_is_refused():
+    class Writes(Module):
+        def forward(self, x):
+            x.add_(1)
+            return self.linear(x)
+
+    with pytest.raises(TraceError, match=r"writes to 'x'.*clone"):
+        trace(Writes(), (X,), {})
+
+
+def test_the_model_is_not_touched():
+    model, inputs = models.make_gpt2(batch=2, layers=1)
+    model.eval()
+    before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
+    trace(model, (), inputs, training=True, dtype=torch.bfloat16)
+    assert {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items()} == before
+    assert not model.training
+
+
+def test_a_model_that_cannot_be_copied():
+    class Locked(Module):
+        def __init__(self):
+            super().__init__()
+            import threading
+
+            self.lock = threading.Lock()
+            self.register_buffer("scale", torch.full((8,), 2.0))
+            self.tied = self.linear
+
+        def forward(self, x):
+            with self.lock:
+                return self.tied(self.linear(x)) * self.scale
+
+    model = Locked()
+    traced = trace(model, (X,), {})
+    assert torch.allclose(interpret(traced, model, [X])[0][0], model(X))
+    assert traced.program.aliases == {"tied.weight": "linear.weight", "tied.bias": "linear.bias"}
+
+
+def test_checkpointed_blocks_are_traced_through():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Module):
+        def forward(self, x):
+            h = checkpoint(self.linear, x, use_reentrant=False)
+            return F.relu(checkpoint(self.linear, h, use_reentrant=True))
+
+    model = Checkpointed()
+    traced = trace(model, (X,), {})
+    out = interpret(traced, model, [X])[0][0]
+    assert torch.equal(out, model(X))
+    assert out.requires_grad
