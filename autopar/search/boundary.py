@@ -7,6 +7,7 @@ At a boundary, all activations that cross it take their layouts from one **polic
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 
 from autopar.placement import REPLICATE, Layout, Placement, shard
 from autopar.program import Program, TensorType
@@ -42,12 +43,39 @@ def boundary_layout(policy: Policy, tensor: TensorType, mesh: tuple[int, ...]) -
 def has_whole_boundary(program: Program, name: str) -> bool:
     """Whether this value is whole (``R`` on all axes) wherever it crosses a boundary, whatever the policy.
 
-    So are the model's inputs (each rank gets the plain global batch), new values of buffers, the loss, and,
-    in a model without a loss inside, all outputs.
+    So are the model's inputs (each rank gets the plain global batch) and what is computed from them without a
+    parameter (masks, rotary tables ...: every device computes it, and no layer has to gather it), new values
+    of buffers, the loss, and, in a model without a loss inside, all outputs.
     """
-    if name in program.inputs or name in program.updates.values():
+    if name in _parameter_free(_Identity(program)) or name in program.updates.values():
         return True
     return name == program.loss if program.loss else name in program.outputs
+
+
+class _Identity:
+    """A program as a key: to compare or hash its contents would cost more than what is looked up."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __hash__(self) -> int:
+        return id(self.program)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.program is self.program
+
+
+@lru_cache(maxsize=8)
+def _parameter_free(key: _Identity) -> frozenset[str]:
+    """The values into which no parameter flows: inputs, constants, and what is computed from those alone."""
+    program = key.program
+    free = {name for name, value in program.values.items() if value.role in ("constant", "buffer")}
+    free.update(program.inputs)
+    for layer in program.layers:
+        for op in layer.ops:
+            if free.issuperset(op.operands):
+                free.update(name for name in op.results if not program.values[name].requires_grad)
+    return frozenset(free)
 
 
 def arrival_layout(

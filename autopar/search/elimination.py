@@ -9,7 +9,8 @@ Before tables grow, dominated states are dropped: state s of v when some t has
 ``sum_k min_y (f_k(s, y) - f_k(t, y)) >= 0`` (Goldstein 1994); whatever the others do, t is as good.
 
 Should a joint table exceed a limit, its tables are minimised in groups instead (mini-buckets).  That gives a
-lower bound; states are then chosen one by one against it, and the answer says that it is not exact.
+lower bound; states are then chosen one by one against it.  If their cost equals the bound, they are optimal all the same; else the
+answer says that it is not exact.
 """
 
 from __future__ import annotations
@@ -103,11 +104,12 @@ def minimise(
     bound = bound.transpose([kept.index(v) for v in keep])
     assignments = _backtrack(work.buckets, sizes, keep)
     values = bound if work.exact else _evaluate(originals, assignments)
+    is_proven = work.exact or bool((values <= bound + 1e-12 * np.abs(bound)).all())
     return Elimination(
         np.where(values >= _INFINITE / 2, np.inf, values),
         np.where(bound >= _INFINITE / 2, np.inf, bound),
         assignments,
-        work.exact,
+        is_proven,
     )
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.placement import BROADCAST, REPLICATE, Placement, local_shape
 from autopar.program import Layer, Op, Option, Program, TensorType, Value
 
-__all__ = ["Flow", "TimeView", "find_flows", "option_of", "options_of", "time_view"]
+__all__ = ["Flow", "TimeView", "find_flows", "is_alias", "option_of", "options_of", "time_view"]
+
+# Views whose result lies in memory like their operand; the others change the order of elements, or leave some
+# out.
+_KEEP_ORDER = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze", "unflatten", "alias", "detach"})
+# These are views where the operand lies in memory in order, and copies where it does not.
+_COPY_IF_UNORDERED = frozenset({"reshape", "flatten", "contiguous"})
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,31 @@ def find_flows(program: Program, layer: Layer) -> dict[str, Flow]:
     }
 
 
+def is_alias(layer: Layer, flows: Mapping[str, Flow], op: Op) -> bool:
+    """Whether the op's result is a view of its first operand; taken for a copy where that depends on
+    strides.
+    """
+    if not op.is_view or not op.operands:
+        return False
+    if _base_name(op) not in _COPY_IF_UNORDERED:
+        return True
+    flow = flows[op.operands[0]]
+    while flow.source == "op" and layer.ops[flow.producer].is_view and layer.ops[flow.producer].operands:
+        viewed = layer.ops[flow.producer]
+        if _base_name(viewed) in _COPY_IF_UNORDERED:
+            return True
+        if _base_name(viewed) not in _KEEP_ORDER:
+            return False
+        flow = flows[viewed.operands[0]]
+    return True
+
+
+def _base_name(op: Op) -> str:
+    return op.target.split(".")[1] if "." in op.target else op.target
+
+
 def options_of(op: Op) -> tuple[Option, ...]:
-    """The op's options, and ``"-"`` and ``"~"``, which every op has, also where its rule did not list them."""
+    """The op's options, with ``"-"`` and ``"~"``, which every op has, even if its rule did not list them."""
     listed = {option.factor for option in op.options}
     extra = tuple(
         Option(factor, (placement,) * len(op.operands), (placement,) * len(op.results))

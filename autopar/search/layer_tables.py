@@ -16,7 +16,7 @@ from autopar.placement import REPLICATE, Axis, Layout, local_shape
 from autopar.program import Layer, Op, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import Table
-from autopar.search.flows import Flow, TimeView
+from autopar.search.flows import Flow, TimeView, is_alias
 from autopar.search.layer_cost import is_rerun, parameter_times, updates
 from autopar.search.layer_memory import parameter_memory
 from autopar.search.op_states import OpState
@@ -212,9 +212,6 @@ def _kept(op: Op, recompute: str) -> Iterator[tuple[int, str]]:
 def _viewed(problem: LayerProblem, name: str) -> str:
     """The value whose memory this one shares."""
     flow = problem.flows[name]
-    while flow.source == "op" and problem.layer.ops[flow.producer].is_view:
-        operands = problem.layer.ops[flow.producer].operands
-        if not operands:
-            break
-        flow = problem.flows[operands[0]]
+    while flow.source == "op" and is_alias(problem.layer, problem.flows, problem.layer.ops[flow.producer]):
+        flow = problem.flows[problem.layer.ops[flow.producer].operands[0]]
     return flow.value.name

@@ -93,8 +93,7 @@ def place(
     num_microbatches: int = 1,
     shared: SharedStorage | None = None,
 ) -> PlacedLayer:
-    """Apply `strategy` to `layer`, whose values are those the strategy names or correspond to them by
-    position.
+    """Apply `strategy` to `layer`, the first of its kind (by its values the strategy's copies are named).
 
     Raises:
         ValueError: a factor or layout does not divide.

@@ -127,7 +127,7 @@ def _is_whole_everywhere(scene: _Scene, flow: Flow) -> bool:
     nothing.
     """
     is_given = flow.source == "held" and not flow.is_parameter
-    arrives_whole = flow.source == "input" and flow.value.name in scene.program.inputs
+    arrives_whole = flow.source == "input" and has_whole_boundary(scene.program, flow.value.name)
     return (is_given or arrives_whole) and not scene.has_gradient(flow)
 
 

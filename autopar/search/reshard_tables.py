@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import Axis, Layout, mesh_axes, reshard
+from autopar.placement import Axis, Layout, Placement, mesh_axes, reshard, shard
 
 __all__ = ["LOCAL", "MoveTable", "move_table", "reshard_tables"]
 
@@ -53,6 +53,16 @@ class MoveTable:
     backward: Array
 
 
+def _rename_dims(src: Layout, dst: Layout) -> tuple[Layout, Layout]:
+    """The same pair with dims numbered as they come: which steps it takes depends on which dims are equal only."""
+    names: dict[int, Placement] = {}
+    renamed = tuple(
+        names.setdefault(placement.dim, shard(len(names))) if placement.is_shard else placement
+        for placement in (*src, *dst)
+    )
+    return renamed[: len(src)], renamed[len(src) :]
+
+
 @lru_cache(maxsize=1 << 16)
 def _pair_moves(src: Layout, dst: Layout) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     """The collectives of one reshard, forward and backward, on a mesh whose sizes are distinct primes."""
@@ -76,7 +86,7 @@ def move_table(layouts: tuple[Layout, ...]) -> MoveTable:
     """The moves of all reshards between `layouts`, which are of one length: axes of one device are left
     out.
     """
-    pairs = [_pair_moves(src, dst) for src in layouts for dst in layouts]
+    pairs = [_pair_moves(*_rename_dims(src, dst)) for src in layouts for dst in layouts]
     moves: dict[Move, int] = {}
     for both in pairs:
         for move in (*both[0], *both[1]):
