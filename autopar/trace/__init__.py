@@ -4,7 +4,7 @@
 `autopar.trace.pipeline.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
-from autopar.trace.signature import default_example_inputs
 from autopar.trace.pipeline import Traced, trace
+from autopar.trace.signature import default_example_inputs
 
 __all__ = ["Traced", "default_example_inputs", "trace"]

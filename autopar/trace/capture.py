@@ -1,4 +1,5 @@
-"""From a module and example inputs to an exported graph, without touching the module or computing anything."""
+"""From a module and example inputs to an exported graph, without touching the module or computing
+anything."""
 
 from __future__ import annotations
 
@@ -145,8 +146,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torc
     if wrapper.records.custom_functions:
         name, where = wrapper.records.custom_functions[0]
         raise TraceError(
-            f"{where}: {name} is a custom torch.autograd.Function, whose backward does not show in a traced graph. "
-            "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a factor rule "
+            f"{where}: {name} is a custom torch.autograd.Function, whose backward does not show in a "
+            f"traced graph. "
+            "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a "
+            "factor rule "
             "with autopar.register_rule)"
         )
     return exported
@@ -163,8 +166,10 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
     text = str(cause).strip().split("\n")[0]
     if any(isinstance(e, compat.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
         return TraceError(
-            f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
-            "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as "
+            f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is "
+            f"not one graph. "
+            "Compute both sides and choose with torch.where, or decide outside of the model and pass the "
+            "decision as "
             "a plain Python argument; shapes must not depend on values"
         )
     if where and not type(cause).__module__.startswith("torch."):
@@ -172,7 +177,9 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
             f"{_inputs_text(form)} and is called as {form.signature_text}"
         )
-    return TraceError(f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}")
+    return TraceError(
+        f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}"
+    )
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -184,7 +191,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _inputs_text(form: CallForm) -> str:
     parts = zip(form.names, form.shapes, form.dtypes, strict=True)
-    return ", ".join(f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts)
+    return ", ".join(
+        f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts
+    )
 
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -208,5 +217,8 @@ def _no_tensors(outputs: Structure) -> str:
     dropped = [end for end in walk(outputs) if isinstance(end, Dropped)]
     assert not any(isinstance(end, Leaf) for end in walk(outputs))
     found = ", ".join(end.type_name for end in dropped) or "constants only"
-    return (f"the model returns no tensor that a parallel program can carry out ({found}). Return tensors, or tuples, "
-            "lists, dicts or dataclasses of tensors")
+    return (
+        f"the model returns no tensor that a parallel program can carry out ({found}). Return tensors, or "
+        f"tuples, "
+        "lists, dicts or dataclasses of tensors"
+    )

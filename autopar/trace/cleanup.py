@@ -1,4 +1,5 @@
-"""Passes that take away what computes nothing: asserts, aliases, copies, dead code, computations done twice."""
+"""Passes that take away what computes nothing: asserts, aliases, copies, dead code, computations done
+twice."""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, map_refs, rename
 
 __all__ = [
-    "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_random", "merge_equal_ops",
+    "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_random",
+    "merge_equal_ops",
     "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _RANDOM = (
-    "autopar.dropout", "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.bernoulli", "aten.multinomial",
-    "aten.exponential", "aten.normal", "aten.uniform", "aten.native_dropout", "aten.dropout", "aten.feature_dropout",
-    "aten.alpha_dropout", "aten.feature_alpha_dropout", "aten.rrelu", "aten.empty", "aten.cauchy", "aten.geometric",
+    "autopar.dropout", "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.bernoulli",
+    "aten.multinomial",
+    "aten.exponential", "aten.normal", "aten.uniform", "aten.native_dropout", "aten.dropout",
+    "aten.feature_dropout",
+    "aten.alpha_dropout", "aten.feature_alpha_dropout", "aten.rrelu", "aten.empty", "aten.cauchy",
+    "aten.geometric",
     "aten.log_normal", "aten.poisson", "aten.binomial",
 )  # fmt: skip
 
@@ -54,8 +59,8 @@ def drop_aliases(graph: Graph) -> Graph:
 def drop_needless_copies(graph: Graph) -> Graph:
     """Take away clones that change no memory order, or that a reshape makes itself when it has to.
 
-    Views become reshapes: on a device's local tensors, whose strides may differ from the whole ones', a view could
-    fail; where it would not, a reshape is one.
+    Views become reshapes: on a device's local tensors, whose strides may differ from the whole ones', a view
+    could fail; where it would not, a reshape is one.
     """
     graph = graph.rewrite(
         lambda op: [replace(op, target="aten.reshape.default")] if op.target in _RESHAPES else None
@@ -78,7 +83,8 @@ def drop_needless_copies(graph: Graph) -> Graph:
 
 
 def drop_identities(graph: Graph) -> Graph:
-    """Take away ops that give back their operand: slices of everything, casts to the same dtype, cat of one tensor ...
+    """Take away ops that give back their operand: slices of everything, casts to the same dtype, cat of one
+    tensor ...
 
     A cat with empty pieces (a key/value cache before its first token) loses the pieces first.
     """
@@ -109,7 +115,8 @@ def _is_identity(op: Op, graph: Graph) -> bool:
     if op.target == "aten.dropout.default":
         return argument(op, 2, "train", True) is False or op.args[1] == 0
     return op.target in (
-        "aten._to_copy.default", "aten.to.dtype", "aten.expand.default", "aten.reshape.default", "aten.squeeze.dim",
+        "aten._to_copy.default", "aten.to.dtype", "aten.expand.default", "aten.reshape.default",
+        "aten.squeeze.dim",
         "aten.squeeze.dims", "aten.squeeze.default",
     )  # fmt: skip
 
@@ -121,7 +128,8 @@ def _bypass(graph: Graph, ops: set[str]) -> Graph:
 
 
 def spell_out_sizes(graph: Graph) -> Graph:
-    """Write sizes in full (no -1), and "to the end" of a slice always the same way, so that equal ops look equal."""
+    """Write sizes in full (no -1), and "to the end" of a slice always the same way, so that equal ops look
+    equal."""
 
     def spell(op: Op) -> Iterable[Op] | None:
         if op.target in ("aten.reshape.default", "aten.expand.default"):
@@ -136,7 +144,8 @@ def spell_out_sizes(graph: Graph) -> Graph:
 
 
 def spell_out_copies(graph: Graph) -> Graph:
-    """Write what functional copies do as casts and expansions: a copy's destination gives no more than its type."""
+    """Write what functional copies do as casts and expansions: a copy's destination gives no more than its
+    type."""
     types: dict[str, TensorType] = {}
 
     def spell(op: Op) -> Iterable[Op] | None:
@@ -149,7 +158,8 @@ def spell_out_copies(graph: Graph) -> Graph:
         cast_name = op.results[0] if given.shape == result.shape else f"{op.name}_cast"
         types[cast_name] = replace(given, dtype=result.dtype)
         cast = Op(
-            name=cast_name, target="aten._to_copy.default", args=(source,), kwargs=(("dtype", f"torch.{result.dtype}"),),
+            name=cast_name, target="aten._to_copy.default", args=(source,), kwargs=(("dtype",
+            f"torch.{result.dtype}"),),
             results=(cast_name,), source=op.source, module=op.module,
         )  # fmt: skip
         if given.shape == result.shape:
@@ -185,7 +195,8 @@ def _spell_slice(op: Op, source: TensorType) -> Op:
 def _as_expand(op: Op, index: int, graph: Graph) -> Op:
     result = op.results[index]
     return Op(
-        name=result, target="aten.expand.default", args=(Ref(op.operands[index]), graph.types[result].shape), kwargs=(),
+        name=result, target="aten.expand.default", args=(Ref(op.operands[index]),
+        graph.types[result].shape), kwargs=(),
         results=(result,), source=op.source, module=op.module,
     )  # fmt: skip
 
@@ -213,7 +224,8 @@ def drop_dead_ops(graph: Graph) -> Graph:
 def merge_equal_ops(graph: Graph, within: dict[str, int] | None = None) -> Graph:
     """Compute what several ops compute alike once.
 
-    `within` (op name -> group) restricts this to ops of one group, so that merging does not tie layers together.
+    `within` (op name -> group) restricts this to ops of one group, so that merging does not tie layers
+    together.
     """
     seen: dict[object, Op] = {}
     names: dict[str, str] = {}

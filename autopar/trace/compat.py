@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 __all__ = [
@@ -44,8 +48,8 @@ def fake_mode() -> FakeTensorMode:
 def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A fake CPU tensor with the shape and strides of `like`.
 
-    Always CPU: with a CPU-only build of torch, autograd on fake CUDA tensors aborts the process (seen on 2.13), and
-    tensors that a model makes in its forward without naming a device land on the CPU.
+    Always CPU: with a CPU-only build of torch, autograd on fake CUDA tensors aborts the process (seen on
+    2.13), and tensors that a model makes in its forward without naming a device land on the CPU.
     """
     with mode, torch.no_grad():
         made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=dtype or like.dtype, device="cpu")
@@ -65,7 +69,9 @@ def _key_names(value: Any, count: int) -> tuple[str, ...]:
     if isinstance(value, Mapping) and len(value) == count:
         return tuple(map(str, value))
     fields = getattr(value, "_fields", None)
-    return tuple(fields) if isinstance(fields, tuple) and len(fields) == count else tuple(map(str, range(count)))
+    return (
+        tuple(fields) if isinstance(fields, tuple) and len(fields) == count else tuple(map(str, range(count)))
+    )
 
 
 def unflatten_one_level(children: Sequence[Any], context: Any) -> Any:
@@ -86,8 +92,8 @@ def storage_key(tensor: Tensor) -> int:
 def inline_grad_regions(module: fx.GraphModule) -> None:
     """Put the bodies of ``with torch.no_grad()`` regions into the graph, behind a detach of what they read.
 
-    torch.export keeps such a region as a sub-graph, and its decompositions inline it and forget that no gradient
-    leaves it.  After this, "no gradient" is part of the graph's data flow.
+    torch.export keeps such a region as a sub-graph, and its decompositions inline it and forget that no
+    gradient leaves it.  After this, "no gradient" is part of the graph's data flow.
     """
     for _, sub in list(module.named_children()):
         if isinstance(sub, fx.GraphModule):

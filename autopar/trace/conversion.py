@@ -32,8 +32,10 @@ def tensor_type(tensor: Tensor, where: str = "") -> TensorType:
         TraceError: a size is symbolic.
     """
     if not all(type(size) is int for size in tensor.shape):
-        raise TraceError(f"{where or 'the model'}: a tensor has the size {list(tensor.shape)}, which depends on "
-                         "values; use fixed sizes and masks (torch.where) instead")
+        raise TraceError(
+            f"{where or 'the model'}: a tensor has the size {list(tensor.shape)}, which depends on "
+            "values; use fixed sizes and masks (torch.where) instead"
+        )
     return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
@@ -63,7 +65,9 @@ class _Builder:
             return arg
         if isinstance(arg, torch.dtype | torch.memory_format | torch.layout | torch.device):
             return str(arg)
-        raise TraceError(f"an op has the argument {arg!r} of type {type(arg).__name__}, which a plan can't carry")
+        raise TraceError(
+            f"an op has the argument {arg!r} of type {type(arg).__name__}, which a plan can't carry"
+        )
 
     def visit(self, node: fx.Node) -> None:
         if node.op != "call_function" or str(node.target).startswith(_SKIPPED):
@@ -83,14 +87,20 @@ class _Builder:
     def _check_target(self, node: fx.Node) -> None:
         where = _source(node) or "the model"
         if compat.is_higher_order(node.target):
-            raise TraceError(f"{where}: {node.target} takes functions as arguments, and has no factor rule; "
-                             "write it with torch.where, or with plain tensor ops")
+            raise TraceError(
+                f"{where}: {node.target} takes functions as arguments, and has no factor rule; "
+                "write it with torch.where, or with plain tensor ops"
+            )
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise TraceError(f"{where}: Python computes with the value of a tensor here ({node.target}); keep it a "
-                             "tensor (no .item()), or pass it as a plain argument")
+            raise TraceError(
+                f"{where}: Python computes with the value of a tensor here ({node.target}); keep it a "
+                "tensor (no .item()), or pass it as a plain argument"
+            )
         if not isinstance(node.meta.get("val"), Tensor | list | tuple):
-            raise TraceError(f"{where}: {node.target} gives a number that depends on data; keep it a tensor "
-                             "(no .item(), no shapes that depend on values)")
+            raise TraceError(
+                f"{where}: {node.target} gives a number that depends on data; keep it a tensor "
+                "(no .item(), no shapes that depend on values)"
+            )
 
     def _define_several(self, node: fx.Node, values: Sequence[Any]) -> tuple[str, ...]:
         # Named after the getitem that reads it, where there is one.
@@ -98,7 +108,9 @@ class _Builder:
         names: list[str] = []
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                names.append(self.define(named.get(index, f"{node.name}_result_{index}"), value, _source(node)))
+                names.append(
+                    self.define(named.get(index, f"{node.name}_result_{index}"), value, _source(node))
+                )
         kept = iter(names)
         self.env[node.name] = [Ref(next(kept)) if isinstance(value, Tensor) else None for value in values]
         return tuple(names)
@@ -152,7 +164,9 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
             constants[name] = _constant(exported, spec.target)
             builder.roles[name] = "constant"
         else:
-            raise TraceError(f"the model holds {spec.target!r}, which is no tensor and takes part in the computation")
+            raise TraceError(
+                f"the model holds {spec.target!r}, which is no tensor and takes part in the computation"
+            )
         builder.define(name, placeholders[name].meta["val"])
         builder.env[name] = Ref(name)
     for node in nodes:
@@ -160,11 +174,15 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
     outputs, updates = _ends(
         signature.output_specs, builder.env, captured, by_member, dict(zip(inputs, input_names, strict=True))
     )
-    trainable = {name for name, member in parameters.items()
-                 if builder.roles[name] == "parameter" and captured.tensors[member].requires_grad}
+    trainable = {
+        name
+        for name, member in parameters.items()
+        if builder.roles[name] == "parameter" and captured.tensors[member].requires_grad
+    }
     trainable |= {name for name in inputs if placeholders[name].meta["val"].requires_grad}
     graph = Graph(
-        ops=tuple(builder.ops), types=builder.types, roles=builder.roles, inputs=tuple(inputs), outputs=outputs,
+        ops=tuple(builder.ops), types=builder.types, roles=builder.roles, inputs=tuple(inputs),
+        outputs=outputs,
         updates=updates, parameters=parameters, trainable=frozenset(trainable), constants=constants,
         buffers=_known_buffers(captured, parameters, builder.roles), strided=frozenset(builder.strided),
     )  # fmt: skip
@@ -194,8 +212,10 @@ def _ends(
             updates[by_member[captured.names[_member(spec.target)]]] = env[spec.arg.name].name
         else:
             written = input_names.get(str(spec.target)) or _member(spec.target)
-            raise TraceError(f"the model writes to {written!r} in its forward ({spec.kind.name}); only "
-                             "buffers can be written to: work on a copy (x = x.clone()) or register a buffer")
+            raise TraceError(
+                f"the model writes to {written!r} in its forward ({spec.kind.name}); only "
+                "buffers can be written to: work on a copy (x = x.clone()) or register a buffer"
+            )
     return tuple(outputs), updates
 
 
@@ -221,7 +241,8 @@ def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:
 
     graph = rename(graph, {old: new for old, new in fresh.items() if old != new})
     return replace(
-        graph, types=moved(graph.types), roles=moved(graph.roles), inputs=tuple(fresh[n] for n in graph.inputs),
+        graph, types=moved(graph.types), roles=moved(graph.roles),
+        inputs=tuple(fresh[n] for n in graph.inputs),
         updates=moved(graph.updates), parameters=moved(graph.parameters), buffers=moved(graph.buffers),
         trainable=frozenset(fresh[n] for n in graph.trainable),
         strided=frozenset(fresh.get(n, n) for n in graph.strided),
@@ -233,8 +254,10 @@ def _add_unused(graph: Graph, captured: Captured) -> Graph:
     names = Names(graph)
     listed = set(graph.parameters.values())
     missing = {names.fresh(re.sub(r"\W", "_", m)): m for m in captured.tensors if m not in listed}
-    kinds = {n: "parameter" if isinstance(captured.tensors[m], torch.nn.Parameter) else "buffer"
-             for n, m in missing.items()}
+    kinds = {
+        n: "parameter" if isinstance(captured.tensors[m], torch.nn.Parameter) else "buffer"
+        for n, m in missing.items()
+    }
     return replace(
         graph,
         types={**graph.types, **{n: tensor_type(captured.tensors[m]) for n, m in missing.items()}},

@@ -14,13 +14,13 @@ __all__ = ["overload", "run_op"]
 
 
 def overload(target: str) -> torch._ops.OpOverload | None:
-    """The torch op of a qualified name ``namespace.name.overload``, or None for autopar's own and unknown ones."""
+    """The torch op of a qualified name ``namespace.name.overload``, or None for autopar's own and unknown
+    ones."""
     parts = target.split(".")
     if len(parts) != 3:
         return None
     namespace, name, variant = parts
     return getattr(getattr(getattr(torch.ops, namespace, None), name, None), variant, None)
-
 
 
 def run_op(op: Op, values: Mapping[str, Tensor]) -> Sequence[Any]:

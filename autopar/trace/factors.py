@@ -41,8 +41,11 @@ def attach_factors(graph: Graph) -> Graph:
         )]  # fmt: skip
 
     made = graph.rewrite(step)
-    notes = tuple(f"{target} (at {where}) has no factor rule and none was discovered: it runs whole on every device; "
-                  "autopar.register_rule can teach one" for target, where in whole.items())
+    notes = tuple(
+        f"{target} (at {where}) has no factor rule and none was discovered: it runs whole on every device; "
+        "autopar.register_rule can teach one"
+        for target, where in whole.items()
+    )
     return replace(made, notes=made.notes + notes)
 
 
@@ -54,7 +57,9 @@ def _shape_of_call(op: Op) -> str:
     return repr(([map_refs(a, order) for a in op.args], [(k, map_refs(a, order)) for k, a in op.kwargs]))
 
 
-def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[RuleMatch, str]:
+def _match(
+    op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
+) -> tuple[RuleMatch, str]:
     found = options_for(op, operands, results)
     if found is not None:
         return found, "rule"

@@ -1,8 +1,8 @@
 """Folding: what depends on no input, no parameter and no updated buffer is computed once, here, on the CPU.
 
-Masks are looked at before they are computed: a causal mask that a model builds from positions becomes attention's own
-``is_causal``, and a mask that hides nothing disappears, so that attention keeps its fast kernels.  A mask too big to
-hold is proven row block by row block.
+Masks are looked at before they are computed: a causal mask that a model builds from positions becomes
+attention's own ``is_causal``, and a mask that hides nothing disappears, so that attention keeps its fast
+kernels.  A mask too big to hold is proven row block by row block.
 """
 
 from __future__ import annotations
@@ -26,16 +26,31 @@ _BLOCK_ELEMENTS = 1 << 24
 
 # Pointwise ops that broadcast their tensor operands, so that an operand needs no expanding first.
 _BROADCASTING = frozenset({
-    "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.where.self", "aten.masked_fill.Scalar",
-    "aten.logical_and.default", "aten.logical_or.default", "aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor",
-    "aten.le.Tensor", "aten.lt.Tensor", "aten.ge.Tensor", "aten.gt.Tensor", "aten.eq.Tensor", "aten.ne.Tensor",
+    "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.where.self",
+    "aten.masked_fill.Scalar",
+    "aten.logical_and.default", "aten.logical_or.default", "aten.bitwise_and.Tensor",
+    "aten.bitwise_or.Tensor",
+    "aten.le.Tensor", "aten.lt.Tensor", "aten.ge.Tensor", "aten.gt.Tensor", "aten.eq.Tensor",
+    "aten.ne.Tensor",
     "aten.masked_fill.Tensor", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
 })  # fmt: skip
 # And those of one operand that work element by element.
 _ELEMENTWISE = _BROADCASTING | {
-    "aten.logical_not.default", "aten.bitwise_not.default", "aten._to_copy.default", "aten.neg.default",
-    "aten.rsub.Scalar", "aten.add.Scalar", "aten.mul.Scalar", "aten.le.Scalar", "aten.lt.Scalar", "aten.ge.Scalar",
-    "aten.gt.Scalar", "aten.eq.Scalar", "aten.ne.Scalar", "aten.abs.default", "aten.clone.default",
+    "aten.logical_not.default",
+    "aten.bitwise_not.default",
+    "aten._to_copy.default",
+    "aten.neg.default",
+    "aten.rsub.Scalar",
+    "aten.add.Scalar",
+    "aten.mul.Scalar",
+    "aten.le.Scalar",
+    "aten.lt.Scalar",
+    "aten.ge.Scalar",
+    "aten.gt.Scalar",
+    "aten.eq.Scalar",
+    "aten.ne.Scalar",
+    "aten.abs.default",
+    "aten.clone.default",
 }
 
 
@@ -81,7 +96,9 @@ class Evaluator:
     def _compute(self, name: str) -> None:
         op = self.producers.get(name)
         if op is None:
-            source = self._graph.constants[name] if name in self._graph.constants else self._graph.buffers[name]
+            source = (
+                self._graph.constants[name] if name in self._graph.constants else self._graph.buffers[name]
+            )
             self._known[name] = source.detach().cpu()
             return
         with torch.no_grad():
@@ -117,7 +134,8 @@ class Evaluator:
 
 
 def restore_attention_masks(graph: Graph) -> Graph:
-    """Let attention make its own causal mask where the given one is causal, and none where it hides nothing."""
+    """Let attention make its own causal mask where the given one is causal, and none where it hides
+    nothing."""
     cone = constant_cone(graph)
     evaluator = Evaluator(graph)
     forms: dict[str, str] = {}
@@ -144,7 +162,7 @@ def _with_attention_mask(op: Op, *, is_causal: bool) -> Op:
 
 
 def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
-    """"causal": each row sees the columns up to its own; "full": every row sees all; "other"."""
+    """ "causal": each row sees the columns up to its own; "full": every row sees all; "other"."""
     if len(kind.shape) < 2 or kind.dtype.startswith(("int", "uint", "complex")):
         return "other"
     name, kind = _unexpanded(evaluator, name, kind)
@@ -161,8 +179,11 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
         if not bool((visible | hidden).all()):
             return "other"  # a bias, not a mask
         causal = torch.arange(kind.shape[-1]) <= torch.arange(start, stop)[:, None]
-        forms &= {form for form, want in (("causal", causal), ("full", torch.ones_like(causal)))
-                  if bool((visible == want).all())}
+        forms &= {
+            form
+            for form, want in (("causal", causal), ("full", torch.ones_like(causal)))
+            if bool((visible == want).all())
+        }
         if not forms:
             return "other"
     if "full" in forms:
@@ -171,7 +192,8 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
 
 
 def _form_of_comparison(evaluator: Evaluator, name: str, kind: TensorType) -> str:
-    """The form of a mask that compares column numbers with row numbers, found without computing it; else ""."""
+    """The form of a mask that compares column numbers with row numbers, found without computing it; else
+    ""."""
     op = evaluator.producers.get(name)
     if op is None or op.target != "aten.le.Tensor" or kind.num_elements != kind.shape[-1] * kind.shape[-2]:
         return ""
@@ -211,15 +233,25 @@ def _visibility(mask: Tensor) -> tuple[Tensor, Tensor]:
 def skip_expansions(graph: Graph) -> Graph:
     """Let ops that broadcast read a constant before it is expanded."""
     cone = constant_cone(graph)
-    expanded = {op.results[0]: op.operands[0] for op in graph.ops
-                if op.target == "aten.expand.default" and op.results[0] in cone}
+    expanded = {
+        op.results[0]: op.operands[0]
+        for op in graph.ops
+        if op.target == "aten.expand.default" and op.results[0] in cone
+    }
 
     def step(op: Op) -> Iterable[Op] | None:
-        names = {n: expanded[n] for n in op.operands if n in expanded and _may_skip(op, n, expanded[n], graph)}
+        names = {
+            n: expanded[n] for n in op.operands if n in expanded and _may_skip(op, n, expanded[n], graph)
+        }
         if not names or cone.issuperset(op.results):
             return None
-        return [replace(op, args=tuple(map_refs(a, names) for a in op.args),
-                        kwargs=tuple((k, map_refs(a, names)) for k, a in op.kwargs))]
+        return [
+            replace(
+                op,
+                args=tuple(map_refs(a, names) for a in op.args),
+                kwargs=tuple((k, map_refs(a, names)) for k, a in op.kwargs),
+            )
+        ]
 
     return graph.rewrite(step)
 
@@ -227,7 +259,11 @@ def skip_expansions(graph: Graph) -> Graph:
 def _may_skip(op: Op, name: str, source: str, graph: Graph) -> bool:
     if op.target == _ATTENTION:
         kinds = graph.types[name].shape[-2:], graph.types[source].shape[-2:]
-        return argument(op, 3, "attn_mask", None) == Ref(name) and name not in op.operands[:3] and kinds[0] == kinds[1]
+        return (
+            argument(op, 3, "attn_mask", None) == Ref(name)
+            and name not in op.operands[:3]
+            and kinds[0] == kinds[1]
+        )
     if op.target not in _BROADCASTING:
         return False
     others = [graph.types[source if n == name else n].shape for n in op.operands]
@@ -258,8 +294,11 @@ def _folded_state(graph: Graph, cone: frozenset[str]) -> Iterator[str]:
     read = {n for op in graph.ops if cone.issuperset(op.results) for n in op.operands if n in graph.buffers}
     for name in sorted(read):
         if graph.buffers[name].is_floating_point():
-            yield (f"buffer {graph.parameters[name]} was read while tracing: what is computed from it alone keeps its "
-                   "present contents")
+            yield (
+                f"buffer {graph.parameters[name]} was read while tracing: what is computed from it alone "
+                f"keeps its "
+                "present contents"
+            )
 
 
 def share_equal_constants(graph: Graph) -> Graph:

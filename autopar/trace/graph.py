@@ -1,4 +1,5 @@
-"""The graph between capture and layers: a list of ops over named values, passed from one normalising pass to the next.
+"""The graph between capture and layers: a list of ops over named values, passed from one normalising pass to
+the next.
 
 A pass is a function from a `Graph` to a `Graph`.  Nothing here is changed in place.
 """
@@ -27,7 +28,8 @@ class Graph:
         outputs: what the model returns, in order; repeats allowed.
         updates: buffer -> the value that replaces it after a forward.
         parameters: value -> module name, for parameters and buffers.
-        trainable: the values that want a gradient of their own: parameters that aren't frozen, inputs that ask for it.
+        trainable: the values that want a gradient of their own: parameters that aren't frozen, inputs that
+        ask for it.
         constants: the tensors that are known: lifted from the code, or folded.
         buffers: the user's own buffers whose contents are known (not on the meta device), by value.
         strided: values whose memory is not in row-major order.

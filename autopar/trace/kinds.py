@@ -1,8 +1,8 @@
 """Layers as data, and which of them are alike.
 
-Two layers are of one kind if, position by position, they have the same ops with the same literals, the same types,
-gradients and roles of what they read, the same wiring, and the same sharing: whether a held value is read elsewhere
-too, whether a forward replaces it, whether an output leaves the program.
+Two layers are of one kind if, position by position, they have the same ops with the same literals, the same
+types, gradients and roles of what they read, the same wiring, and the same sharing: whether a held value is
+read elsewhere too, whether a forward replaces it, whether an output leaves the program.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _name(ops: Sequence[Op], index: int) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    below = list(dict.fromkeys(".".join(path[: len(common) + 1]) for path in paths if len(path) > len(common)))
+    below = list(
+        dict.fromkeys(".".join(path[: len(common) + 1]) for path in paths if len(path) > len(common))
+    )
     if len(below) > 1 and not common:
         return "+".join(below[:2] + ["..."] * (len(below) > 2))
     return ".".join(common) or f"layer{index}"
@@ -120,7 +122,8 @@ def canonical(arg: Arg, names: Mapping[str, str]) -> str:
 
 
 def fingerprint(graph: Graph, values: Mapping[str, Value], *, training: bool) -> str:
-    """A digest of the whole program: ops, wiring, types, parameter names; the same on every run and machine."""
+    """A digest of the whole program: ops, wiring, types, parameter names; the same on every run and
+    machine."""
     names = {name: str(index) for index, name in enumerate(
         [*graph.inputs, *graph.parameters, *(n for n, r in graph.roles.items() if r == "constant"),
          *(n for op in graph.ops for n in op.results)]
@@ -128,8 +131,10 @@ def fingerprint(graph: Graph, values: Mapping[str, Value], *, training: bool) ->
     lines = [f"training={training}"]
     for name, short in names.items():
         value = values[name]
-        lines.append(f"{short}:{value.type.shape}:{value.type.dtype}:{value.role}:{value.requires_grad}:"
-                     f"{graph.parameters.get(name, '')}")
+        lines.append(
+            f"{short}:{value.type.shape}:{value.type.dtype}:{value.role}:{value.requires_grad}:"
+            f"{graph.parameters.get(name, '')}"
+        )
     for op in graph.ops:
         kwargs = " ".join(f"{key}={canonical(arg, names)}" for key, arg in op.kwargs)
         lines.append(f"{op.target} {canonical(op.args, names)} {kwargs} -> {[names[n] for n in op.results]}")

@@ -1,14 +1,16 @@
 """Cutting a flat program into layers: contiguous, covering, of a sensible size.
 
 Where modules repeat, each repetition is a layer, and so is what lies between.  A stretch that is longer than
-`MAX_OPS`, or that no module divides, is cut at its narrow places: positions that one value crosses divide it into
-atoms; atoms that repeat become layers; what is left is cut where the fewest bytes cross (dynamic programming).
+`MAX_OPS`, or that no module divides, is cut at its narrow places: positions that one value crosses divide it
+into atoms; atoms that repeat become layers; what is left is cut where the fewest bytes cross (dynamic
+programming).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autopar.trace.graph import Graph
 from autopar.trace.repetition import MAX_OPS, MIN_OPS, Run, find_period, module_runs, op_signature
@@ -27,7 +29,8 @@ class Crossing:
 
 
 def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[Run]:
-    """The ops of each layer, as runs that cover all ops in order; `classes` are those of the modules, by path."""
+    """The ops of each layer, as runs that cover all ops in order; `classes` are those of the modules, by
+    path."""
     crossing = crossings(graph)
     signatures = [op_signature(op, graph.types) for op in graph.ops]
     runs = module_runs(graph.ops, classes)
@@ -80,8 +83,10 @@ def _cut_period(
     unit = sum(len(atom) for atom in atoms[start : start + length])
     together = min(-(-MIN_OPS // unit), repetitions // 2)  # tiny repetitions share a layer
     first = atoms[start].start
-    layers = [range(first + i * unit * together, first + (i + 1) * unit * together)
-              for i in range(repetitions // together)]
+    layers = [
+        range(first + i * unit * together, first + (i + 1) * unit * together)
+        for i in range(repetitions // together)
+    ]
     before = _cut_stretch(range(stretch.start, first), crossing, signatures)
     after = _cut_stretch(range(layers[-1].stop, stretch.stop), crossing, signatures)
     return [*before, *layers, *after]
@@ -90,7 +95,7 @@ def _cut_period(
 def _atoms(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
     narrow = [i for i in stretch if i > stretch.start and crossing[i].num_values <= 1]
     edges = [stretch.start, *narrow, stretch.stop]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(edges)]
 
 
 def _cut_narrow(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
@@ -113,7 +118,7 @@ def _cut_narrow(stretch: range, crossing: Sequence[Crossing]) -> list[range]:
     while cuts[-1] != stretch.start:
         cuts.append(best[cuts[-1]][1])
     cuts.reverse()
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(cuts)]
 
 
 def _size_penalty(num_ops: int) -> float:

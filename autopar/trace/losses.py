@@ -15,7 +15,13 @@ from autopar.trace.cleanup import argument
 from autopar.trace.evaluation import overload, run_op
 from autopar.trace.graph import Graph, Names
 
-__all__ = ["rewrite_batch_norm", "rewrite_cross_entropy", "rewrite_dropout", "rewrite_losses", "rewrite_means"]
+__all__ = [
+    "rewrite_batch_norm",
+    "rewrite_cross_entropy",
+    "rewrite_dropout",
+    "rewrite_losses",
+    "rewrite_means",
+]
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for `reduction`
 
@@ -36,14 +42,27 @@ class Writer:
         return self.types.get(arg.name) or self.graph.types[arg.name]
 
     def add(
-        self, target: str, args: Sequence[Arg], result: TensorType | str, kwargs: tuple[tuple[str, Arg], ...] = ()
+        self,
+        target: str,
+        args: Sequence[Arg],
+        result: TensorType | str,
+        kwargs: tuple[tuple[str, Arg], ...] = (),
     ) -> Ref:
-        """Append an op; `result` is the type of its one result, or the name of a value that exists already."""
+        """Append an op; `result` is the type of its one result, or the name of a value that exists
+        already."""
         name = result if isinstance(result, str) else self.names.fresh(target.split(".")[1])
         if isinstance(result, TensorType):
             self.types[name] = result
         self.ops.append(
-            Op(name, target, tuple(args), kwargs, (name,), source=self.around.source, module=self.around.module)
+            Op(
+                name,
+                target,
+                tuple(args),
+                kwargs,
+                (name,),
+                source=self.around.source,
+                module=self.around.module,
+            )
         )
         return Ref(name)
 
@@ -134,7 +153,13 @@ def _count(source: TensorType, result: TensorType) -> int:
 
 
 # Their mean is not a plain mean over positions: it divides by what counts, or by target lengths.
-_NOT_ELEMENTWISE = ("aten.nll_loss", "aten.cross_entropy_loss", "aten.ctc_loss", "aten._ctc_loss", "aten.embedding_bag")
+_NOT_ELEMENTWISE = (
+    "aten.nll_loss",
+    "aten.cross_entropy_loss",
+    "aten.ctc_loss",
+    "aten._ctc_loss",
+    "aten.embedding_bag",
+)
 
 
 def rewrite_losses(graph: Graph) -> Graph:
@@ -240,8 +265,15 @@ def _write_cross_entropy(writer: Writer, call: _CrossEntropy) -> None:
     class_dim = 1 if len(logits.shape) > 1 else 0
     each = call.reduction == _NONE
     kind = TensorType(target.shape if each else (), logits.dtype)
-    args = (call.logits, call.target, call.weight, class_dim, call.ignore_index, call.label_smoothing,
-            "none" if each else "sum")
+    args = (
+        call.logits,
+        call.target,
+        call.weight,
+        class_dim,
+        call.ignore_index,
+        call.label_smoothing,
+        "none" if each else "sum",
+    )
     if call.reduction != _MEAN:
         writer.add("autopar.cross_entropy", args, call.result)
         return
@@ -252,7 +284,9 @@ def _write_cross_entropy(writer: Writer, call: _CrossEntropy) -> None:
 def _divide_by_what_counts(writer: Writer, call: _CrossEntropy, total: Ref, num_classes: int) -> None:
     args = (call.target, call.weight, call.ignore_index, num_classes)
     # As precise as the weights are, and at least float32: a count in half precision would be wrong.
-    dtype = "float64" if call.weight is not None and writer.type_of(call.weight).dtype == "float64" else "float32"
+    dtype = (
+        "float64" if call.weight is not None and writer.type_of(call.weight).dtype == "float64" else "float32"
+    )
     count = writer.add("autopar.cross_entropy_denominator", args, TensorType((), dtype))
     result = writer.graph.types[call.result]
     if result.dtype in ("float32", "float64"):
@@ -303,8 +337,11 @@ def _write_likelihood(writer: Writer, call: _CrossEntropy, dim: int) -> None:
     each = writer.add("aten.squeeze.dim", (column, dim), each_type)
     each = writer.add("aten.neg.default", (each,), each_type)
     if call.weight is not None:
-        weights = writer.add("aten.embedding.default", (_as_table(writer, call.weight), safe), replace(
-            writer.type_of(call.weight), shape=(*target.shape, 1)))
+        weights = writer.add(
+            "aten.embedding.default",
+            (_as_table(writer, call.weight), safe),
+            replace(writer.type_of(call.weight), shape=(*target.shape, 1)),
+        )
         weights = writer.add("aten.squeeze.dim", (weights, len(target.shape)), each_type)
         each = writer.add("aten.mul.Tensor", (each, weights), each_type)
     final = call.result if call.reduction == _NONE else each_type

@@ -34,9 +34,10 @@ class Traced:
     Args:
         program: the traced model.
         constants: value name -> tensor, for all values of role "constant" (CPU; may be expanded views).
-        flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``, floating ones in
-            the trace's dtype; raises InputShapeError if the call differs from the example in structure, shape, dtype
-            or in an argument that is no tensor.
+        flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``,
+        floating ones in
+            the trace's dtype; raises InputShapeError if the call differs from the example in structure,
+            shape, dtype or in an argument that is no tensor.
         unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return.
     """
 
@@ -76,7 +77,8 @@ def trace(
     training: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Traced:
-    """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is computed.
+    """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is
+    computed.
 
     Args:
         model: any module.
@@ -126,7 +128,8 @@ def normalise(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Unflatten:
-    """Rebuilds the model's output; a class so that a `Traced` can be compared and pickled with its structure."""
+    """Rebuilds the model's output; a class so that a `Traced` can be compared and pickled with its
+    structure."""
 
     structure: Structure
 
@@ -139,7 +142,8 @@ class _Unflatten:
 
 def _dropped_notes(outputs: Structure) -> list[str]:
     return [
-        f"output {'.'.join(end.path) or 'of the model'} ({end.type_name}) can't be carried out of a parallel program: "
+        f"output {'.'.join(end.path) or 'of the model'} ({end.type_name}) can't be carried out of a "
+        f"parallel program: "
         "it is None"
         for end in walk(outputs)
         if isinstance(end, Dropped)

@@ -1,8 +1,8 @@
 """What autograd keeps of each op until its backward.
 
-Found by running the op on fake tensors of the real shapes under saved-tensor hooks, and matching the saved tensors to
-operands and results by their memory; by a table for attention, which must count as the fast kernels run it, and for
-autopar's own ops.
+Found by running the op on fake tensors of the real shapes under saved-tensor hooks, and matching the saved
+tensors to operands and results by their memory; by a table for attention, which must count as the fast
+kernels run it, and for autopar's own ops.
 """
 
 from __future__ import annotations

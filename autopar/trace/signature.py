@@ -1,4 +1,5 @@
-"""Calls of the model: example arguments bound to its signature, so that later calls can be compared with them."""
+"""Calls of the model: example arguments bound to its signature, so that later calls can be compared with
+them."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ def bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> di
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ExampleInputsError(f"the inputs don't fit the model: {error}. It is called as "
-                                 f"{signature_text(model)}") from error
+        raise ExampleInputsError(
+            f"the inputs don't fit the model: {error}. It is called as {signature_text(model)}"
+        ) from error
     given: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
@@ -69,7 +71,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 @dataclass(frozen=True)
 class CallForm:
-    """What every call of a traced model must look like: the structure of its arguments, and each tensor's type.
+    """What every call of a traced model must look like: the structure of its arguments, and each tensor's
+    type.
 
     `cast` is the dtype that floating inputs are turned into (mixed precision), or None.
     """
@@ -104,7 +107,9 @@ def call_form(
         cast,
     )
     if not tensors:
-        raise ExampleInputsError(f"the example inputs hold no tensor; the model is called as {form.signature_text}")
+        raise ExampleInputsError(
+            f"the example inputs hold no tensor; the model is called as {form.signature_text}"
+        )
     return form, tensors
 
 
@@ -112,7 +117,9 @@ def _identifier(path: tuple[str, ...]) -> str:
     return re.sub(r"\W", "_", "_".join(path)) or "input"
 
 
-def make_flatten(model: nn.Module, form: CallForm) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
+def make_flatten(
+    model: nn.Module, form: CallForm
+) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
     """The function that checks a call against `form` and gives its tensors in the program's order."""
     owner = _Forward(type(model).__name__, form)
 
@@ -145,7 +152,8 @@ class _Forward:
         ):
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise InputShapeError(
-                    f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was made for "
+                    f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was "
+                    f"made for "
                     f"{_type_text(shape, dtype)}. Pass inputs like the example's, or plan again for these"
                 )
         cast = self.form.cast
@@ -157,7 +165,9 @@ class _Forward:
         try:
             return bind(stand_in, args, kwargs)
         except ExampleInputsError as error:
-            raise InputShapeError(f"the call does not fit {self.form.signature_text}: {error.__cause__}") from error
+            raise InputShapeError(
+                f"the call does not fit {self.form.signature_text}: {error.__cause__}"
+            ) from error
 
 
 def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Structures of inputs and outputs: nested containers taken apart into tensors, and rebuilt.
 
-A structure is walked with ``torch.utils._pytree`` (which knows tuples, lists, dicts and every class registered with
-it) and, beyond that, into dataclasses that nobody registered.
+A structure is walked with ``torch.utils._pytree`` (which knows tuples, lists, dicts and every class
+registered with it) and, beyond that, into dataclasses that nobody registered.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ _PLAIN = (
 def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure, list[Tensor]]:
     """The structure of `value` and its tensors in order.
 
-    Objects that are neither containers nor plain values become `Dropped`, or `Constant` if `opaque_is_constant`.
+    Objects that are neither containers nor plain values become `Dropped`, or `Constant` if
+    `opaque_is_constant`.
     """
     tensors: list[Tensor] = []
 

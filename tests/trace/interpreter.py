@@ -1,4 +1,5 @@
-"""Runs a Program op by op with torch on one device, and compares it with the model that it was traced from."""
+"""Runs a Program op by op with torch on one device, and compares it with the model that it was traced
+from."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from autopar.trace import Traced, trace
 from autopar.trace.evaluation import overload
 
 
-def interpret(traced: Traced, model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def interpret(
+    traced: Traced, model: nn.Module, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The program's outputs and the new contents of buffers (module name -> tensor)."""
     program = traced.program
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -34,7 +37,10 @@ def interpret(traced: Traced, model: nn.Module, inputs: Sequence[Tensor]) -> tup
             known.update(zip(op.results, results, strict=False))
             for name, result in zip(op.results, results, strict=False):
                 kind = program.type_of(name)
-                assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), (op, result)
+                assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), (
+                    op,
+                    result,
+                )
                 assert program.values[name].requires_grad == result.requires_grad, (op, name)
         values.update({name: known[name] for name in layer.outputs})
     updates = {program.parameters[buffer]: values[new] for buffer, new in program.updates.items()}
@@ -86,7 +92,9 @@ def to_double(tree: Any) -> Any:
     )
 
 
-def check_equals_model(model: nn.Module, inputs: dict[str, Any], *, training: bool = True, seed: int = 0) -> Traced:
+def check_equals_model(
+    model: nn.Module, inputs: dict[str, Any], *, training: bool = True, seed: int = 0
+) -> Traced:
     """Trace in float64, run both, and compare outputs, gradients and buffers."""
     model = model.double().train(training)
     inputs = to_double(inputs)
@@ -111,7 +119,9 @@ def check_equals_model(model: nn.Module, inputs: dict[str, Any], *, training: bo
     wanted_grads = _gradients(wanted, model)
     assert wanted_grads.keys() == found_grads.keys()
     for name, want in wanted_grads.items():
-        torch.testing.assert_close(found_grads[name], want, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found_grads[name], want, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+        )
     for name, tensor in model.named_buffers():
         torch.testing.assert_close(updates.get(name, before[name]), tensor, rtol=1e-6, atol=1e-7)
     return traced

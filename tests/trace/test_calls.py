@@ -6,12 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
 from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
 from autopar.trace import default_example_inputs, trace
 from tests import models
 from tests.trace.interpreter import interpret
-from torch import nn
-from torch.nn import functional as F
 
 X = torch.randn(4, 8)
 
@@ -79,7 +80,9 @@ def test_hugging_face_output_with_a_cache():
     assert any("past_key_values (DynamicCache)" in note for note in traced.program.notes)
 
 
-@pytest.mark.parametrize("make", [lambda h: Opaque(h), lambda h: {"cache": Opaque(h)}, lambda h: 3, lambda h: None])
+@pytest.mark.parametrize(
+    "make", [lambda h: Opaque(h), lambda h: {"cache": Opaque(h)}, lambda h: 3, lambda h: None]
+)
 def test_nothing_to_carry_out(make):
     class Closed(Module):
         def forward(self, x):
@@ -120,7 +123,13 @@ class Nested(Module):
 
 
 def nested_inputs():
-    return {"x": X, "pair": {"left": X + 1, "right": (X + 2,)}, "mode": "plain", "mask": X > 0, "shift": X + 3}
+    return {
+        "x": X,
+        "pair": {"left": X + 1, "right": (X + 2,)},
+        "mode": "plain",
+        "mask": X > 0,
+        "shift": X + 3,
+    }
 
 
 def test_inputs_are_flattened_by_name():
@@ -129,7 +138,8 @@ def test_inputs_are_flattened_by_name():
     assert traced.program.inputs == ("x", "pair_left", "pair_right_0", "mask", "rest_shift")
     given = nested_inputs()
     flat = traced.flatten_inputs((given["x"],), {
-        "shift": given["shift"], "mask": given["mask"], "pair": {"right": (X + 2,), "left": X + 1}, "scale": 1.0,
+        "shift": given["shift"], "mask": given["mask"], "pair": {"right": (X + 2,), "left": X + 1},
+        "scale": 1.0,
     })  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(flat, [X, X + 1, X + 2, X > 0, X + 3], strict=True))
     assert torch.equal(interpret(traced, model, flat)[0][0], model(**given))
@@ -207,7 +217,9 @@ def test_custom_backward_is_not_lost_silently():
 
 
 def test_inputs_that_do_not_bind():
-    with pytest.raises(ExampleInputsError, match=r"missing a required argument: 'input'.*Linear\.forward\(input"):
+    with pytest.raises(
+        ExampleInputsError, match=r"missing a required argument: 'input'.*Linear\.forward\(input"
+    ):
         trace(nn.Linear(8, 8), (), {"inputs": X})
     with pytest.raises(ExampleInputsError, match="no tensor"):
         trace(Module(), (), {})
@@ -218,7 +230,9 @@ def test_inputs_that_the_model_chokes_on():
         def forward(self, x):
             return self.linear(x)  # the narrow place
 
-    with pytest.raises(ExampleInputsError, match=rf"test_calls\.py:{line_of('# the narrow place')}: .*\[4, 7\] float32"):
+    with pytest.raises(
+        ExampleInputsError, match=rf"test_calls\.py:{line_of('# the narrow place')}: .*\[4, 7\] float32"
+    ):
         trace(Narrow(), (torch.zeros(4, 7),), {})
 
 

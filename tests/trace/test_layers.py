@@ -5,12 +5,13 @@ from collections import Counter
 import pytest
 import torch
 import transformers
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
 from autopar.trace import trace
 from autopar.trace.repetition import MAX_OPS, find_period
 from tests import models
 from tests.trace.interpreter import check_equals_model, check_well_formed
-from torch import nn
-from torch.nn import functional as F
 
 IDS = models.tokens(4, 16, 64)
 
@@ -21,7 +22,8 @@ def kinds_of(program):
 
 def t5():
     config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0, pad_token_id=0,
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0,
+        pad_token_id=0,
         dropout_rate=0.0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config), {"input_ids": IDS, "labels": IDS}
@@ -36,10 +38,24 @@ def gemma():
 
 
 def clip():
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 63, "bos_token_id": 1}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-              "image_size": 16, "patch_size": 4}
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+        "eos_token_id": 63,
+        "bos_token_id": 1,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+    }
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
     return transformers.CLIPModel(config), {
         "input_ids": IDS, "pixel_values": torch.randn(4, 3, 16, 16), "attention_mask": torch.ones_like(IDS),
@@ -68,7 +84,8 @@ def llama_with_positions():
 
 
 REAL = {
-    # the last of a tower differs: its output leaves the program; the first of T5's computes the shared position bias
+    # the last of a tower differs: its output leaves the program; the first of T5's computes the shared
+    # position bias
     t5: [0, 1, 2, 2, 3, 4, 5, 5, 6],
     gemma: [0, 1, 1, 1, 1, 1, 2, 3],
     clip: [0, 1, 1, 2, 3, 4, 4, 5],
@@ -100,8 +117,17 @@ class FlatGPT(nn.Module):
 
     def __init__(self, layers=6, width=32):
         super().__init__()
-        shapes = ((width,), (3 * width, width), (width, width), (width,), (4 * width, width), (width, 4 * width))
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(*s) / 8) for _ in range(layers) for s in shapes)
+        shapes = (
+            (width,),
+            (3 * width, width),
+            (width, width),
+            (width,),
+            (4 * width, width),
+            (width, 4 * width),
+        )
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(*s) / 8) for _ in range(layers) for s in shapes
+        )
         self.embedding = nn.Parameter(torch.randn(64, width))
         self.layers = layers
 
@@ -109,7 +135,9 @@ class FlatGPT(nn.Module):
         h = self.embedding[ids]
         for k in range(self.layers):
             a, qkv, out, c, up, down = self.weights[6 * k : 6 * k + 6]
-            mixed = F.linear(F.layer_norm(h, (32,), a), qkv).view(4, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+            mixed = (
+                F.linear(F.layer_norm(h, (32,), a), qkv).view(4, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+            )
             mixed = F.scaled_dot_product_attention(*mixed, is_causal=True).transpose(1, 2).reshape(4, 16, 32)
             h = h + F.linear(mixed, out)
             h = h + F.linear(F.gelu(F.linear(F.layer_norm(h, (32,), c), up)), down)
@@ -150,8 +178,10 @@ class DeepUNet(nn.Module):
         super().__init__()
         widths = [4 * 2**k for k in range(levels)]
         for k in range(levels):
-            self.add_module(f"down{k}", nn.Sequential(Conv(3 if k == 0 else widths[k - 1], widths[k]),
-                                                      Conv(widths[k], widths[k])))
+            self.add_module(
+                f"down{k}",
+                nn.Sequential(Conv(3 if k == 0 else widths[k - 1], widths[k]), Conv(widths[k], widths[k])),
+            )
         for k in range(levels - 1):
             self.add_module(f"up{k}", nn.ConvTranspose2d(widths[k + 1], widths[k], 2, 2))
             self.add_module(f"merge{k}", Conv(2 * widths[k], widths[k]))
@@ -246,7 +276,9 @@ def test_unused_parameters_are_listed():
             return self.used(x)
 
     program = trace(Unused(), (torch.randn(4, 8),), {}).program
-    assert set(program.parameters.values()) == {f"{m}.{p}" for m in ("used", "unused") for p in ("weight", "bias")}
+    assert set(program.parameters.values()) == {
+        f"{m}.{p}" for m in ("used", "unused") for p in ("weight", "bias")
+    }
     held = {program.parameters[name] for layer in program.layers for name in layer.held}
     assert held == {"used.weight", "used.bias"}
 

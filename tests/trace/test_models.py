@@ -1,6 +1,8 @@
-"""Traced programs, run op by op, compute what their models compute: outputs, gradients and buffers in float64."""
+"""Traced programs, run op by op, compute what their models compute: outputs, gradients and buffers in
+float64."""
 
 import pytest
+
 from tests import models
 from tests.trace.interpreter import check_equals_model
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tests.trace.interpreter import check_equals_model
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
+
+from tests.trace.interpreter import check_equals_model
 
 
 class Calls(nn.Module):
@@ -155,7 +156,9 @@ def test_a_mask_built_from_positions_becomes_is_causal():
         row = torch.arange(8)
         boolean = (row[None, :] <= row[:, None]).expand(4, 1, 8, 8)
         bias = torch.full((8, 8), float("-inf"), dtype=h.dtype).triu(1)
-        return F.scaled_dot_product_attention(q, q, q, boolean) + F.scaled_dot_product_attention(q, q.cos(), q, bias)
+        return F.scaled_dot_product_attention(q, q, q, boolean) + F.scaled_dot_product_attention(
+            q, q.cos(), q, bias
+        )
 
     traced = run(function)
     ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
@@ -185,7 +188,9 @@ def test_other_masks_stay_and_are_one_small_constant(mask):
         q = h.view(4, 1, 8, 1)
         seen = mask(torch.arange(8)).expand(4, 1, -1, 8)
         again = mask(torch.arange(8)).expand(4, 1, -1, 8)
-        return F.scaled_dot_product_attention(q, q, q, seen) + F.scaled_dot_product_attention(q, q.cos(), q, again)
+        return F.scaled_dot_product_attention(q, q, q, seen) + F.scaled_dot_product_attention(
+            q, q.cos(), q, again
+        )
 
     traced = run(function)
     ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
@@ -291,4 +296,6 @@ def test_autocast_inside_the_model():
     from autopar.trace import trace
 
     program = trace(Autocast(), (X,), {}).program
-    assert "bfloat16" in {program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops}
+    assert "bfloat16" in {
+        program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops
+    }
