@@ -26,7 +26,7 @@ from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has
 from autopar.search.candidates import Candidate, Scene, layer_candidates
 from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths
 from autopar.search.constraints import Constraints, LayerDemands, demands_on, parse_constraints
-from autopar.search.crossings import Crossing, crossing_s, find_crossings
+from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.layer_cost import SharedStorage, optimizer_s_per_element
 from autopar.search.layer_memory import ParameterMemory, parameter_memory
@@ -274,7 +274,7 @@ def _class_candidates(
 
 def _search_class(task: Task, scene: Scene, layer: Layer, demands: LayerDemands) -> tuple[Candidate, ...]:
     for wanted in _relaxed(demands):
-        found = tuple(c for mesh in task.meshes for c in layer_candidates(scene, layer, mesh, wanted))
+        found = layer_candidates(scene, layer, task.meshes, wanted)
         if found:
             given_up = [
                 f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees
@@ -356,17 +356,11 @@ def _move_matrix(
         mesh, policy = where[state]
         return mesh, arrival_layout(scene.program, crossing.value, policy, mesh, crossing.tensor)
 
-    known: dict[tuple[object, object], float] = {}
     matrix = np.zeros((len(states), len(states)))
-    froms = [(int(s), placed(int(s))) for s in sources]
-    tos = [(int(t), placed(int(t))) for t in targets]
-    for s, source in froms:
-        for t, target in tos:
-            if (source, target) not in known:
-                known[source, target] = crossing_s(
-                    scene.prices, crossing.tensor, has_gradient, scene.num_microbatches, source, target
-                )
-            matrix[s, t] = known[source, target]
+    matrix[np.ix_(sources, targets)] = crossing_matrix(
+        scene.prices, crossing.tensor, has_gradient, scene.num_microbatches,
+        [placed(int(s)) for s in sources], [placed(int(t)) for t in targets],
+    )  # fmt: skip
     return matrix
 
 

@@ -20,7 +20,7 @@ from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.constraints import LayerDemands
-from autopar.search.crossings import crossing_s
+from autopar.search.crossings import crossing_matrix
 from autopar.search.flows import find_flows, time_view
 from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
 from autopar.search.layer_cost import SharedStorage, TrainingSpec, placed_cost, storage_cost
@@ -33,8 +33,14 @@ __all__ = ["Candidate", "Scene", "layer_candidates"]
 
 Array = npt.NDArray[np.float64]
 
+# Per mesh axis the degree that it must serve ("" for none that is demanded).
+Roles = tuple[str, ...]
+
 # What is solved: (ZeRO level, share of the price of memory, how to recompute).
 _SOLVED = ((0, 0.0, "none"), (3, 0.0, "none"), (3, 1.0, "none"))
+
+# Strategies that are slower than others by this share of the layer's best time are kept: they may save memory.
+_SLACK = 0.03
 
 
 @dataclass(frozen=True)
@@ -72,24 +78,36 @@ class Scene:
 
 
 def layer_candidates(
-    scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands
+    scene: Scene, layer: Layer, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands
 ) -> tuple[Candidate, ...]:
-    """The candidates of `layer` on `mesh` that meet `demands`; empty if there are none."""
+    """The candidates of `layer` on all `meshes` that meet `demands`; empty if there are none."""
+    blocks = [
+        _Block(_build(scene, layer, mesh, demands, roles), roles)
+        for mesh in meshes
+        for roles in _role_choices(mesh, demands)
+    ]
     found: list[Candidate] = []
-    for roles in _role_choices(mesh, demands):
-        allowed = _allowed(scene, layer, mesh, demands, roles)
-        problem = build_problem(
-            scene.program, layer, mesh, prices=scene.prices, training=scene.training,
-            num_microbatches=scene.num_microbatches, time=scene.time[layer.kind], allowed=allowed,
-            shared_storage=scene.shared,
-        )  # fmt: skip
-        for strategy, policies in _solve(scene, layer, problem, demands, roles):
-            found.extend(_variants(scene, layer, strategy, policies, demands))
+    for strategy, policies in _solve(scene, layer, blocks, demands):
+        found.extend(_variants(scene, layer, strategy, policies, demands))
     return tuple(_drop_dominated(found))
 
 
-# Per mesh axis the degree that it must serve ("" for none that is demanded).
-Roles = tuple[str, ...]
+@dataclass(frozen=True)
+class _Block:
+    """The layer's problem on one mesh, and what its axes must do."""
+
+    problem: LayerProblem
+    roles: Roles
+
+
+def _build(
+    scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles
+) -> LayerProblem:
+    return build_problem(
+        scene.program, layer, mesh, prices=scene.prices, training=scene.training,
+        num_microbatches=scene.num_microbatches, time=scene.time[layer.kind],
+        allowed=_allowed(scene, layer, mesh, demands, roles), shared_storage=scene.shared,
+    )  # fmt: skip
 
 
 def _role_choices(mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[Roles]:
@@ -157,28 +175,26 @@ def _cut_late(scene: Scene, layer: Layer) -> frozenset[str]:
 
 
 def _solve(
-    scene: Scene, layer: Layer, problem: LayerProblem, demands: LayerDemands, roles: Roles
+    scene: Scene, layer: Layer, blocks: list[_Block], demands: LayerDemands
 ) -> Iterator[tuple[LayerStrategy, tuple[Policy, Policy]]]:
     """Distinct strategies of the solved variants, with the policies between which they lie."""
     seen: set[tuple[object, ...]] = set()
     late = _cut_late(scene, layer)
-    conversions: tuple[Array, Array] | None = None
+    ends = _find_ends(scene, layer, blocks)
     for zero, weight, recompute in _solved_variants(scene, demands):
-        shard_axes = tuple(range(len(problem.mesh))) if zero else ()
-        solutions = solve_problem(
-            problem, zero=zero, shard_axes=shard_axes, recompute=recompute,
-            memory_weight_s_per_byte=weight * scene.memory_price_s_per_byte,
-        )  # fmt: skip
-        if not np.isfinite(solutions.objective_s).any():
-            return
-        if conversions is None:
-            conversions = _conversions(scene, layer, problem)
-        for i, j in _useful_pairs(solutions, conversions, bool(demands.degrees)):
-            strategy = _keep_whole(solutions.strategy(i, j), late)
-            key = (i, j, strategy.assignments, strategy.copies)
-            if key not in seen and _meets(scene, layer, strategy, demands, roles):
+        solved = [
+            solve_problem(
+                block.problem, zero=zero, shard_axes=tuple(range(len(block.problem.mesh))) if zero else (),
+                recompute=recompute, memory_weight_s_per_byte=weight * scene.memory_price_s_per_byte,
+            )
+            for block in blocks
+        ]  # fmt: skip
+        for number, i, j in _useful_pairs(solved, ends, keep_all=bool(demands.degrees)):
+            strategy = _keep_whole(solved[number].strategy(i, j), late)
+            key = (number, i, j, strategy.assignments, strategy.copies)
+            if key not in seen and _meets(scene, layer, strategy, demands, blocks[number].roles):
                 seen.add(key)
-                yield strategy, (problem.policies[i], problem.policies[j])
+                yield strategy, (solved[number].policies[i], solved[number].policies[j])
 
 
 def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[tuple[int, float, str]]:
@@ -210,72 +226,86 @@ def _meets(scene: Scene, layer: Layer, strategy: LayerStrategy, demands: LayerDe
     )
 
 
-def _conversions(scene: Scene, layer: Layer, problem: LayerProblem) -> tuple[Array, Array]:
-    """Seconds to move what crosses from one policy to another: before the layer, and behind it."""
-    inputs = tuple(name for name in layer.inputs if name not in scene.program.inputs)
-    outputs = tuple(name for name in layer.outputs if name not in problem.free_outputs)
-    return _conversion(scene, problem, inputs), _conversion(scene, problem, outputs)
+@dataclass(frozen=True)
+class _Ends:
+    """Moves between the boundary states (block, policy) of a layer, numbered through.
+
+    `before_s` and `behind_s` are the seconds to move what crosses from one state to another; `new_before` and
+    `new_behind` say which states are the first of their block with their layouts.
+    """
+
+    before_s: Array
+    behind_s: Array
+    new_before: list[bool]
+    new_behind: list[bool]
 
 
-def _conversion(scene: Scene, problem: LayerProblem, names: tuple[str, ...]) -> Array:
-    policies = problem.policies
-    total = np.zeros((len(policies), len(policies)))
+def _find_ends(scene: Scene, layer: Layer, blocks: list[_Block]) -> _Ends:
+    if not blocks:
+        return _Ends(np.zeros((0, 0)), np.zeros((0, 0)), [], [])
+    free = blocks[0].problem.free_outputs
+    before = tuple(name for name in layer.inputs if name not in scene.program.inputs)
+    behind = tuple(name for name in layer.outputs if name not in free)
+    return _Ends(
+        _conversion(scene, blocks, before), _conversion(scene, blocks, behind),
+        _are_new(scene, blocks, before), _are_new(scene, blocks, behind),
+    )  # fmt: skip
+
+
+def _layouts(scene: Scene, problem: LayerProblem, name: str) -> list[Layout]:
+    tensor = problem.view.value_type(problem.flows[name])
+    return [arrival_layout(scene.program, name, p, problem.mesh, tensor) for p in problem.policies]
+
+
+def _conversion(scene: Scene, blocks: list[_Block], names: tuple[str, ...]) -> Array:
+    count = sum(len(block.problem.policies) for block in blocks)
+    total = np.zeros((count, count))
     for name in names:
+        problem = blocks[0].problem
         flow = problem.flows[name]
-        tensor = problem.view.value_type(flow)
         has_gradient = flow.value.requires_grad and scene.training.is_training
-        layouts = [arrival_layout(scene.program, name, p, problem.mesh, tensor) for p in policies]
-        distinct = list(dict.fromkeys(layouts))
-        index = np.array([distinct.index(layout) for layout in layouts])
-        table = np.array(
-            [
-                [
-                    crossing_s(
-                        scene.prices,
-                        tensor,
-                        has_gradient,
-                        scene.num_microbatches,
-                        (problem.mesh, a),
-                        (problem.mesh, b),
-                    )
-                    for b in distinct
-                ]
-                for a in distinct
-            ]
+        ends = [
+            (block.problem.mesh, layout) for block in blocks for layout in _layouts(scene, block.problem, name)
+        ]
+        total += crossing_matrix(
+            scene.prices, problem.view.value_type(flow), has_gradient, scene.num_microbatches, ends, ends
         )
-        total += table[index][:, index]
     return total
 
 
+def _are_new(scene: Scene, blocks: list[_Block], names: tuple[str, ...]) -> list[bool]:
+    found: list[bool] = []
+    for block in blocks:
+        columns = [_layouts(scene, block.problem, name) for name in names]
+        keys = list(zip(*columns, strict=True)) or [()] * len(block.problem.policies)
+        found += [keys.index(key) == position for position, key in enumerate(keys)]
+    return found
+
+
 def _useful_pairs(
-    solutions: LayerSolutions, conversions: tuple[Array, Array], keep_all: bool
-) -> Iterator[tuple[int, int]]:
-    """Pairs of policies that no other pair beats (or all), the first of those that mean the same."""
-    objective = solutions.objective_s
-    before, behind = conversions
-    via_input = (before[:, :, None] + objective[None]).min(axis=1)
-    closed = (via_input[:, :, None] + behind[None]).min(axis=1)
-    first_in, first_out = _first_of_equal(before), _first_of_equal(behind)
-    for i, j in np.argwhere(np.isfinite(objective)).tolist():
-        duplicate = first_in[i] != i or first_out[j] != j
-        if not duplicate and (keep_all or objective[i, j] <= closed[i, j] * (1 + 1e-9)):
-            yield i, j
+    solved: list[LayerSolutions], ends: _Ends, *, keep_all: bool
+) -> Iterator[tuple[int, int, int]]:
+    """(block, policy before, policy behind) that no other, boundary moves included, beats by far (or all)."""
+    starts = np.cumsum([0, *(len(solutions.policies) for solutions in solved)])
+    objective = np.full((starts[-1], starts[-1]), np.inf)
+    for start, solutions in zip(starts, solved, strict=False):
+        stop = start + len(solutions.policies)
+        objective[start:stop, start:stop] = solutions.objective_s
+    if not np.isfinite(objective).any():
+        return
+    closed = _min_plus(_min_plus(ends.before_s, objective), ends.behind_s)
+    slack = 0.0 if keep_all else _SLACK * float(objective.min())
+    for row, column in np.argwhere(np.isfinite(objective)).tolist():
+        if not (ends.new_before[row] and ends.new_behind[column]):
+            continue
+        if keep_all or objective[row, column] <= closed[row, column] * (1 + 1e-9) + slack:
+            block = int(np.searchsorted(starts, row, side="right")) - 1
+            yield block, row - int(starts[block]), column - int(starts[block])
 
 
-def _first_of_equal(conversion: Array) -> list[int]:
-    """Per policy, the first one that means the same: moving between them is free, as is it to all others."""
-    count = len(conversion)
-    same = [
-        [
-            conversion[i, j] == 0
-            and conversion[j, i] == 0
-            and np.array_equal(conversion[i], conversion[j])
-            and np.array_equal(conversion[:, i], conversion[:, j])
-            for j in range(count)
-        ]
-        for i in range(count)
-    ]
-    return [row.index(True) for row in same]
+def _min_plus(first: Array, second: Array) -> Array:
+    """``out[i, j] = min over k of first[i, k] + second[k, j]``."""
+    return np.stack([(row[:, None] + second).min(axis=0) for row in first])
 
 
 def _variants(

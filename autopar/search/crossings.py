@@ -11,8 +11,12 @@ between, which don't read it, are not concerned.  Inputs of the model start whol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 from autopar.program import Layer, Program, TensorType
@@ -20,7 +24,7 @@ from autopar.search.flows import find_flows, time_view
 from autopar.search.prices import Prices
 from autopar.search.reshard_tables import LOCAL
 
-__all__ = ["Crossing", "crossing_s", "crossing_steps", "find_crossings"]
+__all__ = ["Crossing", "crossing_matrix", "crossing_s", "crossing_steps", "find_crossings"]
 
 Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
 
@@ -105,3 +109,21 @@ def crossing_s(
             if kind not in LOCAL:
                 seconds += prices.collective_s(kind, step.axis, tensor.num_bytes * step.fraction)
     return num_microbatches * seconds
+
+
+def crossing_matrix(
+    prices: Prices,
+    tensor: TensorType,
+    has_gradient: bool,
+    num_microbatches: int,
+    sources: Sequence[Placed],
+    targets: Sequence[Placed],
+) -> npt.NDArray[np.float64]:
+    """`crossing_s` from each of `sources` to each of `targets`; equal ends are priced once."""
+    rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+    table = np.array(
+        [[crossing_s(prices, tensor, has_gradient, num_microbatches, a, b) for b in columns] for a in rows]
+    )
+    row_of = {end: index for index, end in enumerate(rows)}
+    column_of = {end: index for index, end in enumerate(columns)}
+    return table[np.ix_([row_of[end] for end in sources], [column_of[end] for end in targets])]
