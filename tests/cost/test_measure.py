@@ -1,6 +1,5 @@
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,11 +24,11 @@ def profile():
     """A profile in seconds of this thread's own work: other programs on the machine don't decide a test."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "time", SimpleNamespace(perf_counter=time.process_time))
+        patch.setattr(timing.Contention, "factor", lambda _: 1.0)
         yield measure_profile(budget_s=3.0)
 
 
-def _median_s(run, clock=time.process_time) -> float:
+def _median_s(run, clock=time.thread_time) -> float:
     run()
     times = []
     for _ in range(9):
@@ -150,3 +149,13 @@ class _Broken:
 def test_a_collective_that_fails_is_an_error_never_free():
     with pytest.raises(RuntimeError, match="no all_gather here"):
         measure_profile(_Broken(), budget_s=0.1)
+
+
+def test_contention_is_time_passed_over_time_worked():
+    contention = timing.Contention(torch.device("cpu"))
+    deadline = time.thread_time() + 0.05
+    while time.thread_time() < deadline:
+        pass
+    time.sleep(0.2)
+    assert contention.factor() > 2
+    assert timing.Contention(torch.device("cuda")).factor() == 1.0

@@ -23,6 +23,7 @@ from autopar.cost.measure.collectives import (
     share_text,
 )
 from autopar.cost.measure.ops import Measurement, measure_ops
+from autopar.cost.measure.timing import Contention
 from autopar.cost.profile import Curve, Point, Profile
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
@@ -106,17 +107,19 @@ def _measure(
     talk: Collectives, device: torch.device, axes: tuple[Axis, ...], dtypes: tuple[str, ...], budget_s: float
 ) -> Profile:
     is_alone = talk.world_size == 1
-    found = list(measure_ops(device, dtypes, budget_s * (1.0 if is_alone else _OPS_SHARE)))
-    if not is_alone:
-        found += measure_collectives(talk, axes, budget_s * (1 - _OPS_SHARE))
-    seconds = max_over_ranks(talk, [m.taken.seconds for m in found])
+    max_over_ranks(talk, [0.0])  # so that all start together
+    contention = Contention(device)
+    ops = list(measure_ops(device, dtypes, budget_s * (1.0 if is_alone else _OPS_SHARE)))
+    now_s, factor = max_over_ranks(talk, [time.time(), contention.factor()])
+    links = [] if is_alone else list(measure_collectives(talk, axes, budget_s * (1 - _OPS_SHARE)))
+    found = ops + links
+    seconds = max_over_ranks(talk, [m.taken.seconds * factor for m in ops] + [m.taken.seconds for m in links])
     spreads = max_over_ranks(talk, [m.taken.spread for m in found])
-    [now_s] = max_over_ranks(talk, [time.time()])
     return Profile(
         device=_device_name(device),
         num_ranks=talk.world_size,
         date=datetime.fromtimestamp(int(now_s), UTC).isoformat(),
-        software=_software(device),
+        software={**_software(device), "contention": f"{factor:.2f}"},
         curves=_curves(found, seconds, spreads),
     )
 

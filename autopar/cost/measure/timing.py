@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Sample", "median_of", "sample", "synchronize"]
+__all__ = ["Contention", "Sample", "median_of", "sample", "synchronize"]
 
 _MAX_REPEATS = 50
 _MIN_REPEATS = 3
+"""The first of them is not counted."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +31,49 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_of(times: list[float]) -> Sample:
-    """Median and spread of `times`, which holds two or more."""
+    """Median and spread of `times`."""
     median = max(statistics.median(times), 1e-9)
-    low, _, high = statistics.quantiles(times, n=4)
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
     return Sample(median, (high - low) / median)
 
 
 def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> Sample:
-    """Time `run` until `budget_s` is spent: at least 3 times, at most 50, after one call to warm up.
+    """Time `run` until `budget_s` is spent: at least twice, at most 50 times, after one call to warm up.
 
-    Short calls are timed in batches, so that the clock and the wait for the device don't count.
+    Short calls are timed in batches, so that the clock and the wait for the device don't count.  On a CPU it is
+    this thread's own time: what sharing the cores costs is a factor over many calls (`Contention`), because a call
+    that is shorter than the system's time slice is either not interrupted at all or for many times its length.
     """
     run()
-    once_s = _time(run, 1, device)
-    batch = max(1, min(64, int(2e-4 / max(once_s, 1e-9))))
-    times = [_time(run, batch, device)]
-    repeats = int(budget_s / max(times[0] * batch, 1e-9))
-    times += [_time(run, batch, device) for _ in range(min(_MAX_REPEATS, max(_MIN_REPEATS, repeats)))]
-    return median_of(times)
+    times = [_time(run, 1, device)]
+    batch = max(1, min(64, int(2e-4 / max(times[0], 1e-9))))
+    spent_s = times[0]
+    while len(times) < _MAX_REPEATS and (spent_s < budget_s or len(times) < _MIN_REPEATS):
+        times.append(_time(run, batch, device))
+        spent_s += times[-1] * batch
+    return median_of(times[1:])
 
 
 def _time(run: Callable[[], object], batch: int, device: torch.device) -> float:
+    clock = time.perf_counter if device.type == "cuda" else time.thread_time
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(batch):
         run()
     synchronize(device)
-    return (time.perf_counter() - start) / batch
+    return (clock() - start) / batch
+
+
+class Contention:
+    """How many seconds pass for each second of this thread's work, between construction and `factor`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start counting."""
+        self._is_shared = device.type == "cpu"
+        self._started = time.perf_counter(), time.thread_time()
+
+    def factor(self) -> float:
+        """Seconds per second of work since then, at least 1.0; 1.0 on devices that ranks don't share."""
+        passed_s = time.perf_counter() - self._started[0]
+        worked_s = time.thread_time() - self._started[1]
+        return max(1.0, passed_s / worked_s) if self._is_shared and worked_s > 0 else 1.0
