@@ -10,6 +10,7 @@ import copy
 import statistics
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def main(num_steps: int, batch_size: int, sequence_length: int) -> None:
 
     console.print(f"Planning {sum(p.numel() for p in single.parameters()):,} parameters on {mesh} ...")
     model = autopar.parallelize(copy.deepcopy(single), mesh, batches[0])
-    console.print(model.plan)
+    console.print(str(model.plan), markup=False, highlight=False, soft_wrap=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, step_times_s = train(
@@ -124,23 +125,50 @@ def measure_held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> in
     return count_bytes([*parameters, *gradients, *(value for value in states if isinstance(value, Tensor))])
 
 
+class SavedTensors:
+    """Counts the bytes that autograd keeps, each storage once; `peak_bytes` is the most at one time."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.live = Counter(address_of(parameter) for parameter in parameters)  # parameters never count
+        self.live_bytes = self.peak_bytes = 0
+
+    def pack(self, tensor: Tensor) -> "Saved":
+        """Called by autograd with each tensor that it keeps."""
+        return Saved(tensor, self)
+
+    def add(self, tensor: Tensor, sign: int) -> None:
+        """Note that autograd keeps `tensor` once more (1) or once less (-1)."""
+        address, before = address_of(tensor), self.live[address_of(tensor)]
+        self.live[address] += sign
+        if 0 in (before, self.live[address]):
+            self.live_bytes += sign * tensor.untyped_storage().nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class Saved:
+    """One tensor that autograd keeps, for as long as it keeps it."""
+
+    def __init__(self, tensor: Tensor, counts: SavedTensors) -> None:
+        self.tensor, self.counts = tensor, counts
+        counts.add(tensor, 1)
+
+    def __del__(self) -> None:
+        self.counts.add(self.tensor, -1)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where this rank's part of a tensor lies in memory."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
 def measure_saved_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """What autograd keeps between the forward and the backward of one step, parameters apart."""
-    held = {p.to_local().untyped_storage().data_ptr() for p in model.parameters() if isinstance(p, DTensor)}
-    kept: dict[int, Tensor] = {}  # holds on to the tensors, so that no address is used twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(**batch).loss
-    saved_bytes = sum(
-        tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in held
-    )
-    loss.backward()
+    """The most that autograd keeps for backward at any time of one more step, parameters apart."""
+    saved = SavedTensors(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed.tensor):
+        model(**batch).loss.backward()
     model.zero_grad()
-    return saved_bytes
+    return saved.peak_bytes
 
 
 def print_losses(console: Console, parallel: list[float], single: list[float]) -> None:
@@ -186,7 +214,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)
     arguments = parser.parse_args()
