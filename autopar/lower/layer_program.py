@@ -236,10 +236,11 @@ class _Builder:
         is_whole = place.time.kind in "RB"
         if is_whole and time.kind in "RB" and (not value.requires_grad or value.role == "parameter"):
             return _Place(place.node, place.layout, time)
-        cuts_shard = any(p == time and size > 1 for p, size in zip(place.layout, self.mesh, strict=True))
-        if not (is_whole and time.is_shard) or value.requires_grad or cuts_shard:
-            raise PlanMismatchError(f"microbatches can't take {name} from {place.time} to {time} in time where it lies "
-                                    f"as {format_layout(place.layout)}: plan again with this version of autopar")
+        if not (is_whole and time.is_shard) or value.requires_grad:
+            raise PlanMismatchError(f"microbatches can't take {name} from {place.time} to {time} in time: plan again "
+                                    "with this version of autopar")
+        # Time is outside all devices: microbatch m of a shard is not the shard of microbatch m.
+        place = self._move(name, place, tuple(REPLICATE if p == time else p for p in place.layout))
         node = self._call(
             microbatch_slice, (place.node, time.dim, self.num_microbatches, self.context), f"{node_name(name)}_microbatch"
         )

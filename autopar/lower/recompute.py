@@ -174,8 +174,8 @@ def run_keeping_less(
         return box
 
     def unpack(box: _Box) -> Tensor:
-        if gathered and gathering is not None:
-            gathering.values()  # whichever box is opened first: so all ranks gather at the same point
+        if gathering is not None:
+            gathering.values()  # whichever is opened first: so all ranks gather, at the same point
         return box.open()
 
     with saved_tensors_hooks(pack, unpack):
@@ -191,18 +191,17 @@ def run_keeping_less(
 
 
 def _free_gathered(boxes: Sequence[_Box], gathering: Gathering) -> dict[int, _Recipe]:
-    """Let go of saved gathered parameters; storage -> how to gather it again (empty if none was saved)."""
+    """Let go of saved gathered parameters; storage -> how to gather it again."""
     own = {_storage(_stored(p)) for p in gathering.parameters}
     recipes: dict[int, _Recipe] = {}
     for index, value in enumerate(gathering.values()):
         if _storage(value) not in own:
             recipes[_storage(value)] = lambda index=index: gathering.values()[index]
-    found = [(box, recipes.get(_storage(box.tensor))) for box in boxes if box.tensor is not None]
-    for box, recipe in found:
-        if recipe is not None:
-            box.let_go(recipe)
+    for box in boxes:
+        if box.tensor is not None and _storage(box.tensor) in recipes:
+            box.let_go(recipes[_storage(box.tensor)])
     gathering.free()
-    return recipes if any(recipe for _, recipe in found) else {}
+    return recipes
 
 
 def _stored(parameter: Tensor) -> Tensor:

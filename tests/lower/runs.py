@@ -1,0 +1,103 @@
+"""Train a model by a plan on simulated ranks and on one device, and compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from autopar.lower import ParallelModule, lower
+from autopar.lower.communicator import Communicator, simulate
+from autopar.lower.compat import make_mesh
+from autopar.plan import Plan
+from autopar.trace import Traced
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses of every step; gradients of the first; parameters and buffers at the end; all whole."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+
+def build(model: nn.Module, traced: Traced, plan: Plan, communicator: Communicator, **kwargs: Any) -> ParallelModule:
+    """Lower for one simulated rank."""
+    world = communicator.world_size
+    mesh = make_mesh((world,), range(world), "cpu", rank=communicator.rank)
+    return lower(
+        traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
+        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, **kwargs,
+    )  # fmt: skip
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar of an output, or a scalar made of all of it."""
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    scalars = [x for x in leaves if x.dim() == 0]
+    return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
+
+
+def train_single(model: nn.Module, inputs: Mapping[str, Any], steps: int = 2) -> Run:
+    """Train a copy on one device."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses, gradients = [], {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(**inputs))
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return Run(tuple(losses), gradients, {n: x.detach().clone() for n, x in model.state_dict().items()})
+
+
+def train_parallel(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: Mapping[str, Any], steps: int = 2
+) -> list[Run]:
+    """Train on simulated ranks; one run per rank."""
+
+    def rank(communicator: Communicator) -> Run:
+        parallel = build(model, traced, plan, communicator)
+        optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3)
+        losses, gradients = [], {}
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(parallel(**inputs))
+            loss.backward()
+            losses.append(loss.item())
+            if step == 0:
+                gradients = {n: parallel._whole(n, p.grad) for n, p in parallel.named_parameters() if p.grad is not None}
+            optimizer.step()
+        return Run(tuple(losses), gradients, parallel.full_state_dict())
+
+    return simulate(plan.world_size, rank)
+
+
+def assert_same(expected: Run, found: Run, tolerance: float = 1e-9) -> None:
+    """Loss within `tolerance` / 1000 relative, gradients within it relative to their largest entry, state within 1e-7.
+
+    A gradient that is zero but for rounding (of a bias before a norm) is measured against the largest of all.
+    """
+    for a, b in zip(expected.losses, found.losses, strict=True):
+        assert abs(a - b) <= tolerance / 1000 * max(abs(a), 1e-3), (expected.losses, found.losses)
+    assert expected.gradients.keys() == found.gradients.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        scale = max(gradient.abs().max().item(), 1e-5 * largest)
+        error = (gradient - found.gradients[name]).abs().max().item()
+        assert error <= tolerance * scale, (name, error / scale)
+    assert expected.state.keys() == found.state.keys()
+    state_tolerance = max(1e-7, tolerance)
+    for name, value in expected.state.items():
+        if name in expected.gradients and expected.gradients[name].abs().max() < 1e-9 * largest:
+            continue  # Adam turns rounding into steps
+        torch.testing.assert_close(found.state[name], value, rtol=state_tolerance, atol=state_tolerance, msg=lambda m, n=name: f"{n}: {m}")
