@@ -25,7 +25,7 @@ def profile():
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing.Contention, "factor", lambda _: 1.0)
-        yield measure_profile(budget_s=3.0)
+        return measure_profile(budget_s=3.0)
 
 
 def _median_s(run, clock=time.thread_time) -> float:
