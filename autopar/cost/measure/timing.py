@@ -40,9 +40,9 @@ def median_of(times: list[float]) -> Sample:
 def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> Sample:
     """Time `run` until `budget_s` is spent: at least twice, at most 50 times, after one call to warm up.
 
-    Short calls are timed in batches, so that the clock and the wait for the device don't count.  On a CPU it
-    is this thread's own time: what sharing the cores costs is a factor over many calls (`Contention`), because a
-    call shorter than the system's time slice is either not interrupted at all or for many times its length.
+    Short calls are timed in batches, so that the clock and the wait for the device don't count.
+    On a CPU it is this thread's own time.  What sharing the cores costs is a factor over many calls (`Contention`),
+    because a call shorter than the system's time slice is interrupted either never or for many times its length.
     """
     run()
     times = [_time(run, 1, device)]
