@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
-from autopar.lower.execution import Executable, Executor
+from autopar.lower.execution import Executable, Executor, LayerRunner
 from autopar.lower.gradients import clip_gradients
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.microbatch import run_microbatches
@@ -126,6 +126,11 @@ class ParallelModule(nn.Module):
     def program(self) -> LoweredProgram:
         """What this rank runs; ``print(model.program)`` shows it."""
         return LoweredProgram(self._executor.executable.program, self._executor.programs)
+
+    @property
+    def layer_runners(self) -> tuple[LayerRunner, ...]:
+        """The lowered layers in order, for tools that watch them run."""
+        return tuple(self._executor.runners)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward on the whole batch.

@@ -1,0 +1,221 @@
+"""Train a model by a plan with every rank a thread of this process, and on one device; join what the ranks hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.api import ExampleInputs, build
+from autopar.errors import VerificationError
+from autopar.lower import ParallelModule
+from autopar.lower.communicator import Communicator, simulate
+from autopar.lower.compat import local_tensor, make_mesh
+from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
+from autopar.plan import Plan
+from autopar.program import Op, Program, TensorType, Value
+from autopar.trace import Traced
+
+__all__ = [
+    "MakeOptimizer",
+    "Run",
+    "gradient_layout",
+    "join_layout",
+    "keep_double",
+    "keep_double_program",
+    "loss_of",
+    "run_parallel",
+    "run_ranks",
+    "run_single",
+]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+T = TypeVar("T")
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run leaves: the loss of every step, gradients of the first step, parameters and buffers at the end."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def run_single(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw) -> Run:
+    """Train a copy of `model` on one device."""
+    return _train(copy.deepcopy(model), inputs, steps, make_optimizer)
+
+
+def run_parallel(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw
+) -> Run:
+    """Train `model` by `plan`.
+
+    Raises:
+        VerificationError: ranks have different losses, or replicas of a tensor differ.
+    """
+    runs = run_ranks(model, traced, plan, inputs, lambda parallel: _train(parallel, inputs, steps, make_optimizer))
+    for number, run in enumerate(runs):
+        if run.losses != runs[0].losses:
+            raise VerificationError(f"rank {number} has losses {run.losses}, rank 0 has {runs[0].losses}")
+    return Run(
+        losses=runs[0].losses,
+        gradients=_join_all([run.gradients for run in runs]),
+        parameters=_join_all([run.parameters for run in runs]),
+        buffers=_join_all([run.buffers for run in runs]),
+    )
+
+
+def run_ranks(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs, action: Callable[[ParallelModule], T]
+) -> list[T]:
+    """`action` on every rank's ParallelModule, in rank order."""
+
+    def rank(communicator: Communicator) -> T:
+        mesh = make_mesh((communicator.world_size,), range(communicator.world_size), "cpu", rank=communicator.rank)
+        return action(build(model, traced, plan, communicator, mesh, example_inputs=inputs))
+
+    return simulate(plan.world_size, rank)
+
+
+def _train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer) -> Run:
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return Run(
+        tuple(losses),
+        gradients,
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        {name: b.detach().clone() for name, b in model.named_buffers()},
+    )
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar loss in a model's output; without one, a scalar that depends on every differentiable output."""
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    scalars = [x for x in leaves if x.dim() == 0]
+    return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
+
+
+def _join_all(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    for number, part in enumerate(parts):
+        if part.keys() != parts[0].keys():
+            raise VerificationError(f"rank {number} and rank 0 differ in having {sorted(part.keys() ^ parts[0].keys())}")
+    return {name: _join([part[name] for part in parts], name) for name in parts[0]}
+
+
+def _join(tensors: list[Tensor], name: str) -> Tensor:
+    first = tensors[0]
+    if not isinstance(first, DTensor):
+        return join_layout(tensors, (REPLICATE,), (len(tensors),), name)
+    if any(p.is_partial() for p in first.placements):
+        raise VerificationError(f"{name} is left as a sum of terms ({first.placements}): an all-reduce is missing")
+    layout = tuple(Placement("S", p.dim) if p.is_shard() else REPLICATE for p in first.placements)  # pyright: ignore
+    return join_layout([local_tensor(t) for t in tensors], layout, tuple(first.device_mesh.shape), name)
+
+
+def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], name: str) -> Tensor:
+    """The whole tensor from every rank's local one, in rank order.
+
+    Raises:
+        VerificationError: replicas differ.
+    """
+    parts = tensors
+    for placement, size in reversed(list(zip(layout, mesh, strict=True))):
+        # Axes to the right are joined already, so members of this axis stand side by side.
+        groups = [parts[start : start + size] for start in range(0, len(parts), size)]
+        if placement.is_shard:
+            parts = [torch.cat(group, placement.dim) for group in groups]
+        elif placement == PARTIAL:
+            parts = [torch.stack(group).sum(0) for group in groups]
+        else:
+            for group in groups:
+                _check_replicas(group, name)
+            parts = [group[0] for group in groups]
+    return parts[0]
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """How the gradient of a tensor lies that lies as `layout`."""
+    turned = {"P": REPLICATE, "B": PARTIAL}
+    return tuple(turned.get(placement.kind, placement) for placement in layout)
+
+
+def _check_replicas(tensors: list[Tensor], name: str) -> None:
+    first = tensors[0]
+    for number, other in enumerate(tensors):
+        if not torch.equal(other, first) and not torch.allclose(other, first, rtol=1e-9, atol=1e-14, equal_nan=True):
+            raise VerificationError(f"replicas of {name} differ: {number} from 0 by {(other - first).abs().max()}")
+
+
+class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used like a function)
+    """Inside, a differentiable float64 tensor is never cast to a narrower dtype.
+
+    Models that compute a norm or a loss in float32 whatever their parameters' dtype would hide errors in that rounding.
+    """
+
+    _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(x, Tensor) and x.requires_grad and x.dtype == torch.float64 for x in tree_leaves((args, kwargs))):
+            if func in self._CASTS:
+                return args[0]
+            args, kwargs = tree_map(_widen_dtype, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widen_dtype(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
+
+
+def keep_double_program(traced: Traced) -> Traced:
+    """The same for a program that was traced in float64: differentiable values stay float64."""
+    program = traced.program
+    values = {name: _widen_value(value) for name, value in program.values.items()}
+    layers = tuple(
+        replace(layer, ops=tuple(_widen_op(program, op) for op in layer.ops)) for layer in program.layers
+    )
+    return replace(traced, program=replace(program, values=values, layers=layers))
+
+
+def _widen_value(value: Value) -> Value:
+    if not value.requires_grad or value.type.dtype not in ("float32", "bfloat16", "float16"):
+        return value
+    return replace(value, type=TensorType(value.type.shape, "float64"))
+
+
+def _widen_op(program: Program, op: Op) -> Op:
+    if not any(program.values[name].requires_grad for name in op.results):
+        return op
+    return replace(op, args=_widen_arg(op.args), kwargs=tuple((key, _widen_arg(arg)) for key, arg in op.kwargs))
+
+
+def _widen_arg(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(_widen_arg(part) for part in arg)
+    return "torch.float64" if arg in ("torch.float32", "torch.bfloat16", "torch.float16") else arg
