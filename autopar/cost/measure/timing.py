@@ -41,8 +41,9 @@ def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> 
     """Time `run` until `budget_s` is spent: at least twice, at most 50 times, after one call to warm up.
 
     Short calls are timed in batches, so that the clock and the wait for the device don't count.
-    On a CPU it is this thread's own time.  What sharing the cores costs is a factor over many calls (`Contention`),
-    because a call shorter than the system's time slice is interrupted either never or for many times its length.
+    On a CPU it is this thread's own time.  What sharing the cores costs is a factor over many calls
+    (`Contention`): a call shorter than the system's time slice is interrupted never, or
+    for many times its length.
     """
     run()
     times = [_time(run, 1, device)]
