@@ -9,8 +9,8 @@ Before tables grow, dominated states are dropped: state s of v when some t has
 ``sum_k min_y (f_k(s, y) - f_k(t, y)) >= 0`` (Goldstein 1994); whatever the others do, t is as good.
 
 Should a joint table exceed a limit, its tables are minimised in groups instead (mini-buckets).  That gives a
-lower bound; states are then chosen one by one against it.  If their cost equals the bound, they are optimal all the same; else the
-answer says that it is not exact.
+lower bound; states are then chosen one by one against it.  If their cost equals the bound, they are optimal
+all the same; else the answer says that it is not exact.
 """
 
 from __future__ import annotations

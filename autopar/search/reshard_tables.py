@@ -54,7 +54,7 @@ class MoveTable:
 
 
 def _rename_dims(src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-    """The same pair with dims numbered as they come: which steps it takes depends on which dims are equal only."""
+    """The same pair with dims numbered as they come: for the steps it only matters which dims are equal."""
     names: dict[int, Placement] = {}
     renamed = tuple(
         names.setdefault(placement.dim, shard(len(names))) if placement.is_shard else placement

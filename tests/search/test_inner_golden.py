@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,16 +11,22 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.plan import LayerStrategy
-from autopar.program import Program
+from autopar.program import Layer, Program
 from autopar.search.layer_cost import TrainingSpec, layer_collectives
 from autopar.search.layer_problem import build_problem, solve_problem
 from tests.search.inner_programs import decoder_layer
 
 
+def middle(program: Program) -> Layer:
+    """The layer kind with most layers, which is the decoder layer; the program of one layer has no other."""
+    kinds = Counter(layer.kind for layer in program.layers)
+    return program.kinds[kinds.most_common(1)[0][0]]
+
+
 def steady_state(program: Program, zeros: tuple[int, ...] = (0, 1, 2, 3)) -> LayerStrategy:
     """The best strategy of a layer that follows layers like itself: one policy on either side."""
     prices = ClusterPrices(Cluster.of("h100", nodes=1, devices_per_node=8))
-    problem = build_problem(program, program.layers[0], (8,), prices=prices, training=TrainingSpec())
+    problem = build_problem(program, middle(program), (8,), prices=prices, training=TrainingSpec())
     found: list[tuple[float, int, LayerStrategy]] = []
     for zero in zeros:
         solutions = solve_problem(problem, zero=zero, shard_axes=(0,) if zero else ())
@@ -30,17 +37,42 @@ def steady_state(program: Program, zeros: tuple[int, ...] = (0, 1, 2, 3)) -> Lay
 
 
 def factors(program: Program, strategy: LayerStrategy, target: str) -> list[str]:
-    ops = program.layers[0].ops
+    ops = middle(program).ops
     return [each[0] for op, each in zip(ops, strategy.assignments, strict=True) if target in op.target]
 
 
 def activation_collectives(program: Program, strategy: LayerStrategy) -> Counter[tuple[str, str]]:
-    runs = layer_collectives(program, program.layers[0], strategy)
+    runs = layer_collectives(program, middle(program), strategy)
     return Counter((run.kind, run.phase) for run in runs if run.purpose == "activation")
 
 
-def test_one_long_sample_is_tensor_parallel_with_sequence_parallel() -> None:
-    program = decoder_layer(1, 4096)
+def traced_decoder(batch: int, sequence: int) -> Program:
+    """A causal language model of `transformers`, unmodified, with two layers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from autopar.trace import trace
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=sequence,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(batch, sequence, dtype=torch.int64)
+    return trace(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).program
+
+
+Decoder = Callable[[int, int], Program]
+
+
+@pytest.fixture(params=["by hand", pytest.param("traced", marks=pytest.mark.slow)])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return decoder_layer if request.param == "by hand" else traced_decoder
+
+
+def test_one_long_sample_is_tensor_parallel_with_sequence_parallel(decoder: Decoder) -> None:
+    program = decoder(1, 4096)
     strategy = steady_state(program)
     assert factors(program, strategy, "linear") == ["f", "f", "f", "h", "f", "f", "h"]
     assert factors(program, strategy, "attention") == ["d1"]  # heads
@@ -52,14 +84,14 @@ def test_one_long_sample_is_tensor_parallel_with_sequence_parallel() -> None:
     }  # fmt: skip
 
 
-def test_eight_samples_are_data_parallel() -> None:
-    """With ZeRO-1: if all devices update all parameters, the optimizer costs more than splitting the products
-    does.
-    """
-    program = decoder_layer(8, 4096)
+def test_eight_samples_are_data_parallel(decoder: Decoder) -> None:
+    """With ZeRO-1: an optimizer that updates everything on every device costs more than splitting products."""
+    program = decoder(8, 4096)
     strategy = steady_state(program)
     assert strategy.zero == 1
-    assert {each[0] for each in strategy.assignments} == {"d0"}
+    ops = zip(middle(program).ops, strategy.assignments, strict=True)
+    trained = {each[0] for op, each in ops if program.values[op.results[0]].requires_grad}
+    assert trained == {"d0"}
     assert not activation_collectives(program, strategy)
 
 
@@ -77,7 +109,7 @@ def test_data_parallel_gathers_parameters_and_scatters_gradients(zero: int, gath
     """ZeRO-3 gathers for the forward and again for the backward."""
     program = decoder_layer(8, 4096)
     strategy = steady_state(program, (zero,))
-    runs = layer_collectives(program, program.layers[0], strategy)
+    runs = layer_collectives(program, middle(program), strategy)
     products = [run for run in runs if run.value in ("w_gate", "w_o", "w_q")]
     assert {(run.kind, run.phase, run.times) for run in products} == {
         ("all_gather", "forward", gathers), ("reduce_scatter", "backward", 1)
