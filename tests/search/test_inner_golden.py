@@ -85,7 +85,7 @@ def test_one_long_sample_is_tensor_parallel_with_sequence_parallel(decoder: Deco
 
 
 def test_eight_samples_are_data_parallel(decoder: Decoder) -> None:
-    """With ZeRO-1: an optimizer that updates everything on every device costs more than splitting products."""
+    """With ZeRO-1: updating every parameter on every device costs more than splitting the products does."""
     program = decoder(8, 4096)
     strategy = steady_state(program)
     assert strategy.zero == 1
