@@ -160,7 +160,6 @@ def _microbatch_counts(task: Task) -> Iterator[tuple[int, TimeAssignment]]:
         found = time_assignment(task.program, forced)
         if isinstance(found, str):
             raise ConstraintError(f"constraint 'microbatches={forced}': {found}")
-        task.notes.extend(found.notes)
         yield forced, found
         return
     count = 1
@@ -183,10 +182,28 @@ def _batch_size(program: Program) -> int:
 
 
 def _trials(task: Task) -> Iterator[Trial]:
+    """Trials with ever more microbatches, until they add nothing: no limit could make them the answer."""
     cache: dict[tuple[object, ...], tuple[Candidate, ...]] = {}
+    known: list[Trial] = []
     for count, assignment in _microbatch_counts(task):
-        for shared in _shared_menu(task):
-            yield _make_trial(task, count, dict(assignment.factors), shared, cache)
+        trials = [
+            _make_trial(task, count, dict(assignment.factors), shared, cache) for shared in _shared_menu(task)
+        ]
+        if known and not any(_adds(trial, known) for trial in trials):
+            return
+        yield from trials
+        known += trials
+        task.notes.extend(assignment.notes if count == task.constraints.get("microbatches") else ())
+
+
+def _adds(trial: Trial, known: list[Trial]) -> bool:
+    """Whether a path of `trial` is faster than all known paths that take no more memory."""
+    time = np.concatenate([other.paths.time_s for other in known])
+    peak = np.concatenate([other.paths.peak_bytes for other in known])
+    order = np.argsort(peak)
+    fastest = np.concatenate([[np.inf], np.minimum.accumulate(time[order])])
+    rivals = fastest[np.searchsorted(peak[order], trial.paths.peak_bytes, side="right")]
+    return bool((np.array(trial.paths.time_s) < rivals).any())
 
 
 def _best_trial(trials: tuple[Trial, ...], limit: float) -> Trial | None:

@@ -39,8 +39,9 @@ Roles = tuple[str, ...]
 # What is solved: (ZeRO level, share of the price of memory, how to recompute).
 _SOLVED = ((0, 0.0, "none"), (3, 0.0, "none"), (3, 1.0, "none"))
 
-# Strategies that are slower than others by this share of the layer's best time are kept: they may save memory.
-_SLACK = 0.03
+# A strategy is dropped if another with boundary moves is as fast, moves being discounted by this share of the layer's
+# best time: what would gain less is not worth its place.
+_DISCOUNT = 0.002
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def _are_new(scene: Scene, blocks: list[_Block], names: tuple[str, ...]) -> list
 def _useful_pairs(
     solved: list[LayerSolutions], ends: _Ends, *, keep_all: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """(block, policy before, policy behind) that no other, boundary moves included, beats by far (or all)."""
+    """(block, policy before, policy behind) that no other, boundary moves included, beats (or all)."""
     starts = np.cumsum([0, *(len(solutions.policies) for solutions in solved)])
     objective = np.full((starts[-1], starts[-1]), np.inf)
     for start, solutions in zip(starts, solved, strict=False):
@@ -293,12 +294,14 @@ def _useful_pairs(
         objective[start:stop, start:stop] = solutions.objective_s
     if not np.isfinite(objective).any():
         return
-    closed = _min_plus(_min_plus(ends.before_s, objective), ends.behind_s)
-    slack = 0.0 if keep_all else _SLACK * float(objective.min())
+    discount = _DISCOUNT * float(objective.min())
+    closed = _min_plus(np.maximum(ends.before_s - discount, 0.0), objective)
+    closed = _min_plus(closed, np.maximum(ends.behind_s - discount, 0.0))
     for row, column in np.argwhere(np.isfinite(objective)).tolist():
         if not (ends.new_before[row] and ends.new_behind[column]):
             continue
-        if keep_all or objective[row, column] <= closed[row, column] * (1 + 1e-9) + slack:
+        # Strictly faster is what beats: so nothing is dropped in a circle.
+        if keep_all or objective[row, column] <= closed[row, column] * (1 + 1e-12):
             block = int(np.searchsorted(starts, row, side="right")) - 1
             yield block, row - int(starts[block]), column - int(starts[block])
 
