@@ -7,9 +7,9 @@ import copy
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,8 @@ def capture(
     inputs = [compat.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
     exported = _export(wrapper, inputs, form)
     assert wrapper.records.outputs is not None
-    classes = {name: type(module).__qualname__ for name, module in model.named_modules()}
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    classes = {name: type(module).__qualname__ for name, module in modules}
     return Captured(exported, wrapper.records.outputs, classes, names, own)
 
 

@@ -1,5 +1,8 @@
 """The private parts of torch that tracing needs, all in one place (seen on torch 2.11 to 2.13)."""
 
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -20,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 __all__ = [
     "DATA_DEPENDENT",
     "TORCH_DIRECTORY",
+    "argument_names",
     "clone_tree",
     "fake_mode",
     "fake_tensor",
@@ -27,6 +31,8 @@ __all__ = [
     "inline_grad_regions",
     "intercept_autograd_functions",
     "is_higher_order",
+    "is_plain_op",
+    "overload",
     "run_decompositions",
     "storage_key",
     "unflatten_one_level",
@@ -84,6 +90,26 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def is_plain_op(target: Any) -> bool:
+    """Whether an fx target is an op with a schema (aten's or a custom one)."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def overload(target: str) -> Callable[..., Any] | None:
+    """The torch op called ``namespace.name.overload``, or None for autopar's own and unknown ones."""
+    parts = target.split(".")
+    if len(parts) != 3:
+        return None
+    namespace, name, variant = parts
+    return getattr(getattr(getattr(torch.ops, namespace, None), name, None), variant, None)
+
+
+def argument_names(target: str) -> tuple[str, ...]:
+    """The names of the arguments in the op's schema; none for an unknown op."""
+    found: Any = overload(target)
+    return () if found is None else tuple(a.name for a in found._schema.arguments)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, fake ones included, while it lives."""
     return tensor.untyped_storage()._cdata
@@ -113,11 +139,13 @@ def _inline_region(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     with graph.inserting_before(node):
         read = operands if enabled else [_detached(graph, operand) for operand in operands]
-        names = dict(zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True))
-        results = graph.graph_copy(sub.graph, names)  # type: ignore[arg-type]
-    results = results if isinstance(results, tuple | list) else (results,)
+        names: dict[Any, Any] = dict(
+            zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True)
+        )
+        copied: Any = graph.graph_copy(sub.graph, names)
+    results: Sequence[Any] = copied if isinstance(copied, tuple | list) else (copied,)
     for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])  # every user is a getitem
+        user.replace_all_uses_with(results[int(str(user.args[1]))])  # every user is a getitem
         graph.erase_node(user)
     graph.erase_node(node)
 
@@ -131,7 +159,7 @@ def _detached(graph: fx.Graph, operand: Any) -> Any:
     return made
 
 
-@contextlib.contextmanager
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
 def intercept_autograd_functions(report: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call `report(function_class, args)` for each custom autograd function that runs in this context.
 
@@ -149,11 +177,12 @@ def intercept_autograd_functions(report: Callable[[type, tuple[Any, ...]], None]
             report(cls, args)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign]
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        function.apply = original
 
 
 def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -171,10 +200,10 @@ def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
     def copy(module: nn.Module) -> nn.Module:
         if id(module) in copies:
             return copies[id(module)]
-        made = module.__new__(type(module))
+        made: Any = module.__new__(type(module))
         copies[id(module)] = made
         made.__dict__ = dict(module.__dict__)
-        made._parameters = {k: None if p is None else swap(p) for k, p in module._parameters.items()}  # type: ignore[assignment]
+        made._parameters = {k: None if p is None else swap(p) for k, p in module._parameters.items()}
         made._buffers = {k: None if b is None else swap(b) for k, b in module._buffers.items()}
         made._modules = {k: None if m is None else copy(m) for k, m in module._modules.items()}
         return made

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -60,7 +60,7 @@ class _Builder:
         if isinstance(arg, fx.Node):
             return self.env[arg.name]
         if isinstance(arg, list | tuple):
-            return tuple(self.argument(part) for part in arg)
+            return tuple(self.argument(part) for part in cast("Sequence[Any]", arg))
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
         if isinstance(arg, torch.dtype | torch.memory_format | torch.layout | torch.device):
@@ -73,10 +73,12 @@ class _Builder:
         if node.op != "call_function" or str(node.target).startswith(_SKIPPED):
             return
         if node.target is getitem:
-            self.env[node.name] = self.env[node.args[0].name][node.args[1]]  # type: ignore[union-attr,index]
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            self.env[node.name] = self.env[source.name][index]
             return
         self._check_target(node)
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if isinstance(value, Tensor):
             results = (self.define(node.name, value, _source(node)),)
             self.env[node.name] = Ref(node.name)
@@ -91,7 +93,7 @@ class _Builder:
                 f"{where}: {node.target} takes functions as arguments, and has no factor rule; "
                 "write it with torch.where, or with plain tensor ops"
             )
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not compat.is_plain_op(node.target):
             raise TraceError(
                 f"{where}: Python computes with the value of a tensor here ({node.target}); keep it a "
                 "tensor (no .item()), or pass it as a plain argument"
@@ -130,7 +132,7 @@ def _source(node: fx.Node) -> str:
 
 
 def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     path = str([*stack.values()][-1][0]) if stack else ""
     path = re.sub(r"@\d+$", "", path)  # export marks the second call of one module so
     return path.removeprefix(WRAPPED).removeprefix(".")

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from autopar.program import Arg, Op, Ref
+from autopar.trace.compat import overload
 
-__all__ = ["overload", "run_op"]
-
-
-def overload(target: str) -> torch._ops.OpOverload | None:
-    """The torch op of a qualified name ``namespace.name.overload``, or None for autopar's own and unknown
-    ones."""
-    parts = target.split(".")
-    if len(parts) != 3:
-        return None
-    namespace, name, variant = parts
-    return getattr(getattr(getattr(torch.ops, namespace, None), name, None), variant, None)
+__all__ = ["run_op"]
 
 
 def run_op(op: Op, values: Mapping[str, Tensor]) -> Sequence[Any]:
@@ -33,8 +24,10 @@ def run_op(op: Op, values: Mapping[str, Tensor]) -> Sequence[Any]:
     if function is None:
         raise KeyError(op.target)
     args = [_value(arg, values) for arg in op.args]
-    returned = function(*args, **{key: _value(arg, values) for key, arg in op.kwargs})
-    return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+    returned: Any = function(*args, **{key: _value(arg, values) for key, arg in op.kwargs})
+    if isinstance(returned, list | tuple):
+        return cast("Sequence[Any]", returned)
+    return (returned,)
 
 
 def _value(arg: Arg, values: Mapping[str, Tensor]) -> Any:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from autopar.program import Op, Ref, TensorType
 from autopar.trace.cleanup import argument, is_random
-from autopar.trace.evaluation import overload, run_op
+from autopar.trace.compat import overload
+from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph, map_refs, rename
 
 __all__ = ["fold_constants", "restore_attention_masks", "share_equal_constants", "skip_expansions"]
@@ -120,7 +122,7 @@ class Evaluator:
             part = self.rows(op.operands[0], start, stop)
             return part.expand(*shape[:-2], stop - start, shape[-1])
         if op.target == "aten.unsqueeze.default":
-            return self.rows(op.operands[0], start, stop).unsqueeze(int(op.args[1]))  # type: ignore[arg-type]
+            return self.rows(op.operands[0], start, stop).unsqueeze(int(str(op.args[1])))
         with torch.no_grad():
             return run_op(op, {n: self.rows(n, start, stop) for n in op.operands})[0]
 
@@ -267,7 +269,10 @@ def _may_skip(op: Op, name: str, source: str, graph: Graph) -> bool:
     if op.target not in _BROADCASTING:
         return False
     others = [graph.types[source if n == name else n].shape for n in op.operands]
-    return torch.broadcast_shapes(*others) == graph.types[op.results[0]].shape
+    aligned = zip_longest(*(reversed(shape) for shape in others), fillvalue=1)
+    # A size 1 gives way to any other, 0 included.
+    sizes = [next((size for size in dim if size != 1), 1) for dim in aligned]
+    return tuple(reversed(sizes)) == graph.types[op.results[0]].shape
 
 
 def fold_constants(graph: Graph) -> Graph:

@@ -12,7 +12,8 @@ import torch
 
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.cleanup import argument
-from autopar.trace.evaluation import overload, run_op
+from autopar.trace.compat import argument_names
+from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph, Names
 
 __all__ = [
@@ -185,10 +186,7 @@ def rewrite_losses(graph: Graph) -> Graph:
 
 
 def _reduction_place(op: Op) -> int | None:
-    found = overload(op.target)
-    if found is None:
-        return None
-    names = [a.name for a in found._schema.arguments]
+    names = argument_names(op.target)
     return names.index("reduction") if "reduction" in names else None
 
 

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ def default_example_inputs(model: nn.Module) -> dict[str, Any]:
     Raises:
         ExampleInputsError: it declares none; the message shows the call to make.
     """
-    declared = getattr(model, "dummy_inputs", None)
+    declared: Any = getattr(model, "dummy_inputs", None)
     if isinstance(declared, Mapping) and declared:
-        return dict(declared)  # type: ignore[arg-type]
+        return dict(cast("Mapping[str, Any]", declared))
     raise ExampleInputsError(
         f"{type(model).__name__} declares no dummy_inputs, so example inputs are needed: its forward takes "
         f"{signature_text(model)}. Pass one batch as the training loop does, for instance "
@@ -161,7 +161,7 @@ class _Forward:
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         stand_in = nn.Module()
-        stand_in.forward = _with_signature(self.form.model_signature)  # type: ignore[method-assign]
+        stand_in.forward = _with_signature(self.form.model_signature)
         try:
             return bind(stand_in, args, kwargs)
         except ExampleInputsError as error:
@@ -174,7 +174,7 @@ def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(args, kwargs)
 
-    forward.__signature__ = signature  # type: ignore[attr-defined]
+    forward.__signature__ = signature
     return forward
 
 

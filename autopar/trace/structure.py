@@ -11,7 +11,7 @@ import enum
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -107,12 +107,12 @@ def walk(structure: Structure) -> list[Leaf | Constant | Dropped]:
 
 @dataclass(frozen=True)
 class _DataclassContext:
-    kind: type
+    kind: type[Any]
     names: tuple[str, ...]
 
     def build(self, children: Sequence[Any]) -> Any:
         # Not through __init__: it may take other arguments, and its work is already in the fields.
-        made = object.__new__(self.kind)
+        made = cast("Any", object.__new__(self.kind))
         for name, child in zip(self.names, children, strict=True):
             object.__setattr__(made, name, child)
         return made

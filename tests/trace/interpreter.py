@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.lower.kernels import OPS
 from autopar.program import Arg, Program, Ref
 from autopar.trace import Traced, trace
-from autopar.trace.evaluation import overload
+from autopar.trace.compat import overload
 
 
 def interpret(
