@@ -24,7 +24,7 @@ from autopar.placement import REPLICATE, Layout, Placement, Step, refine_layout,
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 
-__all__ = ["Executable", "Executor", "LayerRunner", "LayerUse"]
+__all__ = ["Executable", "Executor", "LayerRunner", "LayerUse", "check_plan"]
 
 
 class Executable(NamedTuple):

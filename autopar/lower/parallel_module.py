@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
-from autopar.lower.execution import Executable, Executor, LayerRunner
+from autopar.lower.execution import Executable, Executor, LayerRunner, check_plan
 from autopar.lower.gradients import clip_gradients
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.microbatch import run_microbatches
@@ -85,6 +85,7 @@ def lower(
     Raises:
         PlanMismatchError: plan, program, module and number of devices don't belong together.
     """
+    check_plan(program, plan, communicator.world_size)
     executable = Executable(program, plan, constants, flatten_inputs, unflatten_outputs)
     dtypes = {program.type_of(value).dtype for value in program.parameters}
     if compute_dtype is not None and dtypes and str(compute_dtype).removeprefix("torch.") not in dtypes:
