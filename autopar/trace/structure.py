@@ -11,7 +11,7 @@ import enum
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class _DataclassContext:
 
     def build(self, children: Sequence[Any]) -> Any:
         # Not through __init__: it may take other arguments, and its work is already in the fields.
-        made = cast("Any", object.__new__(self.kind))
+        made: Any = object.__new__(self.kind)
         for name, child in zip(self.names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
