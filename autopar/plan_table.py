@@ -23,7 +23,8 @@ _STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 def format_plan(plan: Plan) -> str:
     """The plan as text: a row per group of consecutive layers that run alike, then the totals.
 
-    Columns of bytes are GiB per device and layer, "ms" is per layer and step.
+    Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are GiB per device and
+    layer, "ms" is per layer and step.
     """
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
@@ -40,14 +41,16 @@ def _heading(plan: Plan) -> str:
 
 
 def _layer_table(plan: Plan) -> Table:
-    table = Table(box=box.ASCII2, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.ASCII2, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("layers", "mesh: what each axis does", "storage", "recompute"):
         table.add_column(name, overflow="fold")
-    for name in ("params", "grads", "optim", "saved", "transient", "ms"):
+    for name in ("params", "grads", "optim", "saved", "temp", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
     for index, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
         layers = list(group)
-        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
+        names = (
+            layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
+        )
         table.add_row(names, *_describe_strategy(plan.strategies[index]), *_describe_cost(plan.costs[index]))
     return table
 
@@ -79,7 +82,9 @@ def _totals(plan: Plan) -> list[str]:
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best plan in the search space",
     ]
     if plan.price_source:
-        lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
+        lines.append(
+            "prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source)
+        )
     if plan.shared_storage:
         shared = ", ".join(f"{name} ({','.join(map(str, layout))})" for name, layout in plan.shared_storage)
         lines.append(f"shared parameters    {shared} on mesh {'x'.join(map(str, plan.shared_mesh))}")
@@ -106,4 +111,6 @@ def _shares(plan: Plan) -> str:
         "optimizer": sum(cost.optimizer_s for cost in costs),
     }
     total = sum(parts.values()) or 1.0
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)
+    return ", ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005
+    )

@@ -40,6 +40,8 @@ __all__ = ["search"]
 Array = npt.NDArray[np.float64]
 State = tuple[tuple[int, ...], Policy]
 
+_WORTH = 0.01  # share of time or memory that more microbatches must gain for still more to be tried
+
 
 def search(program: Program, world_size: int, prices: Prices, request: SearchRequest) -> Plan:
     """The fastest plan for `program` on `world_size` devices that fits and meets the request.
@@ -58,14 +60,26 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     if best is None:
         raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes)
     lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials)
+    if best.scene.num_microbatches > 1:
+        task.notes.append(_note_outputs(program))
     plan = assemble_plan(best.choice(best.paths.best(limit)), program, prices, request.training)
     return replace(
         plan,
         memory_limit_bytes=float(limit),
         optimality_gap=max(0.0, plan.step_time_s / lower_s - 1) if lower_s > 0 else 0.0,
         constraints=request.constraints,
-        notes=(*program.notes, *dict.fromkeys(task.notes)),
+        notes=(*program.notes, *filter(None, dict.fromkeys(task.notes))),
         planning_s=(("search", time.perf_counter() - started),),
+    )
+
+
+def _note_outputs(program: Program) -> str:
+    """With microbatches only the loss is carried out."""
+    others = dict.fromkeys(name for name in program.outputs if name != program.loss)
+    return (
+        f"in microbatches only the loss is returned; these outputs are not: {', '.join(others)}"
+        if others
+        else ""
     )
 
 
@@ -182,7 +196,7 @@ def _batch_size(program: Program) -> int:
 
 
 def _trials(task: Task) -> Iterator[Trial]:
-    """Trials with ever more microbatches, until they add nothing: no limit could make them the answer."""
+    """Trials with ever more microbatches, until they add (next to) nothing whatever the limit is."""
     cache: dict[tuple[object, ...], tuple[Candidate, ...]] = {}
     known: list[Trial] = []
     for count, assignment in _microbatch_counts(task):
@@ -193,17 +207,17 @@ def _trials(task: Task) -> Iterator[Trial]:
             return
         yield from trials
         known += trials
-        task.notes.extend(assignment.notes if count == task.constraints.get("microbatches") else ())
 
 
 def _adds(trial: Trial, known: list[Trial]) -> bool:
-    """Whether a path of `trial` is faster than all known paths that take no more memory."""
+    """Whether a path of `trial` is faster than all known paths that take no more memory, tolerances apart."""
     time = np.concatenate([other.paths.time_s for other in known])
     peak = np.concatenate([other.paths.peak_bytes for other in known])
     order = np.argsort(peak)
     fastest = np.concatenate([[np.inf], np.minimum.accumulate(time[order])])
-    rivals = fastest[np.searchsorted(peak[order], trial.paths.peak_bytes, side="right")]
-    return bool((np.array(trial.paths.time_s) < rivals).any())
+    allowed = np.array(trial.paths.peak_bytes) * (1 + _WORTH)
+    rivals = fastest[np.searchsorted(peak[order], allowed, side="right")]
+    return bool((np.array(trial.paths.time_s) < rivals * (1 - _WORTH)).any())
 
 
 def _best_trial(trials: tuple[Trial, ...], limit: float) -> Trial | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import REPLICATE, Layout
+from autopar.placement import REPLICATE, Layout, shard
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.boundary import Policy, arrival_layout
@@ -142,7 +142,8 @@ def _allowed(
             return False
         if any(n in late and p.kind != "R" for n, p in zip(op.results, option.results, strict=True)):
             return False
-        return _fits_role(program, op, option, roles[axis], other)
+        fits = _fits_role(program, op, option, roles[axis], other)
+        return fits and _follows(program, op, option, roles[axis], mesh[axis])
 
     return allowed
 
@@ -156,6 +157,32 @@ def _fits_role(program: Program, op: Op, option: Option, role: str, demanded: se
         can_cut = any(o.operands[position].is_shard for o in op.options for position in weights)
         return cuts or not can_cut
     return not cuts if role or "tensor" in demanded else True
+
+
+def _follows(program: Program, op: Op, option: Option, role: str, size: int) -> bool:
+    """Whether the option cuts the activations' dim of this role, if one of the op's options does."""
+    computed = any(program.values[name].role in ("op", "input") for name in op.operands)
+    dims = _role_dims(program, op, role)
+    if not dims or not computed or not program.values[op.results[0]].requires_grad:
+        return True
+    weights = weight_operands(program, op)
+
+    def cuts(each: Option) -> bool:
+        whole = not any(each.operands[position].is_shard for position in weights)
+        result = each.results[0]
+        return whole and result.is_shard and result.dim in dims and each.extent % size == 0
+
+    return cuts(option) or not any(map(cuts, op.options))
+
+
+def _role_dims(program: Program, op: Op, role: str) -> tuple[int, ...]:
+    """The dims of the op's result that an axis of this role may cut; none says nothing."""
+    num_dims = len(program.type_of(op.results[0]).shape)
+    if role == "data":
+        return (0,)
+    if role == "sequence" and "attention" in op.target:
+        return tuple(range(1, num_dims - 1))  # heads (Ulysses) or queries (context)
+    return (1,) if role == "sequence" and num_dims == 3 else ()
 
 
 def _cut_late(scene: Scene, layer: Layer) -> frozenset[str]:
@@ -266,7 +293,9 @@ def _conversion(scene: Scene, blocks: list[_Block], names: tuple[str, ...]) -> A
         flow = problem.flows[name]
         has_gradient = flow.value.requires_grad and scene.training.is_training
         ends = [
-            (block.problem.mesh, layout) for block in blocks for layout in _layouts(scene, block.problem, name)
+            (block.problem.mesh, layout)
+            for block in blocks
+            for layout in _layouts(scene, block.problem, name)
         ]
         total += crossing_matrix(
             scene.prices, problem.view.value_type(flow), has_gradient, scene.num_microbatches, ends, ends

@@ -17,10 +17,10 @@ def describe_infeasible(
 ) -> InfeasibleError:
     """The error that names the smallest of `choices`, what fills it, and what would help."""
     needed, parts, choice = min(((*_fill(choice), choice) for choice in choices), key=lambda entry: entry[0])
-    filling = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items())
+    filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())
     blockers = "".join(f" ({note})" for note in notes if "microbatches" in note or "accumulation" in note)
     return InfeasibleError(
-        f"no plan fits into {limit_bytes / _GIB:.2f} GiB per device: the smallest takes {needed / _GIB:.2f} GiB "
+        f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest takes {needed / _GIB:.6g} GiB "
         f"({filling} GiB) on {choice.world_size} devices with {choice.scene.num_microbatches} microbatches. "
         f"{_advise(parts, choice)}{blockers}"
     )

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement
+from autopar.placement import BROADCAST, REPLICATE, Placement
 from autopar.program import Layer, Op, Option, Program
 
 __all__ = ["TimeAssignment", "time_assignment"]
@@ -34,11 +34,9 @@ class TimeAssignment:
 
     Args:
         factors: layer kind -> per op, the factor that microbatches split (``"-"``: whole in each of them).
-        notes: what the user should know about it.
     """
 
     factors: Mapping[int, tuple[str, ...]] = field(hash=False)
-    notes: tuple[str, ...] = ()
 
 
 def time_assignment(program: Program, num_microbatches: int) -> TimeAssignment | str:
@@ -52,26 +50,23 @@ def time_assignment(program: Program, num_microbatches: int) -> TimeAssignment |
     if not program.loss:
         return "the model returns no scalar loss, so its outputs can't be added up over microbatches"
     problem = _build(program, num_microbatches)
-    blocked = _propagate_forward(problem)
+    blocked = _propagate_forward(problem) or _narrow(problem, problem.constraints)
+    if blocked is None:
+        blocked = next((c.op for c in problem.constraints if not _choose(problem, c)), None)
     if blocked is not None:
-        return _describe(blocked, num_microbatches)
-    blocked = _narrow(problem, problem.constraints)
-    if blocked is not None:
-        return _describe(blocked, num_microbatches)
-    for constraint in problem.constraints:
-        if not _choose(problem, constraint):
-            return _describe(constraint.op, num_microbatches)
+        return _describe(_first_coupling(program, num_microbatches) or blocked, num_microbatches)
     chosen = {(c.kind, c.op.name): c.options[0].factor for c in problem.constraints if c.op is not None}
     factors = {layer.kind: tuple(chosen[layer.kind, op.name] for op in layer.ops) for layer in program.kinds}
-    return TimeAssignment(factors, _notes(program))
+    return TimeAssignment(factors)
 
 
-def _notes(program: Program) -> tuple[str, ...]:
-    others = [name for name in dict.fromkeys(program.outputs) if name != program.loss]
-    carried = [name for name in others if program.values[name].requires_grad]
-    if not carried:
-        return ()
-    return (f"with microbatches only the loss is carried out: outputs {', '.join(carried)} are not",)
+def _first_coupling(program: Program, num_microbatches: int) -> Op | None:
+    """The first op that slices of the inputs don't get through, if nothing is computed redundantly."""
+    problem = _build(program, num_microbatches)
+    for constraint in problem.constraints:
+        if any(operand[1] != "held" for operand in constraint.operands):
+            constraint.options = [option for option in constraint.options if option.factor != "~"]
+    return _propagate_forward(problem)
 
 
 @dataclass

@@ -1,0 +1,189 @@
+"""The whole search on small models with table prices: promises about the plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search.crossings import crossing_s, find_crossings
+from autopar.search.layer_cost import layer_cost
+from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.search.labels import degrees
+from tests.search.across_programs import decoder_model
+from tests.search.inner_programs import TablePrices
+
+SIZES = {"hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 2}
+PRICES = TablePrices(devices_per_node=2)
+
+
+def small_model(num_layers: int = 3, *, tied: bool = False) -> Program:
+    return decoder_model(num_layers, 8, 16, 64, tied=tied, **SIZES)
+
+
+def run(
+    program: Program, *constraints: str, memory: float | None = None, world: int = 4, **more: int
+) -> Plan:
+    request = SearchRequest(
+        memory, TrainingSpec(), constraints, max_microbatches=more.get("max_microbatches", 2)
+    )
+    return search(program, world, PRICES, request)
+
+
+def price_again(program: Program, plan: Plan) -> float:
+    """The step time from the plan alone: layers, and what crosses between them."""
+    found = time_assignment(program, plan.num_microbatches)
+    assert isinstance(found, TimeAssignment)
+    seconds = 0.0
+    chosen = [plan.strategies[planned.strategy] for planned in plan.layers]
+    names = {value: name for name, value in program.parameters.items()}
+    shared = {names[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
+    first_of_kind = {layer.kind: layer for layer in program.kinds}
+    for layer, strategy in zip(program.layers, chosen, strict=True):
+        first = first_of_kind[layer.kind]
+        seconds += layer_cost(
+            program, first, strategy, plan.num_microbatches, PRICES, TrainingSpec(), shared
+        ).total_s
+    for c in find_crossings(program, dict(found.factors), plan.num_microbatches):
+        source, target = chosen[c.producer], chosen[c.reader]
+        seconds += crossing_s(
+            PRICES,
+            c.tensor,
+            c.requires_grad,
+            plan.num_microbatches,
+            (source.mesh, source.outputs[c.output]),
+            (target.mesh, target.inputs[c.input]),
+        )
+    return seconds
+
+
+@pytest.mark.parametrize(
+    "constraints", [(), ("microbatches=2",), ("mesh=2x2",), ("zero=3",), ("recompute=full",)]
+)
+def test_the_reported_step_time_is_the_price_of_the_plan(constraints: tuple[str, ...]) -> None:
+    program = small_model()
+    plan = run(program, *constraints)
+    assert plan.step_time_s == pytest.approx(price_again(program, plan), rel=1e-12)
+    costs = [plan.costs[layer.strategy] for layer in plan.layers]
+    assert plan.step_time_s == pytest.approx(sum(cost.total_s for cost in costs), rel=1e-12)
+    assert plan.peak_memory_bytes <= plan.memory_limit_bytes
+    assert plan.optimality_gap >= 0
+
+
+def test_a_plan_survives_its_text() -> None:
+    for plan in (run(small_model()), run(small_model(tied=True), "microbatches=2")):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(shares=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=3))
+@settings(max_examples=3, deadline=None)
+def test_more_memory_is_never_slower(shares: list[float]) -> None:
+    program = small_model(2)
+    largest = run(program).peak_memory_bytes
+    smallest = smallest_memory(program)
+    limits = sorted(smallest + share * (largest - smallest) for share in shares)
+    plans = [run(program, memory=limit) for limit in limits]
+    assert all(plan.peak_memory_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
+    assert all(b.step_time_s <= a.step_time_s for a, b in itertools.pairwise(plans))
+
+
+def smallest_memory(program: Program) -> float:
+    with pytest.raises(InfeasibleError) as caught:
+        run(program, memory=1.0)
+    return float(str(caught.value).split("the smallest takes ")[1].split(" GiB")[0]) * 2**30 * 1.001
+
+
+def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"no plan fits into .* the smallest takes .*parameters .* optimizer"
+    ):
+        run(small_model(), memory=1000.0)
+
+
+def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.search import candidates
+
+    solved: list[int] = []
+    original = candidates.build_problem
+    monkeypatch.setattr(candidates, "build_problem", lambda *a, **k: solved.append(1) or original(*a, **k))
+    run(small_model(2), max_microbatches=1)
+    few = len(solved)
+    solved.clear()
+    plan = run(small_model(12), max_microbatches=1)
+    assert len(solved) == few
+    assert len(plan.layers) == 14
+
+
+def test_tied_parameters_have_one_storage_counted_once() -> None:
+    plan = run(small_model(tied=True))
+    assert [name for name, _ in plan.shared_storage] == ["embedding.weight"]
+    assert len(plan.shared_storage[0][1]) == len(plan.shared_mesh)
+    untied = run(small_model())
+    assert untied.shared_storage == ()
+    assert price_again(small_model(tied=True), plan) < plan.step_time_s  # the optimizer on the tied parameter
+
+
+@pytest.mark.parametrize("wanted", ["data=4", "tensor=4", "sequence=4", "tensor=2", "data=2"])
+def test_a_forced_degree_is_what_the_decoder_layers_do(wanted: str) -> None:
+    plan = run(small_model(), wanted, max_microbatches=1)
+    name, degree = wanted.split("=")
+    strategy = plan.strategies[plan.layers[1].strategy]
+    assert degrees(strategy.labels, strategy.mesh)[name] == int(degree)
+
+
+def test_degrees_combine() -> None:
+    plan = run(small_model(), "data=2", "tensor=2", max_microbatches=1)
+    strategy = plan.strategies[plan.layers[1].strategy]
+    assert degrees(strategy.labels, strategy.mesh) == {"data": 2, "tensor": 2, "sequence": 1}
+
+
+def test_a_degree_that_a_layer_cannot_use_is_noted() -> None:
+    plan = run(small_model(), "sequence=4", max_microbatches=1)
+    given_up = [note for note in plan.notes if "can't use" in note]
+    kept = all(
+        degrees(plan.strategies[layer.strategy].labels, plan.strategies[layer.strategy].mesh)["sequence"] == 4
+        for layer in plan.layers
+    )
+    assert bool(given_up) != kept
+
+
+def test_settings_hold_where_they_are_asked_for() -> None:
+    plan = run(small_model(), "blocks.*: recompute=full", "blocks.1: zero=3", "mesh=2x2", max_microbatches=1)
+    chosen = {layer.name: plan.strategies[layer.strategy] for layer in plan.layers}
+    assert all(strategy.mesh == (2, 2) for strategy in chosen.values())
+    assert all(chosen[name].recompute == "full" for name in ("blocks.0", "blocks.1", "blocks.2"))
+    assert chosen["blocks.1"].zero == 3
+
+
+def test_replicate_leaves_parameters_whole() -> None:
+    program = small_model()
+    plan = run(program, "head: replicate", "zero=3", max_microbatches=1)
+    strategy = plan.strategies[plan.layers[-1].strategy]
+    assert all(not placement.is_shard for layout in strategy.storage for placement in layout)
+
+
+def test_a_number_of_microbatches_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConstraintError, match="microbatches=3"):
+        run(small_model(), "microbatches=3")
+
+
+def test_one_device_gets_a_plan() -> None:
+    plan = run(small_model(), world=1, max_microbatches=1)
+    assert plan.strategies[0].mesh == (1,)
+    assert all(cost.activation_comm_s == 0 for cost in plan.costs)
+
+
+def test_the_table_of_a_plan_shows_what_each_axis_does() -> None:
+    plan = run(small_model(), "data=2", "tensor=2", max_microbatches=1)
+    text = str(replace(plan, notes=("something to know",)))
+    assert all(len(line) <= 110 and line.isascii() for line in text.splitlines())
+    assert "2 data x 2 tensor" in text or "2 tensor x 2 data" in text
+    assert "note: something to know" in text
+    assert "predicted step time" in text
