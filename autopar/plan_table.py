@@ -63,7 +63,8 @@ def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
 
 def _describe_cost(cost: LayerCost) -> tuple[str, ...]:
     sizes = (
-        cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes, cost.transient_bytes
+        cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
+        cost.transient_bytes
     )  # fmt: skip
     return (*(_format_size(size) for size in sizes), f"{cost.total_s * 1e3:.3g}")
 
@@ -77,9 +78,9 @@ def _totals(plan: Plan) -> list[str]:
     lines = [
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
-        f"predicted peak       {plan.peak_memory_bytes / _GIB:.2f} GiB of {plan.memory_limit_bytes / _GIB:.2f} GiB "
-        "per device",
-        f"optimality           at most {plan.optimality_gap:.2%} slower than the best plan in the search space",
+        f"predicted peak       {plan.peak_memory_bytes / _GIB:.2f} GiB per device "
+        f"of {plan.memory_limit_bytes / _GIB:.2f} GiB allowed",
+        f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates",
     ]
     if plan.price_source:
         lines.append(

@@ -1,4 +1,4 @@
-"""Search: from prices to a plan.  Inside a layer exact (`layer_problem`), across layers a shortest path (`chain`)."""
+"""Search: from prices to a plan.  Inside a layer: `layer_problem`; across layers: `across`, `chain`."""
 
 from autopar.search.across import search
 from autopar.search.request import SearchRequest

@@ -1,8 +1,8 @@
-"""The search across layers: candidates of every layer on every mesh, then the fastest path through them that fits.
+"""The search across layers: candidates of every layer, then the fastest path that fits.
 
-For every number of microbatches that is exact and every way to store shared parameters there is one chain of layers
-(`chain`); all their paths together are the pool from which the fastest that fits is taken.  The pool does not depend on
-the memory limit, so more memory never gives a slower plan.
+For every number of microbatches that is exact and every way to store shared parameters there is one chain
+of layers (`chain`); all their paths together are the pool from which the fastest that fits is taken.  The
+pool does not depend on the memory limit, so more memory never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _wish(dim: int, mesh: tuple[int, ...]) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One chain: a number of microbatches and a storage of shared parameters, with its candidates and paths."""
+    """One chain (a number of microbatches, a storage of shared parameters), its candidates and paths."""
 
     task: Task
     scene: Scene
@@ -257,7 +257,8 @@ class Trial:
 
     def choice(self, path: int) -> Choice:
         """The path of this index as candidates."""
-        chosen = tuple(each[i] for each, i in zip(self.candidates, self.paths.paths[path], strict=True))
+        indices: list[int] = self.paths.paths[path].tolist()
+        chosen = tuple(each[i] for each, i in zip(self.candidates, indices, strict=True))
         return Choice(
             self.scene, chosen, self.crossings, self.task.shared_mesh, self.task.world_size, self.shared_cost,
             _batch_size(self.task.program),

@@ -22,8 +22,8 @@ __all__ = ["Choice", "assemble_plan", "boundary_seconds", "layer_costs"]
 class Choice:
     """One candidate per layer.
 
-    `shared_cost` are the optimizer seconds and the memory of parameters that several layers read; both are counted at
-    the first layer that reads one.
+    `shared_cost` are the optimizer seconds and the memory of parameters that several layers read; both are
+    counted at the first layer that reads one.
     """
 
     scene: Scene

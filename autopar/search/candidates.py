@@ -1,9 +1,10 @@
 """The candidates of a layer: strategies that may be part of a good plan.
 
-For a mesh, the search inside a layer is solved exactly for a few ZeRO levels, ways to recompute and prices of memory
-(`_SOLVED`).  Each strategy found is priced again for every other ZeRO level, set of storage axes (HSDP) and way to
-recompute; those that another candidate between the same boundaries beats in time and memory are dropped.  A pair of
-boundary policies is dropped as well if another pair, boundary moves included, is faster at the same price of memory.
+For a mesh, the search inside a layer is solved exactly for a few ZeRO levels, ways to recompute and prices
+of memory (`_SOLVED`).  Each strategy found is priced again for every other ZeRO level, set of storage axes
+(HSDP) and way to recompute; those that another candidate between the same boundaries beats in time and
+memory are dropped.  A pair of boundary policies is dropped as well if another pair, boundary moves
+included, is faster at the same price of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import REPLICATE, Layout, shard
+from autopar.placement import REPLICATE, Layout
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.boundary import Policy, arrival_layout
@@ -39,14 +40,14 @@ Roles = tuple[str, ...]
 # What is solved: (ZeRO level, share of the price of memory, how to recompute).
 _SOLVED = ((0, 0.0, "none"), (3, 0.0, "none"), (3, 1.0, "none"))
 
-# A strategy is dropped if another with boundary moves is as fast, moves being discounted by this share of the layer's
-# best time: what would gain less is not worth its place.
+# A strategy is dropped if another with boundary moves is as fast, moves being discounted by this share of
+# the layer's best time: what would gain less is not worth its place.
 _DISCOUNT = 0.002
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy of `layer` (and all like it) with its cost, and the boundary policies between which it lies."""
+    """A strategy of `layer` (and all like it) with its cost, and the boundary policies around it."""
 
     layer: Layer
     policy_in: Policy
@@ -126,7 +127,7 @@ def _role_choices(mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[Role
 def _allowed(
     scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles
 ) -> Allowed | None:
-    """Which options the demands leave, and with microbatches those that keep whole what is cut in time later."""
+    """Which options the demands leave; with microbatches, what is cut in time later stays whole."""
     program = scene.program
     whole = {layer.held[position] for position in demands.whole}
     late = _cut_late(scene, layer)
@@ -188,7 +189,8 @@ def _role_dims(program: Program, op: Op, role: str) -> tuple[int, ...]:
 def _cut_late(scene: Scene, layer: Layer) -> frozenset[str]:
     """Values without gradient that are whole in time but that some reader reads in microbatches.
 
-    The axis in time lies outside those of devices, so they must be whole on devices as well where they are cut.
+    The axis in time lies outside those of devices, so they must be whole on devices as well where they are
+    cut.
     """
     if scene.num_microbatches == 1:
         return frozenset()
@@ -396,7 +398,7 @@ def _zero_variants(
 
 
 def _effective_zero(base: PlacedLayer, storage: tuple[object, ...], zero: int, demands: LayerDemands) -> int:
-    """0 where nothing is sharded beyond what compute shards, so that a plan does not claim a level for nothing."""
+    """0 where storage is not sharded beyond what compute shards: a level there would be a claim only."""
     if demands.zero >= 0:
         return zero
     return zero if storage != _storage(base, (), demands) else 0

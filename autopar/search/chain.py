@@ -6,14 +6,15 @@ Minimise over one candidate x_l per layer::
                    + sum over skips   moves_s[state_out(x_producer), state_in(x_reader)]
     subject to   fixed_bytes + sum_l persistent_bytes[x_l] + max_l transient_bytes[x_l] <= limit
 
-`fastest_paths` finds a pool of paths that does not depend on the limit, so a larger limit can only give an equal or
-faster path.  For a price of memory (seconds per byte) and a cap on transients, dynamic programming over the layers with
-the boundary state as state is exact (`_sweep`); prices are chosen by following the lower convex hull; between neighbours
-on the hull the paths that take their first layers from one and the rest from the other are added (`_mix`).
+`fastest_paths` finds a pool of paths that does not depend on the limit, so a larger limit can only give an
+equal or faster path.  For a price of memory (seconds per byte) and a cap on transients, dynamic programming
+over the layers with the boundary state as state is exact (`_sweep`); prices are chosen by following the
+lower convex hull; between neighbours on the hull the paths that take their first layers from one and the
+rest from the other are added (`_mix`).
 
-The same sweeps give a Lagrangian lower bound for any limit (`Paths.lower_bound_s`).  Skips (values that a layer reads from
-further back) are bounded from below in the sweep and improved by coordinate descent: readers adapt to producers, then
-producers to readers.
+The same sweeps give a Lagrangian lower bound for any limit (`Paths.lower_bound_s`).  Skips (values that a
+layer reads from further back) are bounded from below in the sweep and improved by coordinate descent:
+readers adapt to producers, then producers to readers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Skip:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The problem.  `moves_s[l]` lies between layers l and l + 1; tables and moves may be the same object repeatedly."""
+    """The problem.  `moves_s[l]` lies between layers l and l + 1; tables and moves may repeat."""
 
     num_states: int
     tables: tuple[LayerTable, ...]
@@ -120,7 +121,7 @@ def path_costs(chain: Chain, paths: Indices) -> Array:
 
     `paths[i, l]` is the candidate that path i takes in layer l.
     """
-    costs = np.zeros((len(paths), 3)) + (chain.fixed_s, chain.fixed_bytes, 0.0)
+    costs = np.tile(np.array([chain.fixed_s, chain.fixed_bytes, 0.0]), (len(paths), 1))
     for layer, table in enumerate(chain.tables):
         chosen = paths[:, layer]
         costs[:, 0] += table.time_s[chosen]
@@ -155,7 +156,8 @@ def _caps(chain: Chain, smallest: float) -> list[float]:
     levels = np.unique(np.concatenate([table.transient_bytes for table in distinct.values()]))
     levels = levels[levels >= smallest]
     if len(levels) > _MAX_CAPS:
-        wanted = np.geomspace(max(levels[0], 1.0), max(levels[-1], 1.0), _MAX_CAPS)
+        low, high = (max(float(level), 1.0) for level in (levels[0], levels[-1]))
+        wanted = low * (high / low) ** (np.arange(_MAX_CAPS) / (_MAX_CAPS - 1))
         levels = np.unique(levels[np.clip(np.searchsorted(levels, wanted * (1 - 1e-12)), 0, len(levels) - 1)])
     return [float(level) for level in levels]
 

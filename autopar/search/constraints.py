@@ -1,17 +1,17 @@
 """Constraints: what a user demands of a plan, as short texts.
 
-=================================  ==================================================================================
+=================================  ===========================================================================
 text                               meaning
-=================================  ==================================================================================
+=================================  ===========================================================================
 ``data=4``                         mesh axes that split the batch multiply to 4; so ``tensor=``, ``sequence=``
 ``zero=3``                         every layer has this ZeRO level
 ``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``
 ``microbatches=8``                 the batch runs in 8 microbatches
 ``mesh=2x4``                       every layer has this mesh, outermost axis first
-``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of this name; a degree,
-                                   ``zero`` or ``recompute``
+``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of
+                                   this name; a degree, ``zero`` or ``recompute``
 ``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
-=================================  ==================================================================================
+=================================  ===========================================================================
 
 Patterns are those of `fnmatch`; one that names a module means all that is inside it.
 """
@@ -84,7 +84,8 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
     """Read the user's constraints.
 
     Raises:
-        ConstraintError: a key is unknown, a value is out of its range, or two constraints contradict each other.
+        ConstraintError: a key is unknown, a value is out of its range, or two constraints contradict each
+            other.
     """
     found: dict[str, tuple[Setting, str]] = {}
     scoped: list[Scoped] = []

@@ -1,9 +1,10 @@
 """What crosses from layer to layer, and what moving it costs.
 
-A value leaves its producer in the layout that the producer's `LayerStrategy.outputs` says, on the producer's mesh, and
-arrives at each layer that reads it in the layout that this layer's `LayerStrategy.inputs` says, on the reader's mesh:
-one `reshard` on the common refinement of both meshes per reading layer, forward, and backward for the gradient.  Layers in
-between, which don't read it, are not concerned.  Inputs of the model start whole (``R``) everywhere.
+A value leaves its producer in the layout that the producer's `LayerStrategy.outputs` says, on the
+producer's mesh, and arrives at each layer that reads it in the layout that this layer's
+`LayerStrategy.inputs` says, on the reader's mesh: one `reshard` on the common refinement of both meshes per
+reading layer, forward, and backward for the gradient.  Layers in between, which don't read it, are not
+concerned.  Inputs of the model start whole (``R``) everywhere.
 
 `crossing_s` is the one price of this, for the search and for the plan; it counts towards the reader's
 `LayerCost.activation_comm_s`.
@@ -33,8 +34,8 @@ Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
 class Crossing:
     """A value that the layer of index `reader` reads from the layer of index `producer`.
 
-    `output` and `input` are its positions in the producer's outputs and the reader's inputs; `tensor` is what one
-    microbatch holds of it.
+    `output` and `input` are its positions in the producer's outputs and the reader's inputs; `tensor` is
+    what one microbatch holds of it.
     """
 
     value: str

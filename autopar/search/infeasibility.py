@@ -20,7 +20,8 @@ def describe_infeasible(
     filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())
     blockers = "".join(f" ({note})" for note in notes if "microbatches" in note or "accumulation" in note)
     return InfeasibleError(
-        f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest takes {needed / _GIB:.6g} GiB "
+        f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest takes "
+        f"{needed / _GIB:.6g} GiB "
         f"({filling} GiB) on {choice.world_size} devices with {choice.scene.num_microbatches} microbatches. "
         f"{_advise(parts, choice)}{blockers}"
     )
@@ -41,7 +42,7 @@ def _fill(choice: Choice) -> tuple[float, dict[str, float]]:
 def _advise(parts: dict[str, float], choice: Choice) -> str:
     states = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if states >= parts["activations"] + parts["transients"]:
-        return "Parameters and what belongs to them fill most: use more devices, a smaller optimizer state or precision."
+        return "Parameters and what belongs to them fill most: use more devices or a smaller optimizer state."
     if choice.num_samples > choice.scene.num_microbatches:
         return "Activations fill most: use a smaller batch, a shorter sequence or more devices."
     return "Activations fill most: use a shorter sequence or more devices."

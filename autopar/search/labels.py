@@ -1,8 +1,8 @@
 """Usual names for what a mesh axis does in a layer, found from placements alone.
 
-===========================  ========================================================================================
+===========================  ================================================================================
 name                         what it is here
-===========================  ========================================================================================
+===========================  ================================================================================
 ``data``                     activations are cut in the batch (dim 0), weights are read whole
 ``tensor``                   weight matrices are cut, activations cross the layer's boundary whole
 ``tensor+sequence``          weight matrices are cut, activations cross the boundary cut in dim 1
@@ -13,7 +13,7 @@ name                         what it is here
 ``expert``                   weights that are stacks of matrices are cut in the stack
 ``replicated``               nothing is cut
 ``mixed``                    none of these
-===========================  ========================================================================================
+===========================  ================================================================================
 """
 
 from __future__ import annotations

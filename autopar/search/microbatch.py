@@ -1,17 +1,18 @@
 """Whether a program may run in microbatches, and how: an assignment to the axis in time.
 
-Microbatches are a mesh axis in time, outside all device axes (docs/architecture.md).  What differs from an axis of
-devices is that nothing may travel on it; only these moves are free:
+Microbatches are a mesh axis in time, outside all device axes (docs/architecture.md).  What differs from an
+axis of devices is that nothing may travel on it; only these moves are free:
 
-* a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, ``R -> B``, the same without a
+* a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, ``R -> B``, the
+same without a
   gradient);
 * a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
 * the loss ends as a sum of terms (``P``), which the runtime adds up.
 
-So an exact way to run in microbatches is a choice of one option per op such that every operand's placement follows by a
-free move from the placement of its value.  Layers of one kind get the same choice.  The search is arc consistency over
-the sets of placements that values can have, then one pass of choices with propagation; the number of variables is that
-of the layer *kinds*, not of the layers.
+So an exact way to run in microbatches is a choice of one option per op such that every operand's placement
+follows by a free move from the placement of its value.  Layers of one kind get the same choice.  The search
+is arc consistency over the sets of placements that values can have, then one pass of choices with
+propagation; the number of variables is that of the layer *kinds*, not of the layers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TimeAssignment:
 
 
 def time_assignment(program: Program, num_microbatches: int) -> TimeAssignment | str:
-    """Per layer kind and op the factor that `num_microbatches` split, or the reason why that would not be exact.
+    """Per layer kind and op the factor that `num_microbatches` split, or why that would not be exact.
 
     >>> time_assignment(program, 1).factors  # doctest: +SKIP
     {0: (), 1: ()}
@@ -160,8 +161,9 @@ def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int) -> None:
 def _time_options(op: Op, num_microbatches: int, differentiable: bool) -> list[Option]:
     """The options that may lie on the axis in time, the preferred first.
 
-    Without a gradient an op runs whole where it can (it may be needed whole, as a loss's denominator is).  With one,
-    "whole" would give its operands the same gradient from each microbatch, so only terms (``~``) and slices are right.
+    Without a gradient an op runs whole where it can (it may be needed whole, as a loss's denominator is).
+    With one, "whole" would give its operands the same gradient from each microbatch, so only terms (``~``)
+    and slices are right.
     """
     whole = {"-": REPLICATE, "~": BROADCAST}
     options = [option for option in op.options if not option.kernel and not option.collectives]
@@ -256,7 +258,7 @@ def _grow(problem: _Problem, constraint: _Constraint) -> None:
 
 
 def _narrow(problem: _Problem, start: Iterable[_Constraint]) -> Op | None:
-    """Remove placements and options that fit nothing, until all fit; an op for which nothing is left, or None."""
+    """Remove placements and options that fit nothing, until all fit; an op without any left, or None."""
     for variable, kinds in problem.final.items():
         problem.domains[variable] = {p for p in problem.domains[variable] if p.kind in kinds}
     queue = deque(start)

@@ -14,7 +14,8 @@ class SearchRequest:
     """What to search for.
 
     Args:
-        memory_limit_bytes: bytes per device that the plan may use; None: what the prices say that a device has.
+        memory_limit_bytes: bytes per device that the plan may use; None: what the prices say that a device
+            has.
         training: how the program is trained: the bytes of optimizer states and gradients.
         constraints: the user's texts, see `autopar.search.constraints`.
         max_microbatches: the largest number of microbatches that is tried.

@@ -1,4 +1,4 @@
-"""Whole models for the tests of the search across layers, written op by op with options from the factor rules."""
+"""Whole models for the tests of the search across layers, written op by op, options from the factor rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search across layers on made-up tables: equal to brute force, bounded, and never slower with more memory."""
+"""The search across layers on made-up tables: brute force, bounds, and never slower with more memory."""
 
 from __future__ import annotations
 
