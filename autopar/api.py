@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from autopar.arguments import read_bytes, read_dtype, training_spec
+from autopar.arguments import check_materialized, digest_values, read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import measure_profile
+from autopar.errors import MeshError, PlanFormatError
 from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
 from autopar.lower.agreement import agree, agree_equal, share
@@ -25,10 +27,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.search.prices import Prices
-from autopar.trace import Traced, default_example_inputs, trace
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from autopar.trace import Traced, copy_with, default_example_inputs, trace
 
 __all__ = ["build", "parallelize", "plan", "trace_model"]
 
@@ -48,6 +47,7 @@ def parallelize(
     precision: str | torch.dtype | None = None,
     constraints: Sequence[str] = (),
     compile: bool = False,
+    profile: Profile | Literal[False] | None = None,
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -64,6 +64,7 @@ def parallelize(
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
         compile: compile each distinct layer program once with ``torch.compile``.
+        profile: prices measured before; None: measure (a few seconds, kept for the next run), False: estimate.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors; `.plan` is the plan.
@@ -76,11 +77,18 @@ def parallelize(
     """
     communicator = ProcessGroupCommunicator(_ranks(mesh), mesh.device_type)
     group = communicator.process_group
-    setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
-    agree_equal(group, traced.program.fingerprint, "model and example inputs")
+    agree(group, lambda: check_materialized(model))
+    setup, traced = agree(
+        group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints)
+    )
+    agree_equal(group, _describe(model, traced.program), "models or example inputs",
+                "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
+    agree_equal(group, agree(group, lambda: digest_values(model)), "initial values of parameters or buffers",
+                "Call torch.manual_seed with the same seed on every rank before the model is made, "
+                "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        profile = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
-        setup = replace(setup, prices=agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), profile)))
+        measured = _profile(profile, communicator, mesh)
+        setup = replace(setup, prices=agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured)))
         plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
@@ -89,7 +97,14 @@ def parallelize(
     return agree(
         group,
         lambda: build(
-            model, traced, chosen, communicator, mesh, setup, example_inputs=example_inputs, compile_layers=compile
+            model,
+            traced,
+            chosen,
+            communicator,
+            mesh,
+            setup,
+            example_inputs=example_inputs,
+            compile_layers=compile,
         ),
     )
 
@@ -174,14 +189,57 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
 
 
+def _profile(
+    given: Profile | bool | None, communicator: ProcessGroupCommunicator, mesh: DeviceMesh
+) -> Profile | None:
+    if given is None:
+        return measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
+    return given if isinstance(given, Profile) else None
+
+
 def _given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:
-    chosen = given if isinstance(given, Plan) else Plan.load(given)
+    chosen = given if isinstance(given, Plan) else _load_plan(given)
     check_fit(chosen, program, world_size)
     return chosen
 
 
+def _load_plan(path: str | Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFormatError(
+            f"plan={str(path)!r} can't be read: {error}. Pass a Plan, or the path of a file that "
+            "Plan.save wrote and that every rank sees"
+        ) from error
+
+
+def _describe(model: nn.Module, program: Program) -> str:
+    inputs = (
+        f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs
+    )
+    count = sum(p.numel() for p in model.parameters())
+    return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
+
+
 def _ranks(mesh: DeviceMesh) -> list[int]:
-    return mesh.mesh.flatten().tolist()
+    """The processes of `mesh` in its order.
+
+    Raises:
+        MeshError: it is no DeviceMesh, or names a process that there is not, or one twice.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"mesh is a {type(mesh).__name__}: pass a DeviceMesh, for instance "
+            "torch.distributed.device_mesh.init_device_mesh('cuda', (8,))"
+        )
+    ranks = [int(rank) for rank in mesh.mesh.flatten()]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized() and (max(ranks) >= world or len(set(ranks)) < len(ranks)):
+        raise MeshError(
+            f"the mesh has the ranks {ranks}, but there are {world} processes, 0 to {world - 1}, each to be "
+            "named once: start as many processes as the mesh has devices, or make a smaller mesh"
+        )
+    return ranks
 
 
 def trace_model(
@@ -229,13 +287,24 @@ def build(
 def _plan_evaluation(program: Program, trained: Plan, communicator: Communicator, setup: Setup) -> Plan:
     """A plan for forward passes alone.  Prices are deterministic, and equal on all ranks, so every rank finds the same."""
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=communicator.world_size), None)
-    request = SearchRequest(trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1)
+    request = SearchRequest(
+        trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1
+    )
     return search(program, communicator.world_size, prices, request)
 
 
 def _without_parameters(model: nn.Module) -> nn.Module:
     """A twin of `model` with its parameters on the meta device, so that what can be traced later holds no memory."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    return copy.deepcopy(model, memo)
+    made: dict[int, Tensor] = {}
+
+    def swap(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = _meta_parameter(tensor) if is_parameter else tensor.detach().clone()
+        return made[id(tensor)]
+
+    return copy_with(model, [*model.parameters(), *model.buffers()], swap)
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, MaterializationError
 from autopar.search import TrainingSpec
 
-__all__ = ["read_bytes", "read_dtype", "training_spec"]
+__all__ = ["check_materialized", "digest_values", "read_bytes", "read_dtype", "training_spec"]
 
 # Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
 _OPTIMIZER_STATES = {
@@ -40,8 +41,10 @@ def read_bytes(memory: float | str) -> float:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", memory)
         number, unit = (float(match[1]), match[2].upper()) if match else (0.0, "?")
     if unit not in _UNITS or not number > 0:
-        raise ConstraintError(f"memory={memory!r} is no amount of memory: write bytes as a number, or text such as "
-                              "'70GiB' or '80GB'")
+        raise ConstraintError(
+            f"memory={memory!r} is no amount of memory: write bytes as a number, or text such as "
+            "'70GiB' or '80GB'"
+        )
     return number * _UNITS[unit]
 
 
@@ -55,8 +58,10 @@ def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
         return None
     dtype = _DTYPES.get(precision) if isinstance(precision, str) else precision
     if dtype is None or not dtype.is_floating_point:
-        raise ConstraintError(f"precision={precision!r} is no floating dtype: use one of {', '.join(_DTYPES)}, "
-                              "a torch.dtype, or None for the dtype that the parameters have")
+        raise ConstraintError(
+            f"precision={precision!r} is no floating dtype: use one of {', '.join(_DTYPES)}, "
+            "a torch.dtype, or None for the dtype that the parameters have"
+        )
     return dtype
 
 
@@ -66,13 +71,49 @@ def training_spec(model: nn.Module, optimizer: str | type[torch.optim.Optimizer]
     Raises:
         ConstraintError: the optimizer is not known.
     """
-    name = optimizer if isinstance(optimizer, str) else optimizer.__name__ if inspect.isclass(optimizer) else ""
+    name = (
+        optimizer if isinstance(optimizer, str) else optimizer.__name__ if inspect.isclass(optimizer) else ""
+    )
     if name.lower() not in _OPTIMIZER_STATES:
-        raise ConstraintError(f"optimizer={optimizer!r} is not known: use the class or the name of one of "
-                              f"{', '.join(_OPTIMIZER_STATES)}")
+        raise ConstraintError(
+            f"optimizer={optimizer!r} is not known: use the class or the name of one of "
+            f"{', '.join(_OPTIMIZER_STATES)}"
+        )
     itemsize = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
     return TrainingSpec(
         optimizer_state_bytes_per_element=itemsize * _OPTIMIZER_STATES[name.lower()],
         gradient_itemsize_bytes=itemsize,
         storage_itemsize_bytes=itemsize,
     )
+
+
+def check_materialized(model: nn.Module) -> None:
+    """Raise unless every parameter and buffer of `model` has values.
+
+    Raises:
+        MaterializationError: naming the first on the meta device.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise MaterializationError(
+                f"{name!r} is on the meta device, so it has no initial value that devices could share. Build the model "
+                "outside of torch.device('meta') (the CPU will do: every rank keeps only its part), or give it values "
+                "with model.to_empty(device='cpu') and its own initialisation; autopar.plan takes it as it is"
+            )
+
+
+@torch.no_grad()
+def digest_values(model: nn.Module) -> str:
+    """A short text that differs (but for chance) where the values of parameters or buffers differ, on any device.
+
+    Sums of bits as whole numbers: exact, so that their order does not matter.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {_sum_of_bits(tensor)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    wide = torch.int32 if tensor.element_size() % 4 == 0 else torch.uint8
+    return int(tensor.detach().flatten().view(wide).sum(dtype=torch.int64))

@@ -9,6 +9,7 @@ __all__ = [
     "ExampleInputsError",
     "InfeasibleError",
     "InputShapeError",
+    "MaterializationError",
     "MeshError",
     "MissingPriceError",
     "OutputError",
@@ -38,6 +39,10 @@ class OutputError(AutoparError):
 
 class InputShapeError(AutoparError):
     """A call's inputs differ from what the plan was made for, or don't divide over the devices."""
+
+
+class MaterializationError(AutoparError):
+    """A model without real parameters (on the meta device) was handed over for running, not only for planning."""
 
 
 class MeshError(AutoparError):

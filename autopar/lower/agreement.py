@@ -45,18 +45,19 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def agree_equal(group: dist.ProcessGroup | None, value: str, what: str) -> None:
+def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: str) -> None:
     """Raise on every rank unless `value` is the same on all of `group`.
 
     Raises:
-        MeshError: naming `what` and the first rank that differs from the first.
+        MeshError: naming `what`, the first rank that differs from the first, and the `remedy`.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise MeshError(f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. "
-                            "Build the same on every rank; the global batch is the same everywhere")
+            raise MeshError(
+                f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. {remedy}"
+            )
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -4,7 +4,8 @@
 `autopar.trace.pipeline.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
+from autopar.trace.capture import copy_with
 from autopar.trace.pipeline import Traced, trace
 from autopar.trace.signature import default_example_inputs
 
-__all__ = ["Traced", "default_example_inputs", "trace"]
+__all__ = ["Traced", "copy_with", "default_example_inputs", "trace"]

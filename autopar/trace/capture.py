@@ -7,7 +7,7 @@ import copy
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from autopar.trace import compat
 from autopar.trace.signature import CallForm
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 
-__all__ = ["WRAPPED", "Captured", "capture", "frame_of_text", "user_frame"]
+__all__ = ["WRAPPED", "Captured", "capture", "copy_with", "frame_of_text", "user_frame"]
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
@@ -88,7 +88,7 @@ def capture(
             fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
         return fakes[id(tensor)]
 
-    wrapper = _Wrapper(_copy_with(model, list(own.values()), swap), form)
+    wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form)
     wrapper.train(training)
     inputs = [compat.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
     exported = _export(wrapper, inputs, form)
@@ -121,7 +121,8 @@ def _fake_member(mode: Any, tensor: Tensor, dtype: torch.dtype | None) -> Tensor
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
-def _copy_with(model: nn.Module, members: Sequence[Tensor], swap: Any) -> nn.Module:
+def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `model` in which every t of `members`, its parameters and buffers, is ``swap(t)``."""
     memo: dict[int, Any] = {id(tensor): swap(tensor) for tensor in members}
     try:
         return copy.deepcopy(model, memo)
