@@ -1,4 +1,4 @@
-"""Plan + module + DeviceMesh -> ParallelModule: local FX programs, DTensor parameters, explicit collectives."""
+"""Plan + module + DeviceMesh -> ParallelModule: FX programs on local tensors, DTensor parameters."""
 
 from autopar.lower.layer_program import LayerProgram, layer_program
 from autopar.lower.parallel_module import LoweredProgram, ParallelModule, lower

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.utils import checkpoint
 
 from autopar.errors import MeshError
 from autopar.placement import Layout
 
 __all__ = [
+    "ModuleTables",
     "call_function",
     "local_tensor",
     "make_dtensor",
     "make_mesh",
+    "module_tables",
     "open_group",
+    "run_backward",
+    "run_twice",
+    "scale_in_place",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
     "start_broadcast",
     "start_reduce_scatter",
+    "storage_key",
+    "tensor_norms",
     "to_torch_placements",
 ]
 
@@ -72,8 +80,10 @@ def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.Proce
     if not keeps_order or ranks == sorted(ranks):
         return _dist.new_group(sorted(ranks), use_local_synchronization=True)
     if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
-        raise MeshError(f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
-                        "order the devices of the mesh so that ranks ascend along every axis")
+        raise MeshError(
+            f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
+            "order the devices of the mesh so that ranks ascend along every axis"
+        )
     return _dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
 
 
@@ -143,3 +153,50 @@ def make_dtensor(
 def local_tensor(x: DTensor) -> Tensor:
     """The local part itself, outside autograd (``to_local`` makes a view that takes part in it)."""
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]
+
+
+def storage_key(x: Tensor) -> int:
+    """The same number for two tensors that live at the same time exactly if they share memory."""
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+_torch: Any = torch  # its multi-tensor functions are private, and what torch's own optimizers use
+
+
+def tensor_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """The p-norm of each tensor, p being `order`, as scalars."""
+    return _torch._foreach_norm(list(tensors), order)
+
+
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all of `tensors` by `factor`."""
+    _torch._foreach_mul_(list(tensors), factor)
+
+
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()``, whose annotations are incomplete."""
+    untyped: Any = loss
+    untyped.backward()
+
+
+def run_twice(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``run(*inputs)``, run again in backward, all of it; generators of random numbers are left alone."""
+    untyped: Any = checkpoint
+    return untyped.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+
+
+class ModuleTables(NamedTuple):
+    """The registers of one module, by name; writing to them registers."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    children: dict[str, nn.Module | None]
+    not_saved: set[str]
+
+
+def module_tables(module: nn.Module) -> ModuleTables:
+    """The registers themselves: names keep their order, repeats and ``None``, and clash with no attribute."""
+    untyped: Any = module
+    return ModuleTables(
+        untyped._parameters, untyped._buffers, untyped._modules, untyped._non_persistent_buffers_set
+    )

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import to_torch_placements
+from autopar.lower.compat import run_twice, to_torch_placements
 from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import LayerProgram, layer_program
 from autopar.lower.parameters import Gathering, LayerParameters, ParameterStore, gather_parameters
@@ -124,8 +123,9 @@ class LayerRunner:
                 freed.free()
             return outputs
 
-        # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were priced.
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were
+        # priced.
+        return run_twice(run, inputs)
 
     def _held(self, copies: Sequence[Tensor], communicator: Communicator) -> list[Tensor]:
         held: list[Any] = [None] * len(self.layer.held)
@@ -168,8 +168,9 @@ class Executor:
         self.lies = builder.lies
         communicator.prepare(sorted({axis for runner in self.runners for axis in _axes(runner)}))
         if compile_layers:
-            for module in {id(r.program): r.program for r in self.runners}.values():
-                module.module.forward = torch.compile(module.module.forward)  # type: ignore[method-assign]
+            for lowered in self.programs:
+                untyped: Any = torch
+                lowered.module.forward = untyped.compile(lowered.module.forward)
 
     @property
     def programs(self) -> tuple[LayerProgram, ...]:
@@ -180,14 +181,17 @@ class Executor:
         """Raise InputShapeError unless `tensors` are what the program was traced for."""
         program = self.executable.program
         if len(tensors) != len(program.inputs):
-            raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
+            raise InputShapeError(
+                f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}"
+            )
         for name, tensor in zip(program.inputs, tensors, strict=True):
             wanted = program.type_of(name)
             dtype = str(tensor.dtype).removeprefix("torch.")
             if tuple(tensor.shape) != wanted.shape or dtype != wanted.dtype:
                 raise InputShapeError(
-                    f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for {list(wanted.shape)} "
-                    f"{wanted.dtype}. Pass the whole batch on every rank, or plan again for these inputs"
+                    f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for "
+                    f"{list(wanted.shape)} {wanted.dtype}. Pass the whole batch on every "
+                    "rank, or plan again for these inputs"
                 )
 
     def open_layer(self, index: int) -> LayerUse:
@@ -234,10 +238,13 @@ class Executor:
     def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
         """`value` made whole along `dim` only."""
         lies = self.lies[name]
-        return reshard_tensor(value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator)
+        return reshard_tensor(
+            value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator
+        )
 
     def make_output(self, name: str, value: Tensor) -> Tensor:
-        """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its layout.
+        """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its
+        layout.
 
         Without a loss in the program all outputs are whole.
         """
@@ -246,14 +253,21 @@ class Executor:
             lies = replace(lies, layout=_whole_along(lies.layout, lies.time.dim))
         sharded = any(p.is_shard and size > 1 for p, size in zip(lies.layout, lies.mesh, strict=True))
         if not sharded or name == program.loss or not program.loss or not self._is_on_store_mesh(lies.mesh):
-            return reshard_tensor(value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator)
+            return reshard_tensor(
+                value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator
+            )
         layout = tuple(p if p.is_shard else REPLICATE for p in lies.layout)
         value = reshard_tensor(value, lies.move_to(layout, lies.mesh), self.communicator)
         fine = refine_layout(layout, lies.mesh, self.store.mesh)
         shape = torch.Size(program.type_of(name).shape)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            value, self.store.device_mesh, to_torch_placements(fine), run_check=False, shape=shape, stride=stride
+            value,
+            self.store.device_mesh,
+            to_torch_placements(fine),
+            run_check=False,
+            shape=shape,
+            stride=stride,
         )
 
     def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
@@ -269,8 +283,10 @@ def check_plan(program: Program, plan: Plan, world_size: int) -> None:
     if plan.world_size != world_size:
         raise PlanMismatchError(f"the plan is for {plan.world_size} devices, but there are {world_size}")
     if plan.fingerprint != program.fingerprint:
-        raise PlanMismatchError(f"the plan was made for program {plan.fingerprint}, this is {program.fingerprint}: plan "
-                                "again for this model and these input shapes")
+        raise PlanMismatchError(
+            f"the plan was made for program {plan.fingerprint}, this is {program.fingerprint}: plan "
+            "again for this model and these input shapes"
+        )
     names = [layer.name for layer in program.layers]
     if names != [planned.name for planned in plan.layers]:
         raise PlanMismatchError(f"the plan has layers {[p.name for p in plan.layers]}, the program {names}")
@@ -304,7 +320,9 @@ class _Lowering:
         self.num_microbatches = num_microbatches
         whole = _Lies((REPLICATE,), (communicator.world_size,), REPLICATE)
         self.lies: dict[str, _Lies] = dict.fromkeys(self.program.inputs, whole)
-        self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
+        self.programs: dict[
+            tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]
+        ] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
 
     def lower_layers(self, kept: set[str]) -> list[LayerRunner]:
@@ -338,7 +356,8 @@ class _Lowering:
             layer, strategy, lowered, keeping,
             self._parameters([h for h in held if roles[h[1]].role == "parameter"], strategy.mesh),
             tuple(
-                (position, self.program.parameters[name], self._dtype(name), self._from_whole(layout, strategy.mesh))
+                (position, self.program.parameters[name], self._dtype(name),
+                 self._from_whole(layout, strategy.mesh))
                 for position, name, layout in held if roles[name].role == "buffer"
             ),
             tuple(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import local_tensor
+from autopar.lower.compat import local_tensor, scale_in_place, tensor_norms
 from autopar.lower.parameters import Stored
 from autopar.placement import Axis, mesh_axes
 
@@ -25,7 +25,8 @@ def clip_gradients(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Scale `gradients` so that their joint p-norm is at most `max_norm`; see `torch.nn.utils.clip_grad_norm_`.
+    """Scale `gradients` so that their joint p-norm is at most `max_norm`; see
+    `torch.nn.utils.clip_grad_norm_`.
 
     Returns:
         The norm before, equal on all ranks.
@@ -38,8 +39,10 @@ def clip_gradients(
         raise ValueError(f"norm_type is {norm_type}: it must be positive (inf for the largest entry)")
     total = _total_norm(gradients, mesh, communicator, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they can't be clipped. Pass "
-                           "error_if_nonfinite=False to scale by it anyway")
+        raise RuntimeError(
+            f"the total norm of the gradients is {total.item()}, so they can't be clipped. Pass "
+            "error_if_nonfinite=False to scale by it anyway"
+        )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for _, gradient in gradients:
@@ -47,7 +50,7 @@ def clip_gradients(
         by_dtype.setdefault(local.dtype, []).append(local)
     with torch.no_grad():
         for dtype, locals_ in by_dtype.items():
-            torch._foreach_mul_(locals_, scale.to(dtype))
+            scale_in_place(locals_, scale.to(dtype))
     return total
 
 
@@ -57,12 +60,17 @@ def _local(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _total_norm(
-    gradients: Sequence[tuple[Stored, Tensor]], mesh: tuple[int, ...], communicator: Communicator, norm_type: float
+    gradients: Sequence[tuple[Stored, Tensor]],
+    mesh: tuple[int, ...],
+    communicator: Communicator,
+    norm_type: float,
 ) -> Tensor:
     """Gradients sharded on the same axes are summed together over exactly these axes."""
     groups: dict[tuple[Axis, ...], list[Tensor]] = {}
     for stored, gradient in gradients:
-        axes = tuple(a for a, p in zip(mesh_axes(mesh), stored.layout, strict=True) if p.is_shard and a.size > 1)
+        axes = tuple(
+            a for a, p in zip(mesh_axes(mesh), stored.layout, strict=True) if p.is_shard and a.size > 1
+        )
         groups.setdefault(axes, []).append(_local(gradient))
     totals = [_group_power(groups[axes], axes, communicator, norm_type) for axes in sorted(groups)]
     if not totals:
@@ -75,7 +83,7 @@ def _group_power(
     locals_: list[Tensor], axes: tuple[Axis, ...], communicator: Communicator, norm_type: float
 ) -> Tensor:
     """The p-th power of the norm of these gradients (for inf the norm itself), over all their shards."""
-    norms = [norm.flatten() for norm in torch._foreach_norm(locals_, norm_type)]
+    norms = [norm.flatten() for norm in tensor_norms(locals_, norm_type)]
     wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     joined = torch.cat([n.to(wide) for n in norms])
     power = joined.max() if math.isinf(norm_type) else joined.pow(norm_type).sum()

@@ -1,4 +1,5 @@
-"""What the code of a layer program calls besides ops: moves between layouts, microbatch slices, kernels, random draws.
+"""What the code of a layer program calls besides ops: moves between layouts, microbatch slices, kernels,
+random draws.
 
 Their arguments are literals that read well in printed code: layouts as text, axes as ``(size, stride)``.
 """
@@ -55,7 +56,9 @@ def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> 
     return time_slice(x, dim, context.microbatch, count)
 
 
-def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
+def run_kernel(
+    name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any
+) -> Any:
     """Run a special kernel that communicates on `axes`, outermost first."""
     return KERNELS[name](context.communicator, tuple(Axis(*axis) for axis in axes), *args, **kwargs)
 
@@ -63,7 +66,8 @@ def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *ar
 def draw(
     target: str, op_index: int, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a random op: equal numbers on replicas, different ones on the shards that `axes` cut its result into.
+    """Run a random op: equal numbers on replicas, different ones on the shards that `axes` cut its result
+    into.
 
     Args:
         target: as `Op.target`.

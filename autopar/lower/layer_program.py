@@ -1,8 +1,9 @@
-"""One layer under one strategy as an FX program on plain local tensors, with every move between devices in sight.
+"""One layer under one strategy as an FX program on plain local tensors, with every move between devices in
+sight.
 
-A value goes: produced layout --once--> copy layout --for each reader--> that operand's layout.  `search` prices exactly
-these moves.  In time (microbatches) a value is cut on the way: before the copy if it arrives whole and all readers want the
-same slices, else for each reader.
+A value goes: produced layout --once--> copy layout --for each reader--> that operand's layout.  `search`
+prices exactly these moves.  In time (microbatches) a value is cut on the way: before the copy if it arrives
+whole and all readers want the same slices, else for each reader.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ __all__ = ["LayerProgram", "find_option", "layer_program", "time_placements"]
 class LayerProgram:
     """The lowered program of all layers of one kind that run under one strategy.
 
-    `module` is called ``module(*inputs, *held, context)``: inputs in the strategy's input layouts, held values in their
-    copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.  `output_times` are their
-    placements in time.  `cheap` names the nodes that selective recomputation may run again.
+    `module` is called ``module(*inputs, *held, context)``: inputs in the strategy's input layouts, held
+    values in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
+     `output_times` are their placements in time.  `cheap` names the nodes that selective recomputation may
+     run again.
     """
 
     module: fx.GraphModule
@@ -66,11 +68,15 @@ def find_option(op: Op, factor: str) -> Option:
     if factor in ("-", "~"):
         placement = REPLICATE if factor == "-" else BROADCAST
         return Option(factor, (placement,) * len(op.operands), (placement,) * len(op.results))
-    raise PlanMismatchError(f"op {op.name} ({op.target}) has no factor {factor!r}; it has "
-                            f"{[option.factor for option in op.options]}: plan again with this version of autopar")
+    raise PlanMismatchError(
+        f"op {op.name} ({op.target}) has no factor {factor!r}; it has "
+        f"{[option.factor for option in op.options]}: plan again with this version of autopar"
+    )
 
 
-def time_placements(layer: Layer, strategy: LayerStrategy, arrivals: tuple[Placement, ...]) -> dict[str, Placement]:
+def time_placements(
+    layer: Layer, strategy: LayerStrategy, arrivals: tuple[Placement, ...]
+) -> dict[str, Placement]:
     """The placement in time of everything in `layer` that is produced in it or arrives as `arrivals`."""
     times = dict(zip(layer.inputs, arrivals, strict=True)) | dict.fromkeys(layer.held, REPLICATE)
     factors = strategy.time or ("-",) * len(layer.ops)
@@ -100,9 +106,13 @@ def layer_program(
     Raises:
         PlanMismatchError: the strategy names factors or needs moves in time that this layer does not have.
     """
-    if not len(layer.ops) == len(strategy.assignments) or (strategy.time and len(strategy.time) != len(layer.ops)):
-        raise PlanMismatchError(f"layer {layer.name} has {len(layer.ops)} ops, but the strategy assigns "
-                                f"{len(strategy.assignments)} in space and {len(strategy.time)} in time")
+    if not len(layer.ops) == len(strategy.assignments) or (
+        strategy.time and len(strategy.time) != len(layer.ops)
+    ):
+        raise PlanMismatchError(
+            f"layer {layer.name} has {len(layer.ops)} ops, but the strategy assigns "
+            f"{len(strategy.assignments)} in space and {len(strategy.time)} in time"
+        )
     time_factors = strategy.time if num_microbatches > 1 else ()
     builder = _Builder(program, layer, strategy, num_microbatches, time_factors, device)
     builder.add_placeholders(arrivals or (REPLICATE,) * len(layer.inputs))
@@ -140,7 +150,9 @@ class _Builder:
         self.copy_layouts = dict(self.strategy.copies)
         self.time_operands = [
             find_option(op, factor).operands
-            for op, factor in zip(self.layer.ops, self.time_factors or ("-",) * len(self.layer.ops), strict=True)
+            for op, factor in zip(
+                self.layer.ops, self.time_factors or ("-",) * len(self.layer.ops), strict=True
+            )
         ]
 
     def add_placeholders(self, arrivals: tuple[Placement, ...]) -> None:
@@ -158,14 +170,20 @@ class _Builder:
     def add_op(self, index: int, op: Op) -> None:
         """The op on its operands' local tensors, each moved to where the op's options want it."""
         options = [find_option(op, factor) for factor in self.strategy.assignments[index]]
-        operands = iter([
-            self._operand(name, tuple(option.operands[i] for option in options), self.time_operands[index][i])
-            for i, name in enumerate(op.operands)
-        ])
+        operands = iter(
+            [
+                self._operand(
+                    name, tuple(option.operands[i] for option in options), self.time_operands[index][i]
+                )
+                for i, name in enumerate(op.operands)
+            ]
+        )
         time = find_option(op, self.time_factors[index]) if self.time_factors else None
         times = time.results if time else (REPLICATE,) * len(op.results)
         layouts = [tuple(option.results[i] for option in options) for i in range(len(op.results))]
-        local = [self._local(name, layout, t) for name, layout, t in zip(op.results, layouts, times, strict=True)]
+        local = [
+            self._local(name, layout, t) for name, layout, t in zip(op.results, layouts, times, strict=True)
+        ]
         args = [self._literal(arg, operands) for arg in op.args]
         for position in op.size_args:
             args[position] = local[0].shape
@@ -191,7 +209,13 @@ class _Builder:
             for name, stored in zip(self.layer.held, self.strategy.storage, strict=True)
         )
         return LayerProgram(
-            module, self.layer, self.strategy, self.num_microbatches, held, tuple(times), frozenset(self.cheap)
+            module,
+            self.layer,
+            self.strategy,
+            self.num_microbatches,
+            held,
+            tuple(times),
+            frozenset(self.cheap),
         )
 
     def _placeholder(self, name: str, layout: Layout, time: Placement) -> _Place:
@@ -205,7 +229,7 @@ class _Builder:
         return TensorType(local_shape(shape, layout, self.mesh), tensor.dtype)
 
     def _cut_on_arrival(self, name: str) -> None:
-        """Cut a whole arrival that is no parameter right away, if all its readers want the same slices of it."""
+        """Cut a whole arrival that is no parameter right away, if all its readers want the same slices."""
         place = self.produced[name]
         if self.program.values[name].role == "parameter" or place.time.is_shard:
             return
@@ -237,12 +261,16 @@ class _Builder:
         if is_whole and time.kind in "RB" and (not value.requires_grad or value.role == "parameter"):
             return _Place(place.node, place.layout, time)
         if not (is_whole and time.is_shard) or value.requires_grad:
-            raise PlanMismatchError(f"microbatches can't take {name} from {place.time} to {time} in time: plan again "
-                                    "with this version of autopar")
+            raise PlanMismatchError(
+                f"microbatches can't take {name} from {place.time} to {time} in time: plan again "
+                "with this version of autopar"
+            )
         # Time is outside all devices: microbatch m of a shard is not the shard of microbatch m.
         place = self._move(name, place, tuple(REPLICATE if p == time else p for p in place.layout))
         node = self._call(
-            microbatch_slice, (place.node, time.dim, self.num_microbatches, self.context), f"{node_name(name)}_microbatch"
+            microbatch_slice,
+            (place.node, time.dim, self.num_microbatches, self.context),
+            f"{node_name(name)}_microbatch",
         )
         node.meta["comment"] = type_comment(self._local(name, place.layout, time), place.layout)
         self.cheap.add(node.name)
@@ -263,11 +291,19 @@ class _Builder:
             self.cheap.add(node.name)
         return _Place(node, layout, place.time)
 
-    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Any = None) -> fx.Node:
+    def _call(
+        self, target: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Any = None
+    ) -> fx.Node:
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
     def _call_op(
-        self, index: int, op: Op, options: list[Option], layouts: list[Layout], args: tuple[Any, ...], kwargs: Any
+        self,
+        index: int,
+        op: Op,
+        options: list[Option],
+        layouts: list[Layout],
+        args: tuple[Any, ...],
+        kwargs: Any,
     ) -> fx.Node:
         axes = mesh_axes(self.mesh)
         name = node_name(op.results[0]) if len(op.results) == 1 else node_name(op.name)
@@ -275,12 +311,16 @@ class _Builder:
         if len(kernels) > 1:
             raise PlanMismatchError(f"op {op.name} can't run by two kernels at once: {sorted(kernels)}")
         if kernels:
-            split = tuple((a.size, a.stride) for a, o in zip(axes, options, strict=True) if o.kernel and a.size > 1)
+            split = tuple(
+                (a.size, a.stride) for a, o in zip(axes, options, strict=True) if o.kernel and a.size > 1
+            )
             node = self._call(run_kernel, (kernels.pop(), split, self.context, *args), name, kwargs)
             node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
             return node
         if op.is_random:
-            shards = tuple((a.size, a.stride) for a, p in zip(axes, layouts[0], strict=True) if p.is_shard and a.size > 1)
+            shards = tuple(
+                (a.size, a.stride) for a, p in zip(axes, layouts[0], strict=True) if p.is_shard and a.size > 1
+            )
             return self._call(draw, (op.target, index, shards, self.context, *args), name, kwargs)
         node = self._call(resolve_target(op.target), args, name, kwargs)
         if is_cheap(op):
@@ -288,7 +328,12 @@ class _Builder:
         return node
 
     def _define(
-        self, op: Op, node: fx.Node, local: list[TensorType], layouts: list[Layout], times: tuple[Placement, ...]
+        self,
+        op: Op,
+        node: fx.Node,
+        local: list[TensorType],
+        layouts: list[Layout],
+        times: tuple[Placement, ...],
     ) -> None:
         node.meta["source"] = op.source
         nodes = [node]

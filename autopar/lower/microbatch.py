@@ -1,7 +1,8 @@
-"""Several microbatches per step: forward and backward of each run at once, and ``loss.backward()`` hands the gradients out.
+"""Several microbatches per step: forward and backward of each run at once, and ``loss.backward()`` hands the
+gradients out.
 
-ZeRO-0 and 1 add up gradients of the compute copies and reduce them once; ZeRO-2 and 3 reduce after every microbatch.
-Levels 0 to 2 gather parameters once a step, level 3 for each use.
+ZeRO-0 and 1 add up gradients of the compute copies and reduce them once; ZeRO-2 and 3 reduce after every
+microbatch. Levels 0 to 2 gather parameters once a step, level 3 for each use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.lower.compat import local_tensor
+from autopar.lower.compat import call_function, local_tensor, run_backward
 from autopar.lower.execution import Executor, LayerUse
 from autopar.lower.parameters import Gathering
 
@@ -25,8 +26,9 @@ __all__ = ["run_microbatches"]
 def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> dict[str, Tensor]:
     """Run all microbatches of one step.
 
-    Under grad mode their backward passes run here, too, and the loss that is returned carries their gradients: its
-    backward releases them, scaled by the gradient that it gets.  Other outputs carry no gradient.
+    Under grad mode their backward passes run here, too, and the loss that is returned carries their
+    gradients: its backward releases them, scaled by the gradient that it gets.  Other outputs carry no
+        gradient.
 
     Returns:
         Outputs (local parts as they lie, whole over time) and updates; the loss is whole.
@@ -40,13 +42,13 @@ def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: i
         values = executor.run(tensors, base_seed, microbatch, step.open_layer if step else None)
         values[program.loss] = executor.make_whole(program.loss, values[program.loss])
         if step is not None:
-            values[program.loss].backward()
+            run_backward(values[program.loss])
             step.finish_microbatch()
         found.append({name: value.detach() for name, value in values.items()})
     joined = {name: _join(executor, name, [values[name] for values in found]) for name in found[0]}
     if step is not None:
         store = _Stored(step.gradients(parameters))
-        joined[program.loss] = _Release.apply(joined[program.loss], store, *parameters.values())  # pyright: ignore
+        joined[program.loss] = call_function(_Release, joined[program.loss], store, *parameters.values())
     return joined
 
 
@@ -96,15 +98,13 @@ class _Step:
         if index not in self._leaves:
             locals_ = [local_tensor(p) if isinstance(p, DTensor) else p for p in stored]
             self._leaves[index] = [_leaf(x, p.requires_grad) for x, p in zip(locals_, stored, strict=True)]
-        use = LayerUse(
-            Gathering(runner.parameters, self._leaves[index], is_freed=zero == 3, prefetch=True)
-        )
+        use = LayerUse(Gathering(runner.parameters, self._leaves[index], is_freed=zero == 3, prefetch=True))
         if zero == 2:
             self._shared[index] = use
         return use
 
     def finish_microbatch(self) -> None:
-        """Add gradients up in the dtype in which parameters are stored, where they are computed in a narrower one."""
+        """Add gradients up in the stored dtype, where they are computed in a narrower one."""
         for index, leaves in self._leaves.items():
             stored = self._executor.runners[index].parameters.current()
             for position, (leaf, parameter) in enumerate(zip(leaves, stored, strict=True)):
@@ -130,7 +130,8 @@ class _Step:
                     found[id(parameter)] = gradient if before is None else before + gradient
         store = self._executor.store
         return [
-            store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None for name, p in parameters.items()
+            store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None
+            for name, p in parameters.items()
         ]
 
 
@@ -146,8 +147,10 @@ class _Stored:
 
     def take(self) -> list[Tensor | None]:
         if self._gradients is None:
-            raise AutoparError("the gradients of this step were already released by an earlier backward(): with "
-                               "microbatches, call the model again before each backward()")
+            raise AutoparError(
+                "the gradients of this step were already released by an earlier backward(): with "
+                "microbatches, call the model again before each backward()"
+            )
         gradients, self._gradients = self._gradients, None
         return gradients
 
@@ -160,7 +163,9 @@ class _Release(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Any, ...]:
         scale = gradients[0]
         taken: list[Tensor | None] = ctx.stored.take()
         for gradient in taken:

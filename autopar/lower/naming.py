@@ -33,11 +33,12 @@ def type_comment(tensor: TensorType, layout: Layout) -> str:
 
 def describe_move(steps: Sequence[Step], whole: TensorType) -> str:
     """What the steps of a move run: ``all_gather on 4 ranks, 1.0 MB (backward: reduce_scatter)``."""
-    return ", ".join(
-        f"{step.forward} on {step.axis.size} ranks"
-        f"{'' if step.forward in _LOCAL else ', ' + _bytes(whole.num_bytes * step.fraction)} (backward: {step.backward})"
-        for step in steps
-    )
+    return ", ".join(_describe_step(step, whole) for step in steps)
+
+
+def _describe_step(step: Step, whole: TensorType) -> str:
+    size = "" if step.forward in _LOCAL else f", {_bytes(whole.num_bytes * step.fraction)}"
+    return f"{step.forward} on {step.axis.size} ranks{size} (backward: {step.backward})"
 
 
 def _bytes(count: float) -> str:
@@ -54,8 +55,12 @@ def format_code(module: fx.GraphModule) -> str:
     lines: list[str] = []
     for line in module.code.strip().splitlines():
         text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
-        text = re.sub(r"\bautopar_lower_\w*?_(redistribute|microbatch_slice|run_kernel|draw|dropout|batch_norm|cross_entropy"
-                      r"_denominator|cross_entropy)\(", r"\1(", text)
+        text = re.sub(
+            r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text
+        )
+        text = re.sub(
+            r"\bautopar_lower_(kernels|batch_norm|cross_entropy|embedding)_(?=\w+\()", "autopar.", text
+        )
         text = text.replace("torch.ops.", "")
         name = re.match(r"\s*(\w+) = ", text)
         comment = comments.get(name[1]) if name else None

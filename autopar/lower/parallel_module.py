@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class LoweredProgram:
 EvalFactory = Callable[[], Sequence[Any]]
 
 
-def lower(
+def lower(  # noqa: PLR0913  (the contract between the stages)
     program: Program,
     plan: Plan,
     *,
@@ -77,8 +77,10 @@ def lower(
         unflatten_outputs: values of `Program.outputs` -> what the model returns.
         communicator: of this rank.
         mesh: over all ranks, of any shape.
-        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check only.
-        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of the model
+        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check
+            only.
+        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of
+            the model
             traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
         compile_layers: compile each distinct layer program with ``torch.compile``.
 
@@ -89,7 +91,9 @@ def lower(
     executable = Executable(program, plan, constants, flatten_inputs, unflatten_outputs)
     dtypes = {program.type_of(value).dtype for value in program.parameters}
     if compute_dtype is not None and dtypes and str(compute_dtype).removeprefix("torch.") not in dtypes:
-        raise PlanMismatchError(f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}")
+        raise PlanMismatchError(
+            f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
+        )
     return ParallelModule(executable, module, communicator, mesh, eval_factory, compile_layers)
 
 
@@ -137,7 +141,8 @@ class ParallelModule(nn.Module):
         """The original's forward on the whole batch.
 
         Raises:
-            InputShapeError: the inputs differ from what the plan was made for; on every rank, before any waits.
+            InputShapeError: the inputs differ from what the plan was made for; on every rank, before any
+                waits.
         """
         executor = self._current()
         executable = executor.executable
@@ -163,12 +168,15 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as one device would.
+        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as
+        one device would.
 
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
-        gradients = [(self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        gradients = [
+            (self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None
+        ]
         return clip_gradients(
             gradients, self._store.mesh, self._communicator, max_norm, norm_type, error_if_nonfinite
         )
@@ -182,7 +190,9 @@ class ParallelModule(nn.Module):
                 found[id(value)] = self._whole(name, value)
         return {name: found[id(value)] for name, value in state.items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors."""
         fitted = {name: self._fit(name, value) for name, value in state_dict.items()}
         return super().load_state_dict(fitted, strict=strict, assign=assign)
@@ -190,7 +200,9 @@ class ParallelModule(nn.Module):
     def extra_repr(self) -> str:
         """One line about the plan."""
         plan = self.plan
-        return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+        return (
+            f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+        )
 
     def _current(self) -> Executor:
         """The executor of the current mode; that of eval mode is made when first needed."""
@@ -204,8 +216,10 @@ class ParallelModule(nn.Module):
     def _make_eval_executor(self, trained: Executable) -> Executor:
         if self._eval_factory is None:
             if self._executor.is_random or trained.program.updates:
-                raise AutoparError("this module was lowered for training only: it draws random numbers or updates "
-                                   "buffers, so eval() needs an eval_factory")
+                raise AutoparError(
+                    "this module was lowered for training only: it draws random numbers or updates "
+                    "buffers, so eval() needs an eval_factory"
+                )
             return self._executor
         made = tuple(self._eval_factory())
         executable = Executable(*made, *trained[len(made) :])
@@ -241,7 +255,9 @@ class ParallelModule(nn.Module):
             return value
         if tuple(value.shape) != stored.shape:
             return value  # torch names the parameter and both shapes
-        part = local_part(value.detach().to(self._communicator.device), stored.layout, self._store.mesh, self._communicator)
+        part = local_part(
+            value.detach().to(self._communicator.device), stored.layout, self._store.mesh, self._communicator
+        )
         return self._store.wrap(name, part)
 
 
@@ -254,9 +270,13 @@ def _make_store(
     device_mesh = _refined_device_mesh(mesh, sizes, communicator)
     layouts = storage_layouts(program, plan, sizes)
     groups = canonical_names(module)
-    unknown = sorted(set(program.parameters.values()) - groups.keys() - {n for n, _ in module.named_buffers()})
+    unknown = sorted(
+        set(program.parameters.values()) - groups.keys() - {n for n, _ in module.named_buffers()}
+    )
     if unknown:
-        raise PlanMismatchError(f"the program reads {unknown[:3]}, which {type(module).__name__} does not have")
+        raise PlanMismatchError(
+            f"the program reads {unknown[:3]}, which {type(module).__name__} does not have"
+        )
     layout_of: dict[str, Layout] = {groups[name]: layout for name, layout in layouts.items()}
     whole: Layout = (REPLICATE,) * len(sizes)
     stored = {
@@ -282,7 +302,7 @@ def _row_major(parameter: Tensor) -> tuple[int, ...]:
 def _refined_device_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], communicator: Communicator) -> DeviceMesh:
     if tuple(mesh.shape) == sizes:
         return mesh
-    ranks: Iterable[int] = mesh.mesh.flatten().tolist()
+    ranks = [int(rank) for rank in mesh.mesh.flatten()]
     if isinstance(communicator, ProcessGroupCommunicator):
-        return make_mesh(sizes, list(ranks), mesh.device_type)
-    return make_mesh(sizes, list(ranks), mesh.device_type, rank=communicator.rank)
+        return make_mesh(sizes, ranks, mesh.device_type)
+    return make_mesh(sizes, ranks, mesh.device_type, rank=communicator.rank)

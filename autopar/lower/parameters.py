@@ -1,8 +1,9 @@
-"""Where parameters are stored, how a layer gets its compute copies of them, and how their gradients come back.
+"""Where parameters are stored, how a layer gets its compute copies of them, and how their gradients come
+back.
 
-Storage is a DTensor per parameter, all on one mesh.  `LayerParameters` knows for one layer the moves from there to the
-copy layouts; `Gathering` is one use of a layer's parameters: it gathers them, frees them (ZeRO-3) and gathers them anew,
-and reduces their gradients.
+Storage is a DTensor per parameter, all on one mesh.  `LayerParameters` knows for one layer the moves from
+there to the copy layouts; `Gathering` is one use of a layer's parameters: it gathers them, frees them
+(ZeRO-3) and gathers them anew, and reduces their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import local_tensor, make_dtensor
+from autopar.lower.compat import call_function, local_tensor, make_dtensor
 from autopar.lower.reshard_ops import apply_forward
 from autopar.placement import REPLICATE, Layout, Step, refine_layout, refine_mesh, reshard
 from autopar.plan import Plan
@@ -50,8 +51,8 @@ class Stored:
 class ParameterStore:
     """All parameters and buffers of a model on this rank, by their (untied) name.
 
-    `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes.  Buffers are
-    whole on every rank.
+    `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes.
+     Buffers are whole on every rank.
     """
 
     mesh: tuple[int, ...]
@@ -121,7 +122,9 @@ class LayerParameters:
         self.communicator = communicator
         self.steps: tuple[tuple[Step, ...], ...] = tuple(
             reshard(
-                refine_layout(store.stored[name].layout, store.mesh, fine), refine_layout(copy, mesh, fine), fine
+                refine_layout(store.stored[name].layout, store.mesh, fine),
+                refine_layout(copy, mesh, fine),
+                fine,
             )
             for name, copy in zip(names, copies, strict=True)
         )
@@ -161,10 +164,15 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 class Gathering:
-    """One use of a layer's parameters: gathered when first asked for, or again after `free` where `is_freed`."""
+    """One use of a layer's parameters: gathered when asked for, and if `is_freed` again after `free`."""
 
     def __init__(
-        self, layer: LayerParameters, parameters: Sequence[Tensor], *, is_freed: bool = False, prefetch: bool = False
+        self,
+        layer: LayerParameters,
+        parameters: Sequence[Tensor],
+        *,
+        is_freed: bool = False,
+        prefetch: bool = False,
     ) -> None:
         """`parameters` are the stored DTensors, or plain tensors of the same local parts."""
         self.layer = layer
@@ -203,7 +211,7 @@ def gather_parameters(gathering: Gathering) -> tuple[Tensor, ...]:
     """The compute copies, differentiable: backward reduces their gradients and gives up the copies."""
     if not gathering.parameters:
         return ()
-    return _Gather.apply(gathering, *gathering.parameters)  # type: ignore[no-any-return]
+    return call_function(_Gather, gathering, *gathering.parameters)
 
 
 class _Gather(torch.autograd.Function):
@@ -218,7 +226,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Any, ...]:
         gathering: Gathering = ctx.gathering
         gathering.free()
         return None, *gathering.reduce(gradients)

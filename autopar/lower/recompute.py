@@ -1,8 +1,9 @@
 """What a layer keeps between its forward and its backward.
 
-Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `_Box`, and when the layer has run, boxes
-whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the result of a cheap op
-(selective recomputation) is computed again.  Tensors are recognised by their storage, so views count too.
+Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `_Box`, and when the layer has
+run, boxes whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
+result of a cheap op (selective recomputation) is computed again.  Tensors are recognised by their storage,
+so views count too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from autopar.lower.compat import local_tensor
+from autopar.lower.compat import local_tensor, storage_key
 from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.parameters import Gathering
@@ -49,12 +50,9 @@ class _Box:
         self.tensor = None
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
 class KeepingProgram:
-    """A layer program that also returns what its cheap ops read and compute, and the programs that compute it again.
+    """A layer program that also returns what its cheap ops read and compute, and the programs that compute
+    it again.
 
     One for all layers of a kind and strategy.
     """
@@ -126,7 +124,9 @@ def _recomputing(graph: fx.Graph, cheap: frozenset[str], names: frozenset[str]) 
     results = [node for node in graph.nodes if node.name in names]
     made.output(tuple(mapping[node] for node in results))
     return _Recomputing(
-        fx.GraphModule(torch.nn.Module(), made), tuple(n.name for n in arguments), tuple(n.name for n in results)
+        fx.GraphModule(torch.nn.Module(), made),
+        tuple(n.name for n in arguments),
+        tuple(n.name for n in results),
     )
 
 
@@ -169,7 +169,7 @@ def run_keeping_less(
     gathered: dict[int, _Recipe] = {}
 
     def pack(tensor: Tensor) -> _Box:
-        box = _Box(tensor)
+        box = _Box(tensor.detach())  # or the graph would hold itself where backward never runs
         boxes.append(box)
         return box
 
@@ -192,14 +192,14 @@ def run_keeping_less(
 
 def _free_gathered(boxes: Sequence[_Box], gathering: Gathering) -> dict[int, _Recipe]:
     """Let go of saved gathered parameters; storage -> how to gather it again."""
-    own = {_storage(_stored(p)) for p in gathering.parameters}
+    own = {storage_key(_stored(p)) for p in gathering.parameters}
     recipes: dict[int, _Recipe] = {}
     for index, value in enumerate(gathering.values()):
-        if _storage(value) not in own:
-            recipes[_storage(value)] = lambda index=index: gathering.values()[index]
+        if storage_key(value) not in own:
+            recipes[storage_key(value)] = lambda index=index: gathering.values()[index]
     for box in boxes:
-        if box.tensor is not None and _storage(box.tensor) in recipes:
-            box.let_go(recipes[_storage(box.tensor)])
+        if box.tensor is not None and storage_key(box.tensor) in recipes:
+            box.let_go(recipes[storage_key(box.tensor)])
     gathering.free()
     return recipes
 
@@ -219,11 +219,13 @@ def _drop_cheap(
     by_name = dict(zip(keeping.nodes, values, strict=True))
     owner: dict[int, str] = {}
     for name, value in by_name.items():
-        owner.setdefault(_storage(value), name)
+        owner.setdefault(storage_key(value), name)
     dropped: dict[str, list[_Box]] = {}
     for box in boxes:
-        name = owner.get(_storage(box.tensor)) if box.tensor is not None else None
-        if name is not None and name in keeping.program.cheap and by_name[name].dtype == box.tensor.dtype:  # type: ignore[union-attr]
+        if box.tensor is None:
+            continue
+        name = owner.get(storage_key(box.tensor))
+        if name is not None and name in keeping.program.cheap and by_name[name].dtype == box.tensor.dtype:
             dropped.setdefault(name, []).append(box)
     if not dropped:
         return
@@ -238,6 +240,6 @@ def _drop_cheap(
 def _keep(value: Tensor, gathered: dict[int, _Recipe]) -> _Recipe:
     """How to have `value` in backward: it is kept, or gathered again."""
     box = _Box(value.detach())
-    if _storage(value) in gathered:
-        box.let_go(gathered[_storage(value)])
+    if storage_key(value) in gathered:
+        box.let_go(gathered[storage_key(value)])
     return box.open

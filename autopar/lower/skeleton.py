@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from autopar.lower.compat import module_tables
+
 __all__ = ["canonical_names", "copy_skeleton"]
 
 
@@ -24,7 +26,8 @@ def copy_skeleton(
     make_parameter: Callable[[str, nn.Parameter], nn.Parameter],
     make_buffer: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give `target` the submodules, parameters and buffers of `source` in the same order, as plain ``nn.Module`` s.
+    """Give `target` the submodules, parameters and buffers of `source` in the same order, as plain
+    ``nn.Module`` s.
 
     Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name.
     """
@@ -35,22 +38,20 @@ def copy_skeleton(
     def fill(old: nn.Module, new: nn.Module, prefix: str) -> None:
         modules[id(old)] = new
         new.training = old.training
-        for name, parameter in old._parameters.items():
+        source, target = module_tables(old), module_tables(new)
+        for name, parameter in source.parameters.items():
             if parameter is not None and id(parameter) not in parameters:
                 parameters[id(parameter)] = make_parameter(prefix + name, parameter)
-            new._parameters[name] = None if parameter is None else parameters[id(parameter)]
-        for name, buffer in old._buffers.items():
+            target.parameters[name] = None if parameter is None else parameters[id(parameter)]
+        for name, buffer in source.buffers.items():
             if buffer is not None and id(buffer) not in buffers:
                 buffers[id(buffer)] = make_buffer(buffer)
-            new._buffers[name] = None if buffer is None else buffers[id(buffer)]
-        new._non_persistent_buffers_set |= old._non_persistent_buffers_set
-        for name, child in old._modules.items():
-            if child is None:
-                new._modules[name] = None
-            elif id(child) in modules:
-                new._modules[name] = modules[id(child)]
-            else:
-                made = new._modules[name] = nn.Module()
-                fill(child, made, f"{prefix}{name}.")
+            target.buffers[name] = None if buffer is None else buffers[id(buffer)]
+        target.not_saved.update(source.not_saved)
+        for name, child in source.children.items():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = nn.Module()
+                fill(child, modules[id(child)], f"{prefix}{name}.")
+            target.children[name] = None if child is None else modules[id(child)]
 
     fill(source, target, "")

@@ -27,7 +27,9 @@ class Run:
     state: Mapping[str, Tensor]
 
 
-def build(model: nn.Module, traced: Traced, plan: Plan, communicator: Communicator, **kwargs: Any) -> ParallelModule:
+def build(
+    model: nn.Module, traced: Traced, plan: Plan, communicator: Communicator, **kwargs: Any
+) -> ParallelModule:
     """Lower for one simulated rank."""
     world = communicator.world_size
     mesh = make_mesh((world,), range(world), "cpu", rank=communicator.rank)
@@ -75,7 +77,11 @@ def train_parallel(
             loss.backward()
             losses.append(loss.item())
             if step == 0:
-                gradients = {n: parallel._whole(n, p.grad) for n, p in parallel.named_parameters() if p.grad is not None}
+                gradients = {
+                    n: parallel._whole(n, p.grad)
+                    for n, p in parallel.named_parameters()
+                    if p.grad is not None
+                }
             optimizer.step()
         return Run(tuple(losses), gradients, parallel.full_state_dict())
 
@@ -83,7 +89,8 @@ def train_parallel(
 
 
 def assert_same(expected: Run, found: Run, tolerance: float = 1e-9) -> None:
-    """Loss within `tolerance` / 1000 relative, gradients within it relative to their largest entry, state within 1e-7.
+    """Loss within `tolerance` / 1000 relative, gradients within it relative to their largest entry, state
+    within 1e-7.
 
     A gradient that is zero but for rounding (of a bias before a norm) is measured against the largest of all.
     """
@@ -100,4 +107,10 @@ def assert_same(expected: Run, found: Run, tolerance: float = 1e-9) -> None:
     for name, value in expected.state.items():
         if name in expected.gradients and expected.gradients[name].abs().max() < 1e-9 * largest:
             continue  # Adam turns rounding into steps
-        torch.testing.assert_close(found.state[name], value, rtol=state_tolerance, atol=state_tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found.state[name],
+            value,
+            rtol=state_tolerance,
+            atol=state_tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )

@@ -68,7 +68,9 @@ def test_real_model_with_tied_weights() -> None:
             assert_same(expected, run, tolerance=2e-4)  # the model computes its loss in float32
 
 
-def on_ranks(name: str, world: int, seed: int, action: Any, num_microbatches: int = 1, **kwargs: Any) -> list[Any]:
+def on_ranks(
+    name: str, world: int, seed: int, action: Any, num_microbatches: int = 1, **kwargs: Any
+) -> list[Any]:
     """``action(parallel_module, inputs)`` on every rank of a random plan."""
     model, inputs, traced = traced_model(name)
     plan = random_plan(traced.program, world, seed, num_microbatches)
@@ -124,9 +126,11 @@ def test_clip_refuses_a_norm_that_is_not_finite() -> None:
 
 
 def test_state_dict_goes_round() -> None:
-    model, inputs, _ = traced_model("unet")
+    model, _, _ = traced_model("unet")
     torch.manual_seed(1)
-    other = {n: torch.randn_like(x) if x.is_floating_point() else x + 3 for n, x in model.state_dict().items()}
+    other = {
+        n: torch.randn_like(x) if x.is_floating_point() else x + 3 for n, x in model.state_dict().items()
+    }
 
     def load(parallel: Any, _: Any) -> Any:
         parallel.load_state_dict(other)
@@ -152,9 +156,8 @@ def test_full_state_dict_is_a_copy() -> None:
 
 def test_inputs_of_another_shape_are_refused_before_any_collective() -> None:
     def call(parallel: Any, inputs: Any) -> None:
-        with parallel.recording() as collectives:
-            with pytest.raises(InputShapeError, match="x"):
-                parallel(**{name: value[:4] for name, value in inputs.items()})
+        with parallel.recording() as collectives, pytest.raises(InputShapeError, match="x"):
+            parallel(**{name: value[:4] for name, value in inputs.items()})
         assert collectives == []
 
     on_ranks("flat", 2, 0, call)
@@ -178,7 +181,12 @@ def test_loss_is_plain_and_sharded_outputs_are_dtensors() -> None:
         assert not isinstance(loss, DTensor)
         if not isinstance(found, DTensor):
             return False, found.detach()
-        return True, (found.to_local().detach(), found.placements, found.device_mesh.shape, tuple(found.shape))
+        return True, (
+            found.to_local().detach(),
+            found.placements,
+            found.device_mesh.shape,
+            tuple(found.shape),
+        )
 
     kinds = set()
     for seed in range(4):
@@ -242,9 +250,7 @@ def test_eval_runs_the_program_traced_for_it() -> None:
         assert any(not torch.equal(b, before[n]) for n, b in parallel.named_buffers())
         return found
 
-    for found in on_ranks(
-        "unet", 4, 1, call, eval_factory=lambda: (other.program, plan, other.constants)
-    ):
+    for found in on_ranks("unet", 4, 1, call, eval_factory=lambda: (other.program, plan, other.constants)):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
@@ -258,7 +264,7 @@ def test_eval_of_a_training_only_module_is_an_error() -> None:
 
 
 def test_printed_program_shows_code_and_collectives() -> None:
-    model, inputs, traced = traced_model("plain_gpt")
+    model, _, traced = traced_model("plain_gpt")
     plan = random_plan(traced.program, 4, 3)
     text = simulate(4, lambda c: str(build(model, traced, plan, c).program))[0]
     assert "redistribute(" in text
@@ -294,7 +300,7 @@ def test_dropout_repeats_under_a_seed_and_in_recomputation() -> None:
     assert all(run[0] == first[0][0] for run in first)
     assert first[0][0][0] != first[0][0][1]
     for recompute in ("none", "selective", "full"):
-        again = simulate(4, lambda c: call(c, recompute, 3))
+        again = simulate(4, lambda c, recompute=recompute: call(c, recompute, 3))
         assert again[0][0] == first[0][0]
         for name, gradient in first[0][1].items():
             torch.testing.assert_close(again[0][1][name], gradient)
@@ -317,7 +323,7 @@ def test_dropout_differs_between_shards() -> None:
     plan = random_plan(traced.program, 2, 0)
     for factor in ("d0", "-"):
         fitted = edited(plan, assignments=((factor,),), copies=(), recompute="none")
-        runs = simulate(2, lambda c: build(model, traced, fitted, c)(x))
+        runs = simulate(2, lambda c, fitted=fitted: build(model, traced, fitted, c)(x))
         assert torch.equal(runs[0], runs[1])
         assert not torch.equal(runs[0][:4], runs[0][4:])
         assert set(runs[0].unique().tolist()) == {0.0, 2.0}

@@ -1,0 +1,148 @@
+"""What a layer keeps for backward is what its strategy says."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.lower.communicator import simulate
+from autopar.lower.recompute import _Box
+from autopar.placement import REPLICATE, shard
+from autopar.plan import Plan
+from autopar.program import is_cheap
+from autopar.trace import trace
+from tests.lower.runs import build, loss_of
+from tests.models import make
+from tests.random_plans import random_plan
+
+
+class Wide(nn.Module):
+    """Large activations between cheap ops; small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.second = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(4):
+            h = torch.sin(h) * torch.tanh(h)
+        return self.second(h).square().mean()
+
+
+def whole_plan(model: nn.Module, inputs: Any, world: int, **changes: Any) -> tuple[Any, Plan]:
+    """Every op whole on every device, parameters stored in slices where `changes` say so."""
+    traced = trace(model, (), inputs)
+    plan = random_plan(traced.program, world, 0)
+    strategies = tuple(
+        replace(
+            strategy, mesh=(world,), assignments=(("-",),) * len(layer.ops), copies=(), recompute="none",
+            inputs=((REPLICATE,),) * len(layer.inputs), outputs=((REPLICATE,),) * len(layer.outputs),
+            storage=((REPLICATE,),) * len(layer.held), zero=0,
+        )
+        for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
+    )  # fmt: skip
+    return traced, replace(
+        plan, strategies=tuple(replace(s, **changes) for s in strategies), shared_storage=()
+    )
+
+
+def kept_bytes() -> int:
+    """Bytes that boxes keep for backward, each storage once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, _Box) and thing.tensor is not None:
+            storage = thing.tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def test_selective_recomputation_keeps_less() -> None:
+    model = Wide()
+    inputs = {"x": torch.randn(64, 32)}
+    traced, plan = whole_plan(model, inputs, 1, recompute="selective")
+    own = 64 * 32 * 4
+
+    def run(communicator: Any) -> int:
+        parallel = build(model, traced, plan, communicator)
+        loss = parallel(**inputs)
+        kept = kept_bytes()
+        loss.backward()
+        return kept
+
+    kept = simulate(1, run)[0]
+    # x, two products, what enters the two layers of cheap ops in between, and a weight: none of 12 cheap results
+    assert kept == 5 * own + 32 * 32 * 4
+
+
+@pytest.mark.parametrize(("recompute", "zero"), [("selective", 0), ("none", 3), ("selective", 3)])
+def test_nothing_stays_when_backward_never_runs(recompute: str, zero: int) -> None:
+    model, inputs = make("flat")
+    traced, plan = whole_plan(model, inputs, 2, recompute=recompute, zero=zero)
+    before = kept_bytes()
+    simulate(2, lambda c: build(model, traced, plan, c)(**inputs).item())
+    assert kept_bytes() == before
+
+
+def saved_in_eager(model: nn.Module, inputs: Any) -> int:
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        loss = loss_of(model(**inputs))
+    del loss
+    return sum(found.values())
+
+
+def test_eager_keeps_more_than_selective() -> None:
+    assert saved_in_eager(Wide(), {"x": torch.randn(64, 32)}) > 12 * 64 * 32 * 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_zero_3_gathers_twice_and_keeps_no_gathered_parameter(recompute: str) -> None:
+    model, inputs = make("flat")
+    traced, plan = whole_plan(model, inputs, 2, zero=3, recompute=recompute)
+    strategies = tuple(
+        replace(
+            strategy,
+            storage=tuple(
+                (shard(0),) if traced.program.type_of(n).shape else (REPLICATE,) for n in layer.held
+            ),
+            copies=tuple((n, (REPLICATE,)) for n in layer.held),
+        )
+        for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
+    )
+    plan = replace(plan, strategies=strategies, shared_storage=())
+
+    def run(communicator: Any) -> tuple[int, int, int]:
+        parallel = build(model, traced, plan, communicator)
+        with parallel.recording() as forward:
+            loss = parallel(**inputs)
+        with parallel.recording() as backward:
+            loss.backward()
+        bytes_of = [sum(c.num_bytes for c in part if c.kind == "all_gather") for part in (forward, backward)]
+        return bytes_of[0], bytes_of[1], sum(p.numel() for p in model.parameters())
+
+    for forward, backward, elements in simulate(2, run):
+        assert forward == backward
+        assert forward == (elements - 1) * 8
+
+
+def test_products_attention_and_random_ops_are_not_cheap() -> None:
+    model, inputs = make("plain_gpt")
+    cheap: dict[str, bool] = {}
+    for layer in trace(model, (), inputs).program.layers:
+        cheap |= {op.target: is_cheap(op) for op in layer.ops}
+    assert cheap["aten.layer_norm.default"]
+    assert cheap["aten.gelu.default"]
+    assert not cheap["aten.linear.default"]
+    assert not cheap["aten.scaled_dot_product_attention.default"]
