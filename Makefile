@@ -1,6 +1,6 @@
 # `make demo` and `make test` are all that a fresh machine needs: they set up by themselves.
-# A machine without an NVIDIA GPU saves a few GB with
-#   make setup TORCH_ARGS="--index-url the-index-of-the-cpu-builds-of-torch"
+# TORCH_ARGS goes to the `pip install` of torch: a machine without an NVIDIA GPU saves a few GB with the --index-url of
+# PyTorch's CPU builds (see PyTorch's own installation page).
 
 PYTHON ?= python3
 TORCH_ARGS ?=
