@@ -84,7 +84,11 @@ def _note_outputs(program: Program) -> str:
 
 
 class Task:
-    """One search: what is asked, and what its trials share.  `notes` grows while it works."""
+    """One search: what is asked, and what its trials share.
+
+    `notes` grows while it works.  `settled` has for each class of layers the demands that its first trial could
+    meet: later trials must meet as much, so that more microbatches never excuse a plan from a constraint.
+    """
 
     def __init__(
         self,
@@ -103,6 +107,7 @@ class Task:
         self.constraints = constraints
         self.demands = demands
         self.notes: list[str] = []
+        self.settled: dict[int, LayerDemands] = {}
 
     @cached_property
     def meshes(self) -> tuple[tuple[int, ...], ...]:
@@ -200,9 +205,10 @@ def _trials(task: Task) -> Iterator[Trial]:
     cache: dict[tuple[object, ...], tuple[Candidate, ...]] = {}
     known: list[Trial] = []
     for count, assignment in _microbatch_counts(task):
-        trials = [
+        made = [
             _make_trial(task, count, dict(assignment.factors), shared, cache) for shared in _shared_menu(task)
         ]
+        trials = [trial for trial in made if trial is not None]
         if known and not any(_adds(trial, known) for trial in trials):
             return
         yield from trials
@@ -275,10 +281,13 @@ def _make_trial(
     factors: dict[int, tuple[str, ...]],
     shared: SharedStorage,
     cache: dict[tuple[object, ...], tuple[Candidate, ...]],
-) -> Trial:
+) -> Trial | None:
+    """The trial, or None if some layer has no strategy with so many microbatches that meets what is settled."""
     program, training = task.program, task.request.training
     scene = Scene(program, task.prices, training, count, factors, shared, task.memory_price_s_per_byte)
     by_class = {first: _class_candidates(task, scene, first, cache) for first in dict.fromkeys(task.classes)}
+    if not all(by_class.values()):
+        return None
     crossings = find_crossings(program, factors, count)
     states: dict[State, int] = {}
     tables = {first: _table(candidates, states) for first, candidates in by_class.items()}
@@ -295,16 +304,25 @@ def _make_trial(
 def _class_candidates(
     task: Task, scene: Scene, first: int, cache: dict[tuple[object, ...], tuple[Candidate, ...]]
 ) -> tuple[Candidate, ...]:
-    """All candidates of a class of layers; demands that no mesh can meet are given up, with a note."""
+    """All candidates of a class of layers; demands that no mesh can meet are given up, with a note.
+
+    Empty if what the first trial settled on can't be met in this one.
+    """
     layer = task.program.layers[first]
     relevant = tuple((name, scene.shared[name]) for name in layer.held if name in scene.shared)
     key = (first, scene.num_microbatches, relevant)
     if key not in cache:
-        cache[key] = _search_class(task, scene, layer, task.demands[first])
+        settled = task.settled.get(first)
+        cache[key] = (
+            _search_class(task, scene, layer, first)
+            if settled is None
+            else layer_candidates(scene, layer, task.meshes, settled)
+        )
     return cache[key]
 
 
-def _search_class(task: Task, scene: Scene, layer: Layer, demands: LayerDemands) -> tuple[Candidate, ...]:
+def _search_class(task: Task, scene: Scene, layer: Layer, first: int) -> tuple[Candidate, ...]:
+    demands = task.demands[first]
     for wanted in _relaxed(demands):
         found = layer_candidates(scene, layer, task.meshes, wanted)
         if found:
@@ -315,6 +333,7 @@ def _search_class(task: Task, scene: Scene, layer: Layer, demands: LayerDemands)
                 task.notes.append(
                     f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can"
                 )
+            task.settled[first] = wanted
             return found
     raise ConstraintError(
         f"no strategy for layer {layer.name} meets the constraints: relax those that match it"
