@@ -36,7 +36,8 @@ def launch(world: int, *checks: Check, timeout_s: float = 110) -> None:
     Raises:
         RanksError: one failed or hung; the message names it.
     """
-    run_ranks(run_checks, world, checks, timeout_s=timeout_s)
+    taken_s = run_ranks(run_checks, world, checks, timeout_s=timeout_s)[0]
+    print("\n".join(f"{seconds:5.1f} s {name}" for name, seconds in taken_s.items()))
 
 
 def run_checks(checks: Sequence[Check]) -> dict[str, float]:
@@ -78,7 +79,7 @@ def whole(value: Any) -> Any:
 
 
 def error_of(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest entry of `expected` (or to `floor` if that is larger)."""
+    """The largest difference, relative to the largest entry of `expected` (or `floor` if larger)."""
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     if not expected.numel():
@@ -93,7 +94,7 @@ def assert_near(
 ) -> None:
     """Every entry within `tolerance` of the largest one of its tensor.
 
-    `floor` is a share of the largest entry of all: what should be smaller than that holds rounding noise only.
+    `floor` is a share of the largest entry of all: what should be smaller than that holds only rounding.
     """
     assert list(found) == list(expected)
     largest = max((x.abs().max().item() for x in expected.values() if x.numel()), default=0.0)
@@ -140,7 +141,7 @@ def assert_same_step(
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-# With a usual eps Adam would blow rounding noise of a gradient that is zero in exact arithmetic up to whole steps.
+# With a usual eps Adam would blow rounding noise, of a gradient that is exactly zero, up to whole steps.
 OPTIMIZERS: Mapping[str, MakeOptimizer] = {
     "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-4, foreach=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-4, foreach=False),
@@ -148,9 +149,7 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
 }
 
 
-def train(
-    model: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer, steps: int = 5
-) -> list[float]:
+def train(model: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer, steps: int = 5) -> list[float]:
     """The usual loop; the loss of every step."""
     optimizer = make_optimizer(model.parameters())
     losses: list[float] = []

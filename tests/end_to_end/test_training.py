@@ -1,9 +1,9 @@
-"""`autopar.parallelize` on real processes trains as one device does: loss, gradients, optimizers, state, checkpoints."""
+"""On real processes `autopar.parallelize` trains as one device does: loss, gradients, optimizers, checkpoints."""
 
 from __future__ import annotations
 
 import copy
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 
 import autopar
 from autopar import api
+from autopar.api import trace_model
 from autopar.lower import ParallelModule
-from autopar.plan import Plan
+from autopar.plan import LayerStrategy, Plan
+from autopar.rehearsal import loss_of
 from tests.end_to_end.harness import (
     OPTIMIZERS,
     assert_near,
@@ -32,7 +36,8 @@ from tests.end_to_end.harness import (
     parallelize,
     run_step,
     state_of,
-    whole,
+    train,
+    whole_mesh,
 )
 from tests.random_plans import random_plan
 
@@ -94,7 +99,227 @@ def test_two_ranks_train_other_models() -> None:
         partial(check_model, "contrastive", ("data=2",)),
         partial(check_model, "contrastive", ("tensor=2", "zero=1")),
         partial(check_model, "frozen", ("sequence=2", "recompute=full")),
-        partial(
-            check_model, "llama", ("data=2", "microbatches=2", "recompute=selective", "zero=2"), ("adamw",)
+        partial(check_model, "llama", ("data=2", "microbatches=2", "recompute=selective", "zero=2"), ("adamw",)),
+    )
+
+
+def check_plan_of_any_kind(name: str, seed: int, num_microbatches: int = 1) -> None:
+    """A plan that nobody would choose: its layers have meshes and layouts of their own."""
+    model, inputs = make(name)
+    plan = random_plan(trace_model(model, inputs).program, dist.get_world_size(), seed, num_microbatches)
+    parallel = parallelize(copy.deepcopy(model), inputs, plan=plan)
+    assert parallel.plan == plan
+    check_trained(parallel, model, inputs, ("adamw foreach",))
+
+
+def check_scoped_constraints() -> None:
+    """Neighbouring layers on different meshes, by patterns."""
+    model, inputs = make("llama")
+    parallel = parallelize(
+        copy.deepcopy(model),
+        inputs,
+        constraints=(
+            "model.layers.0: tensor=4",
+            "model.layers.1: data=2",
+            "model.layers.1: tensor=2",
+            "model.layers.1: zero=3",
+            "lm_head: replicate",
+            "model.embed_tokens: recompute=full",
         ),
+    )
+    first, second = (strategy_of(parallel.plan, f"model.layers.{i}") for i in (0, 1))
+    assert first.mesh == (4,)
+    assert sorted(second.mesh) == [2, 2]
+    assert first.zero != second.zero == 3
+    head = dict(parallel.named_parameters())["lm_head.weight"]
+    assert isinstance(head, DTensor)
+    assert all(placement.is_replicate() for placement in head.placements)
+    assert not all(p.is_replicate() for p in parallel.get_parameter("model.layers.0.mlp.up_proj.weight").placements)
+    check_trained(parallel, model, inputs, ("adamw foreach", "sgd momentum"))
+
+
+def strategy_of(plan: Plan, layer: str) -> LayerStrategy:
+    return next(plan.strategies[planned.strategy] for planned in plan.layers if planned.name == layer)
+
+
+def test_four_ranks_train_layers_on_different_meshes() -> None:
+    launch(
+        4,
+        partial(check_scoped_constraints),
+        partial(check_plan_of_any_kind, "gpt2", 1),
+        partial(check_plan_of_any_kind, "llama", 2, 2),
+    )
+
+
+def test_four_ranks_train_other_models() -> None:
+    launch(
+        4,
+        partial(check_model, "unet", ("data=4", "zero=3"), ("adamw foreach",)),
+        partial(check_model, "contrastive", ("mesh=2x2", "data=2", "tensor=2"), ("adamw foreach",)),
+        partial(check_plan_of_any_kind, "frozen", 4),
+        partial(check_plan_of_any_kind, "unet", 5),
+    )
+
+
+def perturb(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Other values for everything in a model's state, as a single device's checkpoint."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: x + torch.randn(x.shape, generator=generator) / 10 if x.is_floating_point() else x + 3
+        for name, x in model.state_dict().items()
+    }
+
+
+def check_checkpoints(folder: str) -> None:
+    """A single device's checkpoint goes in; torch.distributed.checkpoint goes round and training goes on."""
+    model, inputs = make("unet")
+    parallel = parallelize(model, inputs, constraints=("data=2", "zero=3"))
+    checkpoint = perturb(model)
+    assert str(parallel.load_state_dict(checkpoint)) == "<All keys matched successfully>"
+    assert_near(state_of(parallel), checkpoint, 0.0)
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
+        parallel.load_state_dict({name: x for name, x in checkpoint.items() if name != "head.bias"})
+
+    dcp.save({"model": parallel.state_dict()}, checkpoint_id=folder)
+    other = parallelize(model, inputs, constraints=("tensor=2",))
+    fresh = other.state_dict()
+    dcp.load({"model": fresh}, checkpoint_id=folder)
+    other.load_state_dict(fresh)
+    assert_near(state_of(other), checkpoint, 0.0)
+    model.load_state_dict(checkpoint)
+    assert_same_step(other, model, inputs)
+
+
+def check_resuming(folder: str) -> None:
+    """Model and optimizer, saved after two steps and loaded into others, go on as if nothing had happened."""
+    model, inputs = make("llama")
+    parallel = parallelize(model, inputs, constraints=("data=2", "zero=3"))
+    optimizer = OPTIMIZERS["adamw foreach"](parallel.parameters())
+    steps(parallel, optimizer, inputs, 2)
+    state, optimizer_state = get_state_dict(parallel, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    expected = steps(parallel, optimizer, inputs, 2)
+
+    resumed = parallelize(model, inputs, plan=parallel.plan)
+    optimizer = OPTIMIZERS["adamw foreach"](resumed.parameters())
+    state, optimizer_state = get_state_dict(resumed, optimizer)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(resumed, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    assert steps(resumed, optimizer, inputs, 2) == expected
+
+
+def steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], count: int
+) -> list[float]:
+    losses: list[float] = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        losses.append(run_step(model, inputs))
+        optimizer.step()
+    return losses
+
+
+def check_plan_file(folder: str) -> None:
+    """A plan goes through a file; the one that `autopar.plan` finds without processes runs too."""
+    model, inputs = make("llama")
+    parallel = parallelize(model, inputs, constraints=("tensor=2", "recompute=full"))
+    path = Path(folder) / "plan.json"
+    if dist.get_rank() == 0:
+        parallel.plan.save(path)
+    dist.barrier()
+    for given in (path, str(path)):
+        again = parallelize(model, inputs, plan=given)
+        assert again.plan == parallel.plan
+    assert_same_step(again, model, inputs)
+    found = autopar.plan(model, whole_mesh(), inputs, constraints=("data=2",))
+    assert_same_step(parallelize(model, inputs, plan=found), model, inputs)
+
+
+def check_measured_prices(folder: str) -> None:
+    """Without a profile this machine is measured, once."""
+    api._CACHE = Path(folder) / "cache"
+    model, inputs = make("contrastive")
+    parallel = parallelize(model, inputs, profile=None)
+    assert "estimate" not in dict(parallel.plan.price_source)
+    assert len(list(api._CACHE.iterdir())) == 1
+    started = time.perf_counter()
+    assert parallelize(model, inputs, profile=None).plan.step_time_s == parallel.plan.step_time_s
+    assert time.perf_counter() - started < 5
+    assert_same_step(parallel, model, inputs)
+
+
+def test_two_ranks_keep_and_load_state(tmp_path: Path) -> None:
+    launch(
+        2,
+        partial(check_checkpoints, str(tmp_path / "checkpoint")),
+        partial(check_resuming, str(tmp_path / "training")),
+        partial(check_plan_file, str(tmp_path)),
+        partial(check_measured_prices, str(tmp_path)),
+    )
+
+
+def check_accumulation(constraints: Sequence[str]) -> None:
+    """Gradients of several backward passes add up, as the user's own loop wants it."""
+    model, inputs = make("llama")
+    other = dict(inputs)
+    other["input_ids"] = inputs["input_ids"].flip(0, 1)
+    other["labels"] = inputs["labels"].flip(0)
+    parallel = parallelize(copy.deepcopy(model), inputs, constraints=constraints)
+    for trained in (model, parallel):
+        for batch in (inputs, other):
+            (loss_of(trained(**batch)) / 2).backward()
+    assert_near(gradients_of(parallel), gradients_of(model), 1e-4, floor=1e-2)
+    assert_same_step(parallel, model, inputs)
+
+
+def check_no_grad() -> None:
+    """A forward in training mode without gradients, in between."""
+    model, inputs = make("llama")
+    parallel = parallelize(copy.deepcopy(model), inputs, constraints=("data=2", "microbatches=2"))
+    with torch.no_grad():
+        expected, found = loss_of_all(model(**inputs)), loss_of_all(parallel(**inputs))
+    assert not found.requires_grad
+    assert error_of(found, expected) < 1e-6
+    with torch.inference_mode():
+        assert error_of(loss_of_all(parallel(**inputs)), expected) < 1e-6
+    assert_same_step(parallel, model, inputs)
+
+
+def loss_of_all(output: Any) -> torch.Tensor:
+    return output["loss"]
+
+
+def check_narrow_precision(name: str, constraints: Sequence[str]) -> None:
+    """Computes in bfloat16, keeps parameters and gradients in float32; close to one device that casts alike."""
+    model, inputs = make(name)
+    parallel = parallelize(copy.deepcopy(model), inputs, precision="bf16", constraints=constraints)
+    narrow = {n: p.to(torch.bfloat16) for n, p in model.named_parameters()}
+    cast = {n: x.to(torch.bfloat16) if x.is_floating_point() else x for n, x in inputs.items()}
+    expected, full = loss_of(functional_call(model, narrow, (), cast)), loss_of(model(**inputs))
+    expected.backward()
+    loss = loss_of(parallel(**inputs))
+    loss.backward()
+    rounding = abs(expected.item() - full.item())
+    assert 1e-6 < rounding < 1e-2, "the cast is to be seen in the loss"
+    assert abs(loss.item() - expected.item()) < 5e-3 * expected.item()
+    assert loss.item() != full.item()
+    gradients = gradients_of(parallel)
+    assert all(g.dtype == torch.float32 for g in gradients.values())
+    largest = max(p.grad.norm().item() for p in model.parameters() if p.grad is not None)
+    for parameter, wanted in ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None):
+        error = (gradients[parameter] - wanted).norm() / max(wanted.norm().item(), 0.1 * largest)
+        assert error < 0.05, f"{parameter}: {error}"
+    losses = train(parallel, inputs, OPTIMIZERS["adamw foreach"])
+    assert losses[-1] < losses[0]
+    assert all(p.dtype == torch.float32 for p in parallel.parameters())
+
+
+def test_two_ranks_train_in_the_users_own_loop() -> None:
+    launch(
+        2,
+        partial(check_accumulation, ("data=2", "zero=3")),
+        partial(check_accumulation, ("tensor=2", "microbatches=2", "zero=1")),
+        partial(check_no_grad),
+        partial(check_narrow_precision, "llama", ("tensor=2",)),
+        partial(check_narrow_precision, "plain_gpt", ("data=2", "zero=3", "microbatches=2")),
     )
