@@ -52,9 +52,7 @@ def start_reduce_bucket(
 class BucketHandle:
     """Tensors on their way.  Every rank must start and wait for its buckets in the same order."""
 
-    def __init__(
-        self, xs: Sequence[Tensor], moves: Sequence[Sequence[Move]], communicator: Communicator
-    ) -> None:
+    def __init__(self, xs: Sequence[Tensor], moves: Sequence[Sequence[Move]], communicator: Communicator) -> None:
         """Start moving ``xs[i]`` by ``moves[i]``."""
         self._xs = [x.detach() for x in xs]
         self._left = [[move for move in own if _moves_something(move)] for own in moves]

@@ -20,6 +20,7 @@ from autopar.placement import Layout
 __all__ = [
     "ModuleTables",
     "call_function",
+    "dtensor_like",
     "local_tensor",
     "make_dtensor",
     "make_mesh",
@@ -93,9 +94,7 @@ def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return untyped.apply(*args)
 
 
-def make_mesh(
-    sizes: tuple[int, ...], ranks: Sequence[int], device_type: str, *, rank: int | None = None
-) -> DeviceMesh:
+def make_mesh(sizes: tuple[int, ...], ranks: Sequence[int], device_type: str, *, rank: int | None = None) -> DeviceMesh:
     """A DeviceMesh of these axis sizes over `ranks`, row-major.
 
     With `rank` (the process rank that it is for) no process group is touched or needed; operations that
@@ -150,6 +149,12 @@ def make_dtensor(
     )
 
 
+def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+    """The DTensor laid out as `like` whose local part is `local`; as `make_dtensor`, without its checks."""
+    spec = like._spec  # pyright: ignore[reportPrivateUsage]
+    return DTensor(local, spec, requires_grad=False)
+
+
 def local_tensor(x: DTensor) -> Tensor:
     """The local part itself, outside autograd (``to_local`` makes a view that takes part in it)."""
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]
@@ -197,6 +202,4 @@ class ModuleTables(NamedTuple):
 def module_tables(module: nn.Module) -> ModuleTables:
     """The registers themselves: names keep their order, repeats and ``None``, and clash with no attribute."""
     untyped: Any = module
-    return ModuleTables(
-        untyped._parameters, untyped._buffers, untyped._modules, untyped._non_persistent_buffers_set
-    )
+    return ModuleTables(untyped._parameters, untyped._buffers, untyped._modules, untyped._non_persistent_buffers_set)

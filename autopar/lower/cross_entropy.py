@@ -57,8 +57,10 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
     num_local = logits.shape[class_dim]
     num_classes = num_local * num_shards(axes)
     if weight is not None and weight.shape != (num_classes,):
-        raise ValueError(f"class weights must be whole on every device: {num_classes} classes, "
-                         f"but weights of shape {tuple(weight.shape)}")
+        raise ValueError(
+            f"class weights must be whole on every device: {num_classes} classes, "
+            f"but weights of shape {tuple(weight.shape)}"
+        )
     settings = _Settings(
         communicator, tuple(axes), num_classes, shard_coordinate(communicator, axes) * num_local,
         ignore_index, label_smoothing,
@@ -96,9 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Per-position losses of logits ``[..., own classes]``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings) -> Tensor:
         dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
         top = settings.reduce(logits.amax(-1).to(dtype), "max")
         top = top.masked_fill(top == -torch.inf, 0.0)  # no class is possible: log Z shall be -inf, not nan
@@ -150,9 +150,7 @@ def _local_sums(
     return torch.stack([shifted.exp_().sum(-1), *sums])
 
 
-def _counts(
-    target: Tensor, weight: Tensor | None, settings: _Settings, like: Tensor
-) -> tuple[Tensor | float, float]:
+def _counts(target: Tensor, weight: Tensor | None, settings: _Settings, like: Tensor) -> tuple[Tensor | float, float]:
     """How much each position's target counts, and the factor of the smoothed part."""
     smooth = settings.label_smoothing / settings.num_classes
     if weight is None:

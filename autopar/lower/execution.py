@@ -181,9 +181,7 @@ class Executor:
         """Raise InputShapeError unless `tensors` are what the program was traced for."""
         program = self.executable.program
         if len(tensors) != len(program.inputs):
-            raise InputShapeError(
-                f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}"
-            )
+            raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
         for name, tensor in zip(program.inputs, tensors, strict=True):
             wanted = program.type_of(name)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -238,9 +236,7 @@ class Executor:
     def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
         """`value` made whole along `dim` only."""
         lies = self.lies[name]
-        return reshard_tensor(
-            value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator
-        )
+        return reshard_tensor(value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator)
 
     def make_output(self, name: str, value: Tensor) -> Tensor:
         """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its
@@ -253,9 +249,7 @@ class Executor:
             lies = replace(lies, layout=_whole_along(lies.layout, lies.time.dim))
         sharded = any(p.is_shard and size > 1 for p, size in zip(lies.layout, lies.mesh, strict=True))
         if not sharded or name == program.loss or not program.loss or not self._is_on_store_mesh(lies.mesh):
-            return reshard_tensor(
-                value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator
-            )
+            return reshard_tensor(value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator)
         layout = tuple(p if p.is_shard else REPLICATE for p in lies.layout)
         value = reshard_tensor(value, lies.move_to(layout, lies.mesh), self.communicator)
         fine = refine_layout(layout, lies.mesh, self.store.mesh)
@@ -320,9 +314,7 @@ class _Lowering:
         self.num_microbatches = num_microbatches
         whole = _Lies((REPLICATE,), (communicator.world_size,), REPLICATE)
         self.lies: dict[str, _Lies] = dict.fromkeys(self.program.inputs, whole)
-        self.programs: dict[
-            tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]
-        ] = {}
+        self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
 
     def lower_layers(self, kept: set[str]) -> list[LayerRunner]:

@@ -68,9 +68,7 @@ def _total_norm(
     """Gradients sharded on the same axes are summed together over exactly these axes."""
     groups: dict[tuple[Axis, ...], list[Tensor]] = {}
     for stored, gradient in gradients:
-        axes = tuple(
-            a for a, p in zip(mesh_axes(mesh), stored.layout, strict=True) if p.is_shard and a.size > 1
-        )
+        axes = tuple(a for a, p in zip(mesh_axes(mesh), stored.layout, strict=True) if p.is_shard and a.size > 1)
         groups.setdefault(axes, []).append(_local(gradient))
     totals = [_group_power(groups[axes], axes, communicator, norm_type) for axes in sorted(groups)]
     if not totals:
@@ -79,9 +77,7 @@ def _total_norm(
     return joint.max() if math.isinf(norm_type) else joint.sum().pow(1 / norm_type)
 
 
-def _group_power(
-    locals_: list[Tensor], axes: tuple[Axis, ...], communicator: Communicator, norm_type: float
-) -> Tensor:
+def _group_power(locals_: list[Tensor], axes: tuple[Axis, ...], communicator: Communicator, norm_type: float) -> Tensor:
     """The p-th power of the norm of these gradients (for inf the norm itself), over all their shards."""
     norms = [norm.flatten() for norm in tensor_norms(locals_, norm_type)]
     wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32

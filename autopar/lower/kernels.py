@@ -103,19 +103,23 @@ def cross_entropy_denominator(
     return weights.masked_fill(~counts, 0.0).sum(dtype=dtype)
 
 
-OPS: Mapping[str, Callable[..., Any]] = MappingProxyType({
-    "autopar.dropout": dropout,
-    "autopar.cross_entropy": cross_entropy,
-    "autopar.cross_entropy_denominator": cross_entropy_denominator,
-    "autopar.batch_norm": batch_norm,
-})
+OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "autopar.dropout": dropout,
+        "autopar.cross_entropy": cross_entropy,
+        "autopar.cross_entropy_denominator": cross_entropy_denominator,
+        "autopar.batch_norm": batch_norm,
+    }
+)
 """Whole ops, called with the op's arguments."""
 
-KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType({
-    "vocab_parallel_embedding": vocab_parallel_embedding,
-    "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
-    "sync_batch_norm": sync_batch_norm,
-})
+KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "vocab_parallel_embedding": vocab_parallel_embedding,
+        "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
+        "sync_batch_norm": sync_batch_norm,
+    }
+)
 """Special kernels, called ``kernel(communicator, axes, *local_args, **kwargs)``."""
 
 
@@ -138,6 +142,7 @@ def resolve_target(target: str) -> Callable[..., Any]:
     except AttributeError:
         found = None
     if not callable(found):
-        raise PlanMismatchError(f"no op is called {target!r} in this process: "
-                                "import the library that defines it before calling autopar")
+        raise PlanMismatchError(
+            f"no op is called {target!r} in this process: import the library that defines it before calling autopar"
+        )
     return found

@@ -56,9 +56,7 @@ def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> 
     return time_slice(x, dim, context.microbatch, count)
 
 
-def run_kernel(
-    name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any
-) -> Any:
+def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
     """Run a special kernel that communicates on `axes`, outermost first."""
     return KERNELS[name](context.communicator, tuple(Axis(*axis) for axis in axes), *args, **kwargs)
 

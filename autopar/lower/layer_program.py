@@ -74,9 +74,7 @@ def find_option(op: Op, factor: str) -> Option:
     )
 
 
-def time_placements(
-    layer: Layer, strategy: LayerStrategy, arrivals: tuple[Placement, ...]
-) -> dict[str, Placement]:
+def time_placements(layer: Layer, strategy: LayerStrategy, arrivals: tuple[Placement, ...]) -> dict[str, Placement]:
     """The placement in time of everything in `layer` that is produced in it or arrives as `arrivals`."""
     times = dict(zip(layer.inputs, arrivals, strict=True)) | dict.fromkeys(layer.held, REPLICATE)
     factors = strategy.time or ("-",) * len(layer.ops)
@@ -106,9 +104,7 @@ def layer_program(
     Raises:
         PlanMismatchError: the strategy names factors or needs moves in time that this layer does not have.
     """
-    if not len(layer.ops) == len(strategy.assignments) or (
-        strategy.time and len(strategy.time) != len(layer.ops)
-    ):
+    if not len(layer.ops) == len(strategy.assignments) or (strategy.time and len(strategy.time) != len(layer.ops)):
         raise PlanMismatchError(
             f"layer {layer.name} has {len(layer.ops)} ops, but the strategy assigns "
             f"{len(strategy.assignments)} in space and {len(strategy.time)} in time"
@@ -150,9 +146,7 @@ class _Builder:
         self.copy_layouts = dict(self.strategy.copies)
         self.time_operands = [
             find_option(op, factor).operands
-            for op, factor in zip(
-                self.layer.ops, self.time_factors or ("-",) * len(self.layer.ops), strict=True
-            )
+            for op, factor in zip(self.layer.ops, self.time_factors or ("-",) * len(self.layer.ops), strict=True)
         ]
 
     def add_placeholders(self, arrivals: tuple[Placement, ...]) -> None:
@@ -172,18 +166,14 @@ class _Builder:
         options = [find_option(op, factor) for factor in self.strategy.assignments[index]]
         operands = iter(
             [
-                self._operand(
-                    name, tuple(option.operands[i] for option in options), self.time_operands[index][i]
-                )
+                self._operand(name, tuple(option.operands[i] for option in options), self.time_operands[index][i])
                 for i, name in enumerate(op.operands)
             ]
         )
         time = find_option(op, self.time_factors[index]) if self.time_factors else None
         times = time.results if time else (REPLICATE,) * len(op.results)
         layouts = [tuple(option.results[i] for option in options) for i in range(len(op.results))]
-        local = [
-            self._local(name, layout, t) for name, layout, t in zip(op.results, layouts, times, strict=True)
-        ]
+        local = [self._local(name, layout, t) for name, layout, t in zip(op.results, layouts, times, strict=True)]
         args = [self._literal(arg, operands) for arg in op.args]
         for position in op.size_args:
             args[position] = local[0].shape
@@ -291,9 +281,7 @@ class _Builder:
             self.cheap.add(node.name)
         return _Place(node, layout, place.time)
 
-    def _call(
-        self, target: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Any = None
-    ) -> fx.Node:
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Any = None) -> fx.Node:
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
     def _call_op(
@@ -311,9 +299,7 @@ class _Builder:
         if len(kernels) > 1:
             raise PlanMismatchError(f"op {op.name} can't run by two kernels at once: {sorted(kernels)}")
         if kernels:
-            split = tuple(
-                (a.size, a.stride) for a, o in zip(axes, options, strict=True) if o.kernel and a.size > 1
-            )
+            split = tuple((a.size, a.stride) for a, o in zip(axes, options, strict=True) if o.kernel and a.size > 1)
             node = self._call(run_kernel, (kernels.pop(), split, self.context, *args), name, kwargs)
             node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
             return node
@@ -338,9 +324,7 @@ class _Builder:
         node.meta["source"] = op.source
         nodes = [node]
         if len(op.results) > 1:
-            nodes = [
-                self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)
-            ]
+            nodes = [self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)]
             if node.name in self.cheap:
                 self.cheap.update(n.name for n in nodes)
         for name, own, tensor, layout, time in zip(op.results, nodes, local, layouts, times, strict=True):

@@ -130,8 +130,7 @@ class _Step:
                     found[id(parameter)] = gradient if before is None else before + gradient
         store = self._executor.store
         return [
-            store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None
-            for name, p in parameters.items()
+            store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None for name, p in parameters.items()
         ]
 
 

@@ -53,8 +53,9 @@ def run_move(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
 def _slice(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
     length = x.shape[move.dim] // move.axis.size
     if x.shape[move.dim] % move.axis.size:
-        raise ValueError(f"dim {move.dim} of a tensor of shape {tuple(x.shape)} does not divide by "
-                         f"{move.axis.size} devices")
+        raise ValueError(
+            f"dim {move.dim} of a tensor of shape {tuple(x.shape)} does not divide by {move.axis.size} devices"
+        )
     own = x.narrow(move.dim, move.axis.coordinate(communicator.rank) * length, length)
     return own.clone(memory_format=torch.contiguous_format)  # a view would keep the whole tensor alive
 

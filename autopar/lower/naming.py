@@ -55,12 +55,8 @@ def format_code(module: fx.GraphModule) -> str:
     lines: list[str] = []
     for line in module.code.strip().splitlines():
         text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
-        text = re.sub(
-            r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text
-        )
-        text = re.sub(
-            r"\bautopar_lower_(kernels|batch_norm|cross_entropy|embedding)_(?=\w+\()", "autopar.", text
-        )
+        text = re.sub(r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text)
+        text = re.sub(r"\bautopar_lower_(kernels|batch_norm|cross_entropy|embedding)_(?=\w+\()", "autopar.", text)
         text = text.replace("torch.ops.", "")
         name = re.match(r"\s*(\w+) = ", text)
         comment = comments.get(name[1]) if name else None

@@ -165,21 +165,15 @@ class ParallelModule(nn.Module):
         """
         return self._communicator.recording()
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as
         one device would.
 
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
-        gradients = [
-            (self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None
-        ]
-        return clip_gradients(
-            gradients, self._store.mesh, self._communicator, max_norm, norm_type, error_if_nonfinite
-        )
+        gradients = [(self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        return clip_gradients(gradients, self._store.mesh, self._communicator, max_norm, norm_type, error_if_nonfinite)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, on every rank.  Every rank must call it."""
@@ -190,9 +184,7 @@ class ParallelModule(nn.Module):
                 found[id(value)] = self._whole(name, value)
         return {name: found[id(value)] for name, value in state.items()}
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors."""
         fitted = {name: self._fit(name, value) for name, value in state_dict.items()}
         return super().load_state_dict(fitted, strict=strict, assign=assign)
@@ -200,9 +192,7 @@ class ParallelModule(nn.Module):
     def extra_repr(self) -> str:
         """One line about the plan."""
         plan = self.plan
-        return (
-            f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-        )
+        return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
 
     def _current(self) -> Executor:
         """The executor of the current mode; that of eval mode is made when first needed."""
@@ -270,13 +260,9 @@ def _make_store(
     device_mesh = _refined_device_mesh(mesh, sizes, communicator)
     layouts = storage_layouts(program, plan, sizes)
     groups = canonical_names(module)
-    unknown = sorted(
-        set(program.parameters.values()) - groups.keys() - {n for n, _ in module.named_buffers()}
-    )
+    unknown = sorted(set(program.parameters.values()) - groups.keys() - {n for n, _ in module.named_buffers()})
     if unknown:
-        raise PlanMismatchError(
-            f"the program reads {unknown[:3]}, which {type(module).__name__} does not have"
-        )
+        raise PlanMismatchError(f"the program reads {unknown[:3]}, which {type(module).__name__} does not have")
     layout_of: dict[str, Layout] = {groups[name]: layout for name, layout in layouts.items()}
     whole: Layout = (REPLICATE,) * len(sizes)
     stored = {

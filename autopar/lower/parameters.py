@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import call_function, local_tensor, make_dtensor
+from autopar.lower.compat import call_function, dtensor_like, local_tensor, make_dtensor, module_tables
 from autopar.lower.reshard_ops import apply_forward
 from autopar.placement import REPLICATE, Layout, Step, refine_layout, refine_mesh, reshard
 from autopar.plan import Plan
@@ -60,9 +60,10 @@ class ParameterStore:
     module: nn.Module
     stored: Mapping[str, Stored]
 
-    def parameter(self, name: str) -> nn.Parameter:
-        """The parameter as it is registered now (loading may have replaced it)."""
-        return self.module.get_parameter(name)
+    def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+        """Where the parameter is registered: to look it up each step without walking the module's tree."""
+        path, _, last = name.rpartition(".")
+        return module_tables(self.module.get_submodule(path)).parameters, last
 
     def buffer(self, name: str) -> Tensor:
         """The buffer as it is registered now."""
@@ -129,10 +130,13 @@ class LayerParameters:
             for name, copy in zip(names, copies, strict=True)
         )
         self.moves_forward = any(step.forward != "none" for steps in self.steps for step in steps)
+        self.moves_backward = any(step.backward != "none" for steps in self.steps for step in steps)
+        self._slots = [store.slot(name) for name in self.names]
 
     def current(self) -> list[nn.Parameter]:
         """The parameters as they are registered now."""
-        return [self.store.parameter(name) for name in self.names]
+        found = [table[name] for table, name in self._slots]
+        return [parameter for parameter in found if parameter is not None]
 
     def start_gather(self, parameters: Sequence[Tensor]) -> BucketHandle | None:
         """Set the gathers off; None if nothing has to move.  Casts come first, so that less travels."""
@@ -146,6 +150,8 @@ class LayerParameters:
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the copies -> gradients of the stored parts, in the dtype that they have."""
+        if not self.moves_backward:
+            return list(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         reduced = start_reduce_bucket(
             [g for g in gradients if g is not None], [self.steps[i] for i in present], self.communicator
@@ -202,7 +208,7 @@ class Gathering:
             if local is not None:
                 local = local.to(parameter.dtype)
                 if isinstance(parameter, DTensor):
-                    local = self.layer.store.wrap(self.layer.names[index], local)
+                    local = dtensor_like(local, parameter)
             found.append(local)
         return found
 

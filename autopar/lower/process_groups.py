@@ -51,12 +51,15 @@ class ProcessGroupCommunicator(BaseCommunicator):
             MeshError: there is no process group, or this process is not among `ranks`.
         """
         if not dist.is_initialized():
-            raise MeshError("no process group: start the script with torchrun, or call "
-                            "torch.distributed.init_process_group() first")
+            raise MeshError(
+                "no process group: start the script with torchrun, or call torch.distributed.init_process_group() first"
+            )
         self._ranks = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
         if dist.get_rank() not in self._ranks:
-            raise MeshError(f"process {dist.get_rank()} is not in the mesh of ranks {self._ranks}: "
-                            "call this only on the ranks of the mesh")
+            raise MeshError(
+                f"process {dist.get_rank()} is not in the mesh of ranks {self._ranks}: "
+                "call this only on the ranks of the mesh"
+            )
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _Group] = {}
 

@@ -69,8 +69,7 @@ def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
         ValueError: `dim` does not divide by `count`.
     """
     if x.shape[dim] % count:
-        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by "
-                         f"{count} microbatches")
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {count} microbatches")
     length = x.shape[dim] // count
     return x.narrow(dim, index * length, length)
 

@@ -90,16 +90,18 @@ class _Room:
     def _compare(self, meeting: _Meeting, rank: int, what: str) -> None:
         for other, expected in meeting.what.items():
             if expected != what:
-                self.fail(CollectiveMismatchError(
-                    f"ranks {meeting.group} meet with different collectives: "
-                    f"rank {other} runs {expected}, rank {rank} runs {what}"))
+                self.fail(
+                    CollectiveMismatchError(
+                        f"ranks {meeting.group} meet with different collectives: "
+                        f"rank {other} runs {expected}, rank {rank} runs {what}"
+                    )
+                )
             return
 
     def check_stuck(self) -> None:
         """Fail when every rank waits or has returned: nobody is left who could complete a meeting."""
         if self.waiting and len(self.waiting) + len(self.done) == self.world_size:
-            self.fail(CollectiveMismatchError(
-                f"every rank waits for another that never comes; {self.describe()}"))
+            self.fail(CollectiveMismatchError(f"every rank waits for another that never comes; {self.describe()}"))
 
     def describe(self) -> str:
         """Where each rank stands."""

@@ -27,9 +27,7 @@ class Run:
     state: Mapping[str, Tensor]
 
 
-def build(
-    model: nn.Module, traced: Traced, plan: Plan, communicator: Communicator, **kwargs: Any
-) -> ParallelModule:
+def build(model: nn.Module, traced: Traced, plan: Plan, communicator: Communicator, **kwargs: Any) -> ParallelModule:
     """Lower for one simulated rank."""
     world = communicator.world_size
     mesh = make_mesh((world,), range(world), "cpu", rank=communicator.rank)
@@ -78,9 +76,7 @@ def train_parallel(
             losses.append(loss.item())
             if step == 0:
                 gradients = {
-                    n: parallel._whole(n, p.grad)
-                    for n, p in parallel.named_parameters()
-                    if p.grad is not None
+                    n: parallel._whole(n, p.grad) for n, p in parallel.named_parameters() if p.grad is not None
                 }
             optimizer.step()
         return Run(tuple(losses), gradients, parallel.full_state_dict())

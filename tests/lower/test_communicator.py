@@ -63,9 +63,7 @@ def expect_all_kinds(rank: int, axis: Axis, dtype: torch.dtype, rows: int = 4) -
     }
 
 
-def check_all_kinds(
-    rank: int, results: dict[str, torch.Tensor], axis: Axis, dtype: torch.dtype, rows: int = 4
-) -> None:
+def check_all_kinds(rank: int, results: dict[str, torch.Tensor], axis: Axis, dtype: torch.dtype, rows: int = 4) -> None:
     for kind, expected in expect_all_kinds(rank, axis, dtype, rows).items():
         assert results[kind].dtype is dtype
         assert torch.equal(results[kind], expected), f"{kind} of {dtype} on {axis}, rank {rank}"

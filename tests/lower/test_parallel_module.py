@@ -68,9 +68,7 @@ def test_real_model_with_tied_weights() -> None:
             assert_same(expected, run, tolerance=2e-4)  # the model computes its loss in float32
 
 
-def on_ranks(
-    name: str, world: int, seed: int, action: Any, num_microbatches: int = 1, **kwargs: Any
-) -> list[Any]:
+def on_ranks(name: str, world: int, seed: int, action: Any, num_microbatches: int = 1, **kwargs: Any) -> list[Any]:
     """``action(parallel_module, inputs)`` on every rank of a random plan."""
     model, inputs, traced = traced_model(name)
     plan = random_plan(traced.program, world, seed, num_microbatches)
@@ -128,9 +126,7 @@ def test_clip_refuses_a_norm_that_is_not_finite() -> None:
 def test_state_dict_goes_round() -> None:
     model, _, _ = traced_model("unet")
     torch.manual_seed(1)
-    other = {
-        n: torch.randn_like(x) if x.is_floating_point() else x + 3 for n, x in model.state_dict().items()
-    }
+    other = {n: torch.randn_like(x) if x.is_floating_point() else x + 3 for n, x in model.state_dict().items()}
 
     def load(parallel: Any, _: Any) -> Any:
         parallel.load_state_dict(other)

@@ -32,9 +32,7 @@ def train(name: str, world: int, seed: int, num_microbatches: int) -> tuple[Any,
         loss.backward()
         losses.append(loss.item())
         if step == 0:
-            gradients = {
-                n: p.grad.full_tensor() for n, p in parallel.named_parameters() if p.grad is not None
-            }
+            gradients = {n: p.grad.full_tensor() for n, p in parallel.named_parameters() if p.grad is not None}
         optimizer.step()
     return tuple(losses), gradients, {n: x.clone() for n, x in parallel.full_state_dict().items()}
 

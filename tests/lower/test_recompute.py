@@ -47,9 +47,7 @@ def whole_plan(model: nn.Module, inputs: Any, world: int, **changes: Any) -> tup
         )
         for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
     )  # fmt: skip
-    return traced, replace(
-        plan, strategies=tuple(replace(s, **changes) for s in strategies), shared_storage=()
-    )
+    return traced, replace(plan, strategies=tuple(replace(s, **changes) for s in strategies), shared_storage=())
 
 
 def kept_bytes() -> int:
@@ -114,9 +112,7 @@ def test_zero_3_gathers_twice_and_keeps_no_gathered_parameter(recompute: str) ->
     strategies = tuple(
         replace(
             strategy,
-            storage=tuple(
-                (shard(0),) if traced.program.type_of(n).shape else (REPLICATE,) for n in layer.held
-            ),
+            storage=tuple((shard(0),) if traced.program.type_of(n).shape else (REPLICATE,) for n in layer.held),
             copies=tuple((n, (REPLICATE,)) for n in layer.held),
         )
         for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
