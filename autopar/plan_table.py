@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["format_plan"]
 
-_GIB = 2.0**30
 _WIDTH = 110
 _STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
@@ -23,13 +22,14 @@ _STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 def format_plan(plan: Plan) -> str:
     """The plan as text: a row per group of consecutive layers that run alike, then the totals.
 
-    Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are GiB per device and
-    layer, "ms" is per layer and step.
+    Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
+    layer and step.
     """
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(_heading(plan))
     console.print(_layer_table(plan))
+    console.print("per device and layer: K, M, G are KiB, MiB, GiB; ms of one step")
     for line in _totals(plan):
         console.print(line)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -70,7 +70,12 @@ def _describe_cost(cost: LayerCost) -> tuple[str, ...]:
 
 
 def _format_size(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:.2f}" if num_bytes >= 0.005 * _GIB else ("<0.01" if num_bytes else "0")
+    """Three digits and K, M, G or T for KiB to TiB: ``1.31G``."""
+    size, units = num_bytes / 2**10, iter("KMGT")
+    unit = next(units)
+    while size >= 1000 and unit != "T":
+        size, unit = size / 2**10, next(units)
+    return f"{size:.3g}{unit}" if num_bytes else "0"
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -78,8 +83,8 @@ def _totals(plan: Plan) -> list[str]:
     lines = [
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
-        f"predicted peak       {plan.peak_memory_bytes / _GIB:.2f} GiB per device "
-        f"of {plan.memory_limit_bytes / _GIB:.2f} GiB allowed",
+        f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB per device "
+        f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates",
     ]
     if plan.price_source:

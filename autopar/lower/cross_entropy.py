@@ -52,7 +52,8 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
         class_dim: of `logits`.
         ignore_index: positions with this target count nothing.
         label_smoothing: 0 to 1.
-        reduction: ``"sum"`` (a scalar) or ``"none"`` (per position).
+        reduction: ``"sum"`` (a scalar, at least float32: thousands of terms don't add up in 16 bits) or ``"none"``
+            (per position, in the dtype of `logits`).
     """
     num_local = logits.shape[class_dim]
     num_classes = num_local * num_shards(axes)
@@ -67,7 +68,7 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
     )  # fmt: skip
     rows = torch.movedim(logits, class_dim, -1)
     losses: Tensor = call_function(_CrossEntropy, rows, target, weight, settings)
-    return losses.sum() if reduction == "sum" else losses
+    return losses.sum() if reduction == "sum" else losses.to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses.masked_fill_(target == settings.ignore_index, 0.0)
         ctx.save_for_backward(logits, target, log_z.add_(top), *(() if weight is None else (weight,)))
         ctx.settings = settings
-        return losses.to(logits.dtype)
+        return losses
 
     @staticmethod
     @once_differentiable

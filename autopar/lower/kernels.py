@@ -73,18 +73,24 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "sum",
 ) -> Tensor:
-    """Cross entropy of class indices, classes on `class_dim`: ``"sum"``, or per position (``"none"``)."""
+    """Cross entropy of class indices, classes on `class_dim`: per position (``"none"``), or ``"sum"``.
+
+    Thousands of terms don't add up in 16 bits: the sum is at least float32.
+    """
     num_classes = logits.shape[class_dim]
     rows = torch.movedim(logits, class_dim, -1).reshape(-1, num_classes)
+    is_narrow = logits.element_size() < 4
     losses = torch.nn.functional.cross_entropy(
         rows,
         target.reshape(-1),
         weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        reduction=reduction,
+        reduction="none" if is_narrow else reduction,
     )
-    return losses if reduction == "sum" else losses.view(target.shape)
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum(dtype=torch.float32) if is_narrow else losses
 
 
 def cross_entropy_denominator(

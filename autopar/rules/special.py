@@ -30,17 +30,24 @@ def _cross_entropy(op: Op, operand_types: Types, result_types: Types) -> Line | 
         remarks = f"sum {' '.join(positions)}, {remarks}"
     return Line(
         f"{logits}, target: {target}, weight: _ -> {'()' if is_sum else target} | {remarks}",
-        collectives={"vocab_parallel_cross_entropy": _cross_entropy_collectives(op, class_dim)},
+        collectives={
+            "vocab_parallel_cross_entropy": _cross_entropy_collectives(op, class_dim, _sum_dtype(operand_types))
+        },
     )
 
 
-def _cross_entropy_collectives(op: Op, class_dim: int) -> tuple[KernelCollective, ...]:
+def _sum_dtype(operand_types: Types) -> str:
+    """What the kernels communicate in."""
+    return "float64" if operand_types[0].dtype == "float64" else "float32"
+
+
+def _cross_entropy_collectives(op: Op, class_dim: int, dtype: str) -> tuple[KernelCollective, ...]:
     """Per position: the largest logit; then the sum of exponentials and the target's logit (and with label
     smoothing the sum of the logits)."""
     smoothing = argument(op, 5, "label_smoothing", 0.0)
     return (
-        KernelCollective("all_reduce", "forward", 0, (class_dim,)),
-        KernelCollective("all_reduce", "forward", 0, (class_dim,), count=3 if smoothing else 2),
+        KernelCollective("all_reduce", "forward", 0, (class_dim,), dtype),
+        KernelCollective("all_reduce", "forward", 0, (class_dim,), dtype, count=3 if smoothing else 2),
     )
 
 
@@ -55,7 +62,8 @@ def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> Line | Non
     x = " ".join(names)
     channel = (0, *range(2, rank))  # the dims that a tensor with one entry per channel lacks
     statistics = tuple(
-        KernelCollective("all_reduce", phase, 0, channel, count=2) for phase in ("forward", "backward")
+        KernelCollective("all_reduce", phase, 0, channel, _sum_dtype(operand_types), count=2)
+        for phase in ("forward", "backward")
     )
     remarks = ", ".join(f"by {factor} sync_batch_norm" for factor in spread)
     return Line(f"{x}, c, c, c, c -> {x}, c, c | {remarks}", collectives={"sync_batch_norm": statistics})

@@ -262,7 +262,9 @@ def _write_cross_entropy(writer: Writer, call: _CrossEntropy) -> None:
     logits, target = writer.type_of(call.logits), writer.type_of(call.target)
     class_dim = 1 if len(logits.shape) > 1 else 0
     each = call.reduction == _NONE
-    kind = TensorType(target.shape if each else (), logits.dtype)
+    # Thousands of terms don't add up in 16 bits.
+    sum_dtype = "float64" if logits.dtype == "float64" else "float32"
+    kind = TensorType(target.shape, logits.dtype) if each else TensorType((), sum_dtype)
     args = (
         call.logits,
         call.target,
@@ -272,8 +274,12 @@ def _write_cross_entropy(writer: Writer, call: _CrossEntropy) -> None:
         call.label_smoothing,
         "none" if each else "sum",
     )
-    if call.reduction != _MEAN:
+    if call.reduction == _NONE or (call.reduction != _MEAN and logits.dtype == sum_dtype):
         writer.add("autopar.cross_entropy", args, call.result)
+        return
+    if call.reduction != _MEAN:
+        total = writer.add("autopar.cross_entropy", args, kind)
+        writer.add("aten._to_copy.default", (total,), call.result, (("dtype", f"torch.{logits.dtype}"),))
         return
     total = writer.add("autopar.cross_entropy", args, kind)
     _divide_by_what_counts(writer, call, total, logits.shape[class_dim])

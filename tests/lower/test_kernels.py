@@ -316,3 +316,11 @@ def test_gloo_gives_what_simulated_ranks_give():
         assert loss == pytest.approx(expected.item(), rel=1e-12)
     got = torch.cat([torch.tensor(gradient, dtype=torch.float64) for _, gradient in results], 1)
     assert_near(got, whole.grad)
+
+
+def test_a_sum_of_many_narrow_losses_does_not_overflow() -> None:
+    logits = torch.zeros(20000, 64, dtype=torch.float16)
+    target = torch.zeros(20000, dtype=torch.int64)
+    found = OPS["autopar.cross_entropy"](logits, target, None, 1, -100, 0.0, "sum")
+    assert found.dtype is torch.float32
+    assert found.item() == pytest.approx(20000 * 4.15888, rel=1e-3)  # 83,178 is beyond float16's 65,504
