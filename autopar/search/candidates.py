@@ -24,9 +24,9 @@ from autopar.search.constraints import LayerDemands
 from autopar.search.crossings import crossing_matrix
 from autopar.search.flows import find_flows, time_view
 from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
-from autopar.search.layer_cost import SharedStorage, TrainingSpec, placed_cost, storage_cost
+from autopar.search.layer_cost import SharedStorage, TrainingSpec, add_storage, running_costs, storage_cost
 from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
-from autopar.search.placed import PlacedLayer, place
+from autopar.search.placed import PlacedLayer
 from autopar.search.prices import Prices
 from autopar.search.storage import storage_layout
 
@@ -88,10 +88,11 @@ def layer_candidates(
         for mesh in meshes
         for roles in _role_choices(mesh, demands)
     ]
-    found: list[Candidate] = []
-    for strategy, policies in _solve(scene, layer, blocks, demands):
-        found.extend(_variants(scene, layer, strategy, policies, demands))
-    return tuple(_drop_dominated(found))
+    found: list[_Draft] = []
+    known: dict[tuple[object, ...], list[_Stored]] = {}
+    for placed, strategy, policies in _solve(scene, layer, blocks, demands):
+        found.extend(_variants(scene, placed, strategy, policies, demands, known))
+    return tuple(draft.finish(layer) for draft in _drop_dominated(found))
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,8 @@ def _cut_late(scene: Scene, layer: Layer) -> frozenset[str]:
 
 def _solve(
     scene: Scene, layer: Layer, blocks: list[_Block], demands: LayerDemands
-) -> Iterator[tuple[LayerStrategy, tuple[Policy, Policy]]]:
-    """Distinct strategies of the solved variants, with the policies between which they lie."""
+) -> Iterator[tuple[PlacedLayer, LayerStrategy, tuple[Policy, Policy]]]:
+    """Distinct strategies of the solved variants, applied, with the policies between which they lie."""
     seen: set[tuple[object, ...]] = set()
     late = _cut_late(scene, layer)
     ends = _find_ends(scene, layer, blocks)
@@ -224,7 +225,10 @@ def _solve(
             key = (number, i, j, strategy.assignments, strategy.copies)
             if key not in seen and _meets(scene, layer, strategy, demands, blocks[number].roles):
                 seen.add(key)
-                yield strategy, (solved[number].policies[i], solved[number].policies[j])
+                placed = solved[number].placed(i, j)
+                if late:
+                    placed = replace(placed, copies={**placed.copies, **dict(strategy.copies)})
+                yield placed, strategy, (solved[number].policies[i], solved[number].policies[j])
 
 
 def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[tuple[int, float, str]]:
@@ -342,47 +346,63 @@ def _min_plus(first: Array, second: Array) -> Array:
     return np.stack([(row[:, None] + second).min(axis=0) for row in first])
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """One way to store a layer's parameters, and the part of the cost that depends on it."""
+
+    zero: int
+    storage: tuple[Layout, ...]
+    cost: LayerCost
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A candidate before it is known to be of use."""
+
+    policies: tuple[Policy, Policy]
+    strategy: LayerStrategy
+    stored: _Stored
+    recompute: str
+    cost: LayerCost
+
+    def finish(self, layer: Layer) -> Candidate:
+        stored = self.stored
+        strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=self.recompute)
+        return Candidate(layer, *self.policies, strategy, self.cost)
+
+
 def _variants(
     scene: Scene,
-    layer: Layer,
+    placed: PlacedLayer,
     strategy: LayerStrategy,
     policies: tuple[Policy, Policy],
     demands: LayerDemands,
-) -> Iterator[Candidate]:
+    known: dict[tuple[object, ...], list[_Stored]],
+) -> Iterator[_Draft]:
     """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference.
 
     Storage and recomputation cost apart from each other: the costs of all pairs come from those of each.
+    Storage depends on the mesh and on how compute reads the parameters alone; `known` keeps what was found.
     """
-    base = place(scene.program, layer, strategy, scene.num_microbatches, scene.shared)
-    costs = {
-        recompute: placed_cost(replace(base, recompute=recompute), scene.prices, scene.training)
-        for recompute in _recompute_variants(scene, demands)
-    }
-    whole = storage_cost(base, scene.prices, scene.training)
+    copies = (placed.copies.get(name) for name in placed.layer.held)
+    key = (placed.mesh, *copies)
+    if key not in known:
+        known[key] = list(_stored_variants(scene, placed, demands))
+    running = running_costs(placed, _recompute_variants(scene, demands), scene.prices, scene.training)
+    for stored in known[key]:
+        for recompute, cost in running.items():
+            yield _Draft(policies, strategy, stored, recompute, add_storage(cost, stored.cost))
+
+
+def _stored_variants(scene: Scene, base: PlacedLayer, demands: LayerDemands) -> Iterator[_Stored]:
     seen: set[tuple[int, tuple[Layout, ...]]] = set()
-    for zero, shard_axes in _zero_variants(scene, strategy.mesh, demands):
+    for zero, shard_axes in _zero_variants(scene, base.mesh, demands):
         storage = _storage(base, shard_axes, demands)
         level = _effective_zero(base, storage, zero, demands)
-        if (level, storage) in seen:
-            continue
-        seen.add((level, storage))
-        stored = storage_cost(replace(base, storage=storage, zero=level), scene.prices, scene.training)
-        for recompute, cost in costs.items():
-            variant = replace(strategy, storage=storage, zero=level, recompute=recompute)
-            yield Candidate(layer, *policies, variant, _exchange(cost, whole, stored))
-
-
-def _exchange(cost: LayerCost, old: LayerCost, new: LayerCost) -> LayerCost:
-    """`cost` with the part `old` replaced by `new`, exactly so in fields that only storage fills."""
-    return replace(
-        cost,
-        parameter_comm_s=cost.parameter_comm_s - old.parameter_comm_s + new.parameter_comm_s,
-        optimizer_s=new.optimizer_s,
-        parameter_bytes=new.parameter_bytes,
-        gradient_bytes=new.gradient_bytes,
-        optimizer_bytes=new.optimizer_bytes,
-        transient_bytes=cost.transient_bytes - old.transient_bytes + new.transient_bytes,
-    )
+        if (level, storage) not in seen:
+            seen.add((level, storage))
+            placed = replace(base, storage=storage, zero=level)
+            yield _Stored(level, storage, storage_cost(placed, scene.prices, scene.training))
 
 
 def _zero_variants(
@@ -422,11 +442,11 @@ def _recompute_variants(scene: Scene, demands: LayerDemands) -> tuple[str, ...]:
     return ("none", "selective", "full") if scene.training.is_training else ("none",)
 
 
-def _drop_dominated(candidates: list[Candidate]) -> Iterator[Candidate]:
+def _drop_dominated(candidates: list[_Draft]) -> Iterator[_Draft]:
     """Between the same policies, those that no other beats in time, persistent and transient bytes."""
-    groups: dict[tuple[Policy, Policy], list[Candidate]] = {}
+    groups: dict[tuple[Policy, Policy], list[_Draft]] = {}
     for candidate in candidates:
-        groups.setdefault((candidate.policy_in, candidate.policy_out), []).append(candidate)
+        groups.setdefault(candidate.policies, []).append(candidate)
     for group in groups.values():
         costs = np.array([(c.cost.total_s, c.cost.persistent_bytes, c.cost.transient_bytes) for c in group])
         kept: list[int] = []

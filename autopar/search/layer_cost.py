@@ -14,14 +14,14 @@ Movements inside one device (slices, zero padding, masks) cost nothing here.  By
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Program
 from autopar.search.flows import Flow
-from autopar.search.layer_memory import held_memory, layer_memory
+from autopar.search.layer_memory import activation_memory, held_memory
 from autopar.search.op_states import kernel_runs
 from autopar.search.placed import PlacedLayer, SharedStorage, place
 from autopar.search.prices import Prices
@@ -32,6 +32,7 @@ __all__ = [
     "PricedCollective",
     "SharedStorage",
     "TrainingSpec",
+    "add_storage",
     "is_cheap",
     "layer_collectives",
     "layer_cost",
@@ -39,6 +40,7 @@ __all__ = [
     "parameter_times",
     "placed_collectives",
     "placed_cost",
+    "running_costs",
     "storage_cost",
 ]
 
@@ -107,21 +109,27 @@ def layer_cost(
 
 def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
     """As `layer_collectives`, of a layer that a strategy has been applied to."""
-    found = [run for flow in placed.read_flows() for run in _flow_collectives(placed, flow, training)]
+    held = (flow for flow in placed.read_flows() if flow.is_parameter)
+    stored = [run for flow in held for run in _storage_collectives(placed, flow, training)]
+    return (*stored, *_running_collectives(placed, training))
+
+
+def _running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
+    """All but those between the storage and the copy of parameters."""
+    for flow in placed.read_flows():
+        yield from _flow_collectives(placed, flow, training)
+    times = placed.view.num_microbatches
     for op, state in zip(placed.layer.ops, placed.states, strict=True):
         for run in kernel_runs(state, placed.mesh):
             backward = run.phase == "backward"
             if not backward or training.is_training:
-                times = placed.view.num_microbatches
-                found.append(
-                    PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel")
+                yield PricedCollective(
+                    op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel"
                 )
             if not backward and _reruns_collectives(placed, training):
-                times = placed.view.num_microbatches
-                found.append(
-                    PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel")
+                yield PricedCollective(
+                    op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel"
                 )
-    return tuple(found)
 
 
 def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
@@ -135,12 +143,9 @@ def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -
     purpose = "parameter" if flow.is_parameter else "activation"
     name = flow.value.name
     first = placed.view.value_type(flow).num_bytes
-    if flow.is_parameter:
-        yield from _storage_collectives(placed, flow, training)
-    else:
-        times = (count, count if has_gradient else 0, again)
-        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose)
     times = (count, count if has_gradient else 0, again)
+    if not flow.is_parameter:
+        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose)
     for op, mention in flow.readers:
         num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
         yield from _collectives(
@@ -187,28 +192,52 @@ def _collectives(
 
 def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
     """As `layer_cost`, of a layer that a strategy has been applied to."""
-    forward_s = backward_s = recompute_s = activation_s = parameter_s = 0.0
+    running = running_costs(placed, (placed.recompute,), prices, training)[placed.recompute]
+    return add_storage(running, storage_cost(placed, prices, training))
+
+
+def add_storage(running: LayerCost, storage: LayerCost) -> LayerCost:
+    """The whole cost from its two parts, `running_costs` and `storage_cost`."""
+    return LayerCost(
+        running.forward_s, running.backward_s, running.recompute_s, running.activation_comm_s,
+        running.parameter_comm_s + storage.parameter_comm_s, storage.optimizer_s, storage.parameter_bytes,
+        storage.gradient_bytes, storage.optimizer_bytes, running.saved_bytes,
+        running.transient_bytes + storage.transient_bytes,
+    )  # fmt: skip
+
+
+def running_costs(
+    placed: PlacedLayer, hows: Iterable[str], prices: Prices, training: TrainingSpec
+) -> dict[str, LayerCost]:
+    """The part of `placed_cost` that does not depend on storage, for each of these ways to recompute."""
     count = placed.view.num_microbatches
-    for op, state in zip(placed.layer.ops, placed.states, strict=True):
+    forward_s = [0.0] * len(placed.states)
+    backward_s = 0.0
+    for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
         differentiable = is_differentiable(placed.program, op, training)
         time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
-        forward_s += count * time.forward_s
+        forward_s[index] = count * time.forward_s
         backward_s += count * time.backward_s
-        recompute_s += count * time.forward_s if is_rerun(op, placed.recompute, training) else 0.0
-    for run in placed_collectives(placed, training):
+    activation_s = parameter_s = again_s = 0.0
+    runs = list(_running_collectives(replace(placed, recompute="full"), training))
+    for run in runs:
         seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
         if run.phase == "recompute":
-            recompute_s += seconds
+            again_s += seconds
         elif run.purpose == "parameter":
             parameter_s += seconds
         else:
             activation_s += seconds
-    optimizer_s = _optimizer_seconds(placed, prices, training)
-    memory = layer_memory(placed, training)
-    return LayerCost(
-        forward_s, backward_s, recompute_s, activation_s, parameter_s, optimizer_s, memory.parameter_bytes,
-        memory.gradient_bytes, memory.optimizer_bytes, memory.saved_bytes, memory.transient_bytes,
-    )  # fmt: skip
+    memory = activation_memory(placed, hows, training)
+    found: dict[str, LayerCost] = {}
+    for how, (saved_bytes, transient_bytes) in memory.items():
+        rerun = zip(placed.layer.ops, forward_s, strict=True)
+        recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
+        found[how] = LayerCost(
+            sum(forward_s), backward_s, recompute_s + (again_s if how == "full" else 0.0), activation_s,
+            parameter_s, saved_bytes=saved_bytes, transient_bytes=transient_bytes,
+        )  # fmt: skip
+    return found
 
 
 def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:

@@ -16,7 +16,7 @@ share it, and a view shares with what it views.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.placement import Step, local_shape
@@ -26,12 +26,12 @@ from autopar.search.placed import PlacedLayer
 from autopar.search.reshard_tables import LOCAL
 from autopar.search.training import TrainingSpec, is_cheap
 
-__all__ = ["LayerMemory", "ParameterMemory", "held_memory", "layer_memory", "parameter_memory"]
+__all__ = ["ParameterMemory", "activation_memory", "held_memory", "parameter_memory"]
 
 
 @dataclass(frozen=True)
 class ParameterMemory:
-    """Bytes of one parameter, its gradient and its optimizer state; `transient_bytes` only while its layer
+    """Bytes of parameters, their gradients and optimizer state; `transient_bytes` only while their layer
     runs.
     """
 
@@ -44,17 +44,6 @@ class ParameterMemory:
     def persistent_bytes(self) -> float:
         """What is held all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes of a layer on one device, the fields of `LayerCost`."""
-
-    parameter_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    saved_bytes: float
-    transient_bytes: float
 
 
 def parameter_memory(
@@ -82,31 +71,33 @@ def parameter_memory(
     )
 
 
-def held_memory(placed: PlacedLayer, training: TrainingSpec) -> LayerMemory:
+def held_memory(placed: PlacedLayer, training: TrainingSpec) -> ParameterMemory:
     """The bytes of parameters and what belongs to them; those in shared storage are left out (not their
-    transients)."""
+    transients).
+    """
     held = [_held_memory(placed, flow, training) for flow in placed.flows.values() if flow.source == "held"]
-    return LayerMemory(
+    return ParameterMemory(
         sum(memory.parameter_bytes for memory in held),
         sum(memory.gradient_bytes for memory in held),
         sum(memory.optimizer_bytes for memory in held),
-        0.0,
         sum(memory.transient_bytes for memory in held),
     )
 
 
-def layer_memory(placed: PlacedLayer, training: TrainingSpec) -> LayerMemory:
-    """All bytes of the layer; parameters in shared storage are left out (their transients are not)."""
-    held = held_memory(placed, training)
-    saved = _saved_bytes(placed, placed.recompute) if training.is_training else 0.0
-    transient = held.transient_bytes + _largest_working_set(placed)
-    if training.is_training and placed.recompute != "none":
-        transient += max(
-            0.0, _saved_bytes(placed, "none") - (saved if placed.recompute == "selective" else 0.0)
-        )
-    return LayerMemory(
-        held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes, saved, transient
-    )
+def activation_memory(
+    placed: PlacedLayer, hows: Iterable[str], training: TrainingSpec
+) -> dict[str, tuple[float, float]]:
+    """For each way to recompute, the saved bytes and the transient ones (those of parameters left out)."""
+    working = _largest_working_set(placed)
+    if not training.is_training:
+        return dict.fromkeys(hows, (0.0, working))
+    found: dict[str, tuple[float, float]] = {}
+    everything = _saved_bytes(placed, "none")
+    for how in hows:
+        saved = everything if how == "none" else _saved_bytes(placed, how)
+        again = {"none": 0.0, "selective": everything - saved, "full": everything}[how]
+        found[how] = saved, working + max(0.0, again)
+    return found
 
 
 def _held_memory(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> ParameterMemory:

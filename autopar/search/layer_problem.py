@@ -65,7 +65,7 @@ class LayerSolutions:
         Raises:
             ValueError: nothing is allowed between them.
         """
-        placed = self._place(policy_in, policy_out)
+        placed = self.placed(policy_in, policy_out)
         return LayerStrategy(
             mesh=placed.mesh,
             assignments=tuple(state.factors for state in placed.states),
@@ -84,9 +84,14 @@ class LayerSolutions:
         Raises:
             ValueError: nothing is allowed between these policies.
         """
-        return placed_cost(self._place(policy_in, policy_out), self.problem.prices, self.problem.training)
+        return placed_cost(self.placed(policy_in, policy_out), self.problem.prices, self.problem.training)
 
-    def _place(self, policy_in: int, policy_out: int) -> PlacedLayer:
+    def placed(self, policy_in: int, policy_out: int) -> PlacedLayer:
+        """The layer with that strategy applied.
+
+        Raises:
+            ValueError: nothing is allowed between these policies.
+        """
         where = (policy_in, policy_out)
         if not np.isfinite(self.objective_s[where]):
             raise ValueError(
