@@ -246,10 +246,13 @@ def trace_model(
     model: nn.Module,
     example_inputs: ExampleInputs | None,
     *,
-    training: bool | None = None,
+    training: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Traced:
-    """Trace `model` on its example inputs; raises what `autopar.trace.trace` raises."""
+    """Trace `model` on its example inputs; raises what `autopar.trace.trace` raises.
+
+    For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
+    """
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     if isinstance(inputs, Mapping):
         return trace(model, (), dict(inputs), training=training, dtype=dtype)

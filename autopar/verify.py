@@ -102,6 +102,8 @@ def verify(
     """
     inputs = _as_double(default_example_inputs(model) if example_inputs is None else example_inputs)
     double = copy.deepcopy(model).double()
+    if not double.training:
+        double.train()
     traced = keep_double_program(trace_model(double, inputs))
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError("the model draws random numbers (dropout): ranks draw others than one device does, so there "

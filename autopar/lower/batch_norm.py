@@ -139,11 +139,11 @@ def _whole_statistics(
     """Mean and biased variance per channel over all slices, in one all-reduce per axis.
 
     The moments that are summed are about a point that every device knows, the running mean: about zero, a
-    large mean would cancel the variance.
+    large mean would cancel the variance.  What is not finite in it, after a bad batch, must not reach this one.
     """
     dims = [dim for dim in range(x.ndim) if dim != 1]
     var, mean = torch.var_mean(x, dims, correction=0)
-    about = torch.zeros_like(mean) if running_mean is None else running_mean.to(mean.dtype)
+    about = torch.zeros_like(mean) if running_mean is None else running_mean.to(mean.dtype).nan_to_num(0.0, 0.0, 0.0)
     offset = mean - about
     moments = torch.stack([offset, var + offset * offset]) / num_shards(axes)
     for axis in axes:

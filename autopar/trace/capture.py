@@ -89,7 +89,9 @@ def capture(
         return fakes[id(tensor)]
 
     wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form)
-    wrapper.train(training)
+    wrapper.training = training
+    if model.training != training:
+        wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [compat.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
     exported = _export(wrapper, inputs, form)
     assert wrapper.records.outputs is not None

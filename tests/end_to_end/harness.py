@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autopar
 from autopar.lower import ParallelModule
@@ -115,6 +115,13 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, ParallelModule):
         return model.full_state_dict()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def loss_without_gradients(model: nn.Module, inputs: Mapping[str, Any]) -> float:
+    """The first scalar that the model returns."""
+    with torch.no_grad():
+        leaves = tree_leaves(model(**inputs))
+    return next(x for x in leaves if isinstance(x, Tensor) and x.dim() == 0).item()
 
 
 def run_step(model: nn.Module, inputs: Mapping[str, Any]) -> float:
