@@ -116,16 +116,20 @@ def minimise(
 def _eliminate_all(work: _Work, max_entries: int) -> None:
     dominance_at = _DOMINANCE_ENTRIES
     neighbours = _neighbours(work)
+    joint = {v: _joint_entries(work, neighbours[v], v) for v in work.left}
     while work.left:
-        entries, variable = min((_joint_entries(work, neighbours[v], v), v) for v in work.left)
+        entries, variable = min((joint[v], v) for v in work.left)
         if entries > dominance_at:
             dominance_at = max(dominance_at * 8, entries)
             _drop_dominated(work)
+            joint = {v: _joint_entries(work, neighbours[v], v) for v in work.left}
             continue
         _eliminate(work, variable, max_entries)
         around = neighbours.pop(variable)
         for other in around:
             neighbours[other] = (neighbours[other] | around) - {variable, other}
+            if other in work.left:
+                joint[other] = _joint_entries(work, neighbours[other], other)
 
 
 def _neighbours(work: _Work) -> dict[int, set[int]]:
@@ -173,7 +177,7 @@ def _minimise_out(variable: int, tables: list[Table]) -> Table:
     """``min over variable of sum(tables)``, formed piece by piece along the first remaining variable."""
     extents = {v: size for scope, costs in tables for v, size in zip(scope, costs.shape, strict=True)}
     scope = tuple(sorted(set(extents) - {variable}))
-    order = (*scope, variable)
+    order = (variable, *scope)  # a minimum over the first dimension is the fast one
     # Small tables first, so that the big sum is formed once.
     spread = [_spread_to(table, order) for table in sorted(tables, key=lambda table: table[1].size)]
     shape = tuple(extents[v] for v in scope)
@@ -182,11 +186,11 @@ def _minimise_out(variable: int, tables: list[Table]) -> Table:
         return scope, np.asarray(sum(spread[1:], spread[0]).min())
     rows = max(1, _CHUNK_ENTRIES // max(1, math.prod(shape[1:]) * extents[variable]))
     for start in range(0, shape[0], rows):
-        pieces = [part if part.shape[0] == 1 else part[start : start + rows] for part in spread]
+        pieces = [part if part.shape[1] == 1 else part[:, start : start + rows] for part in spread]
         total = pieces[0]
         for piece in pieces[1:]:
             total = total + piece
-        result[start : start + rows] = total.min(axis=-1)
+        result[start : start + rows] = total.min(axis=0)
     return scope, result
 
 
@@ -223,11 +227,13 @@ def _undominated(tables: list[Table], variable: int) -> npt.NDArray[np.bool_] | 
     size = len(rows[0])
     excess = np.zeros((size, size))  # by how much s costs more than t, at the least
     for row in rows:
-        excess += (row[:, None, :] - row[None, :, :]).min(axis=-1)
+        columns = np.ascontiguousarray(row.T)  # a minimum over the first dimension is the fast one
+        excess += (columns[:, :, None] - columns[:, None, :]).min(axis=0)
     np.fill_diagonal(excess, -np.inf)
+    beaten = excess >= 0
     alive = np.ones(size, dtype=bool)
-    for state in range(size):  # one by one, so that of equals one survives
-        alive[state] = not (excess[state][alive] >= 0).any()
+    for state in np.flatnonzero(beaten.any(axis=1)).tolist():  # one by one, so that of equals one survives
+        alive[state] = not beaten[state][alive].any()
     return alive
 
 
