@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from autopar.api import ExampleInputs
 from autopar.errors import VerificationError
 from autopar.lower import ParallelModule
+from autopar.lower.compat import on_gradient, run_backward
 from autopar.lower.layer_program import find_option
 from autopar.lower.naming import node_name
 from autopar.placement import REPLICATE, Layout, format_layout
@@ -78,8 +79,11 @@ class _Observer(fx.Interpreter):
         if name is not None and isinstance(result, Tensor):
             self._seen.values[name] = result.detach().clone()
             if result.requires_grad:
-                result.register_hook(lambda gradient: self._seen.gradients.__setitem__(name, gradient.detach().clone()))
+                on_gradient(result, lambda gradient: self._keep(name, gradient))
         return result
+
+    def _keep(self, name: str, gradient: Tensor) -> None:
+        self._seen.gradients[name] = gradient.detach().clone()
 
 
 def _observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> list[_Observed]:
@@ -87,7 +91,7 @@ def _observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs
         seen = _Observed({}, {})
         _watch(parallel, traced.program, seen)
         loss = loss_of(parallel(**inputs) if isinstance(inputs, Mapping) else parallel(*inputs))
-        loss.backward()
+        run_backward(loss)
         return seen
 
     return run_ranks(model, traced, plan, inputs, action)

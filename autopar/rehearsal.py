@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.api import ExampleInputs, build
 from autopar.errors import VerificationError
 from autopar.lower import ParallelModule
 from autopar.lower.communicator import Communicator, simulate
-from autopar.lower.compat import local_tensor, make_mesh
+from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
 from autopar.program import Op, Program, TensorType, Value
@@ -101,7 +100,7 @@ def _train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: 
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
-        loss.backward()
+        run_backward(loss)
         losses.append(loss.item())
         if step == 0:
             gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -116,7 +115,7 @@ def _train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: 
 
 def loss_of(output: Any) -> Tensor:
     """The scalar loss in a model's output; without one, a scalar that depends on every differentiable output."""
-    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    leaves = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     scalars = [x for x in leaves if x.dim() == 0]
     return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
 
@@ -135,7 +134,7 @@ def _join(tensors: list[Tensor], name: str) -> Tensor:
     if any(p.is_partial() for p in first.placements):
         raise VerificationError(f"{name} is left as a sum of terms ({first.placements}): an all-reduce is missing")
     layout = tuple(Placement("S", p.dim) if p.is_shard() else REPLICATE for p in first.placements)  # pyright: ignore
-    return join_layout([local_tensor(t) for t in tensors], layout, tuple(first.device_mesh.shape), name)
+    return join_layout([local_tensor(t) for t in tensors if isinstance(t, DTensor)], layout, tuple(first.device_mesh.shape), name)
 
 
 def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], name: str) -> Tensor:
@@ -182,10 +181,11 @@ class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used li
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(x, Tensor) and x.requires_grad and x.dtype == torch.float64 for x in tree_leaves((args, kwargs))):
+        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.requires_grad and x.dtype == torch.float64 for x in tensors):
             if func in self._CASTS:
                 return args[0]
-            args, kwargs = tree_map(_widen_dtype, (args, kwargs))
+            args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -217,5 +217,5 @@ def _widen_op(program: Program, op: Op) -> Op:
 
 def _widen_arg(arg: Any) -> Any:
     if isinstance(arg, tuple):
-        return tuple(_widen_arg(part) for part in arg)
+        return tuple(map(_widen_arg, arg))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     return "torch.float64" if arg in ("torch.float32", "torch.bfloat16", "torch.float16") else arg

@@ -40,9 +40,10 @@ class ClusterPrices:
         """Price on `cluster`, with `profile`'s measurements where it has any."""
         self.cluster = cluster
         self.profile = profile
+        measured: Mapping[str, Curve] = profile.curves if profile else {}
         self._curves: Mapping[str, Curve] = {
             key: curve if key.startswith("collective/") else curve.without_gains_by_splitting()
-            for key, curve in (profile.curves if profile else {}).items()
+            for key, curve in measured.items()
         }
         self._op_times: dict[tuple[int, tuple[TensorType, ...], tuple[TensorType, ...], bool], OpTime] = {}
         self._ops: dict[int, Op] = {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
 from autopar.errors import MeshError
@@ -21,10 +22,13 @@ __all__ = [
     "ModuleTables",
     "call_function",
     "dtensor_like",
+    "leaves_of",
     "local_tensor",
     "make_dtensor",
     "make_mesh",
+    "map_leaves",
     "module_tables",
+    "on_gradient",
     "open_group",
     "run_backward",
     "run_twice",
@@ -176,6 +180,22 @@ def tensor_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
 def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply all of `tensors` by `factor`."""
     _torch._foreach_mul_(list(tensors), factor)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What stands at the ends of nested lists, tuples, dicts and other containers that torch knows."""
+    return pytree.tree_leaves(tree)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same containers, with ``function(leaf)`` at each end."""
+    return pytree.tree_map(function, tree)
+
+
+def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:
+    """Call `action` with the gradient of `x` when backward has it."""
+    untyped: Any = x
+    untyped.register_hook(action)
 
 
 def run_backward(loss: Tensor) -> None:
