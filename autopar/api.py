@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from autopar.arguments import check_materialized, digest_values, read_bytes, read_dtype, training_spec
+from autopar.arguments import check_materialized, read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import measure_profile
 from autopar.errors import MeshError, PlanFormatError
 from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
-from autopar.lower.agreement import agree, agree_equal, share
+from autopar.lower.agreement import agree, agree_equal, digest_state, share
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.plan import Plan
 from autopar.program import Program
@@ -36,7 +36,7 @@ ExampleInputs = Sequence[Any] | Mapping[str, Any]
 _CACHE = Path("~/.cache/autopar").expanduser()
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     mesh: DeviceMesh,
     example_inputs: ExampleInputs | None = None,
@@ -51,23 +51,27 @@ def parallelize(
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
-    Call it on every rank.  The strategy is searched for on rank 0, with prices measured on this machine, unless `plan` says it.
+    Call it on every rank.  The strategy is searched for on rank 0, with prices measured on this machine, unless
+    `plan` says it.
 
     Args:
         model: any ``nn.Module`` with real parameters, equal on every rank; it is left as it was.
-        mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order of nearness.
+        mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order of
+            nearness.
         example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments.  A model with
             ``dummy_inputs`` may go without.
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
-        optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the class.
+        optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the
+            class.
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
         compile: compile each distinct layer program once with ``torch.compile``.
         profile: prices measured before; None: measure (a few seconds, kept for the next run), False: estimate.
 
     Returns:
-        A module with the original's signature, outputs and parameter names.  Parameters are DTensors; `.plan` is the plan.
+        A module with the original's signature, outputs and parameter names.  Parameters are DTensors; `.plan` is
+        the plan.
 
     Raises:
         AutoparError: one of its kinds, on every rank, before any rank waits for another.
@@ -78,12 +82,10 @@ def parallelize(
     communicator = ProcessGroupCommunicator(_ranks(mesh), mesh.device_type)
     group = communicator.process_group
     agree(group, lambda: check_materialized(model))
-    setup, traced = agree(
-        group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints)
-    )
+    setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
-    agree_equal(group, agree(group, lambda: digest_values(model)), "initial values of parameters or buffers",
+    agree_equal(group, agree(group, lambda: digest_state(model)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
@@ -159,7 +161,7 @@ class Setup:
 
     dtype: torch.dtype | None = None
     memory_bytes: float | None = None
-    training: TrainingSpec = TrainingSpec()
+    training: TrainingSpec = field(default_factory=TrainingSpec)
     constraints: tuple[str, ...] = ()
     prices: Prices | None = None
     trace_s: float = 0.0
@@ -189,9 +191,7 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
 
 
-def _profile(
-    given: Profile | bool | None, communicator: ProcessGroupCommunicator, mesh: DeviceMesh
-) -> Profile | None:
+def _profile(given: Profile | bool | None, communicator: ProcessGroupCommunicator, mesh: DeviceMesh) -> Profile | None:
     if given is None:
         return measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
     return given if isinstance(given, Profile) else None
@@ -214,9 +214,7 @@ def _load_plan(path: str | Path) -> Plan:
 
 
 def _describe(model: nn.Module, program: Program) -> str:
-    inputs = (
-        f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs
-    )
+    inputs = (f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs)
     count = sum(p.numel() for p in model.parameters())
     return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
 
@@ -288,11 +286,12 @@ def build(
 
 
 def _plan_evaluation(program: Program, trained: Plan, communicator: Communicator, setup: Setup) -> Plan:
-    """A plan for forward passes alone.  Prices are deterministic, and equal on all ranks, so every rank finds the same."""
+    """A plan for forward passes alone.
+
+    Prices are deterministic, and equal on all ranks, so every rank finds the same.
+    """
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=communicator.world_size), None)
-    request = SearchRequest(
-        trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1
-    )
+    request = SearchRequest(trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1)
     return search(program, communicator.world_size, prices, request)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.errors import ConstraintError, MaterializationError
 from autopar.search import TrainingSpec
 
-__all__ = ["check_materialized", "digest_values", "read_bytes", "read_dtype", "training_spec"]
+__all__ = ["check_materialized", "read_bytes", "read_dtype", "training_spec"]
 
 # Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
 _OPTIMIZER_STATES = {
@@ -42,8 +41,7 @@ def read_bytes(memory: float | str) -> float:
         number, unit = (float(match[1]), match[2].upper()) if match else (0.0, "?")
     if unit not in _UNITS or not number > 0:
         raise ConstraintError(
-            f"memory={memory!r} is no amount of memory: write bytes as a number, or text such as "
-            "'70GiB' or '80GB'"
+            f"memory={memory!r} is no amount of memory: write bytes as a number, or text such as '70GiB' or '80GB'"
         )
     return number * _UNITS[unit]
 
@@ -66,18 +64,17 @@ def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def training_spec(model: nn.Module, optimizer: str | type[torch.optim.Optimizer]) -> TrainingSpec:
-    """What training by `optimizer` takes per parameter; states, gradients and stored parameters have the parameters' dtype.
+    """What training by `optimizer` takes per parameter.
+
+    States, gradients and stored parameters have the parameters' dtype.
 
     Raises:
         ConstraintError: the optimizer is not known.
     """
-    name = (
-        optimizer if isinstance(optimizer, str) else optimizer.__name__ if inspect.isclass(optimizer) else ""
-    )
+    name = optimizer if isinstance(optimizer, str) else optimizer.__name__ if inspect.isclass(optimizer) else ""
     if name.lower() not in _OPTIMIZER_STATES:
         raise ConstraintError(
-            f"optimizer={optimizer!r} is not known: use the class or the name of one of "
-            f"{', '.join(_OPTIMIZER_STATES)}"
+            f"optimizer={optimizer!r} is not known: use the class or the name of one of {', '.join(_OPTIMIZER_STATES)}"
         )
     itemsize = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
     return TrainingSpec(
@@ -100,20 +97,3 @@ def check_materialized(model: nn.Module) -> None:
                 "outside of torch.device('meta') (the CPU will do: every rank keeps only its part), or give it values "
                 "with model.to_empty(device='cpu') and its own initialisation; autopar.plan takes it as it is"
             )
-
-
-@torch.no_grad()
-def digest_values(model: nn.Module) -> str:
-    """A short text that differs (but for chance) where the values of parameters or buffers differ, on any device.
-
-    Sums of bits as whole numbers: exact, so that their order does not matter.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        digest.update(f"{name} {_sum_of_bits(tensor)}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    wide = torch.int32 if tensor.element_size() % 4 == 0 else torch.uint8
-    return int(tensor.detach().flatten().view(wide).sum(dtype=torch.int64))

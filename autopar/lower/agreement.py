@@ -6,16 +6,21 @@ inside `agree` or `share`: its outcome is exchanged first, and if it failed anyw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "agree_equal", "share"]
+__all__ = ["agree", "agree_equal", "digest_inputs", "digest_state", "share"]
 
 T = TypeVar("T")
+
+_dist: Any = dist  # the annotations of its object collectives are incomplete
 
 
 def agree(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
@@ -26,7 +31,7 @@ def agree(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     """
     result, error = _attempt(action)
     errors: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, _portable(error), group=group)
+    _dist.all_gather_object(errors, _portable(error), group=group)
     if error is not None:
         raise error
     _raise_foreign(errors)
@@ -52,12 +57,35 @@ def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: 
         MeshError: naming `what`, the first rank that differs from the first, and the `remedy`.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    _dist.all_gather_object(values, value, group=group)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise MeshError(
                 f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. {remedy}"
             )
+
+
+@torch.no_grad()
+def digest_state(model: nn.Module) -> str:
+    """A short text that differs (but for chance) where values of parameters or buffers differ, on any device.
+
+    Sums of bits as whole numbers: exact, so that their order does not matter.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wide = torch.int32 if tensor.element_size() % 4 == 0 else torch.uint8
+        total = int(tensor.detach().flatten().view(wide).sum(dtype=torch.int64))
+        digest.update(f"{name} {total}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def digest_inputs(tensors: Sequence[Tensor]) -> str:
+    """A short text that differs where the tensors of a batch differ."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
+from autopar.lower.agreement import agree, agree_equal, digest_inputs
 from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
 from autopar.lower.execution import Executable, Executor, LayerRunner, check_plan
@@ -120,6 +121,7 @@ class ParallelModule(nn.Module):
         self._compile_layers = compile_layers
         self._store = _make_store(self, executable, module, communicator, mesh)
         self._executor = Executor(executable, self._store, communicator, compile_layers)
+        self._agreed: set[int] = set()
         self.training = module.training
 
     @property
@@ -143,11 +145,11 @@ class ParallelModule(nn.Module):
         Raises:
             InputShapeError: the inputs differ from what the plan was made for; on every rank, before any
                 waits.
+            MeshError: ranks got different batches (looked at in the first call).
         """
         executor = self._current()
         executable = executor.executable
-        tensors = executable.flatten_inputs(args, kwargs)
-        executor.check_inputs(tensors)
+        tensors = self._flatten(executor, args, kwargs)
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         if executor.num_microbatches > 1:
             values = run_microbatches(executor, tensors, seed)
@@ -193,6 +195,27 @@ class ParallelModule(nn.Module):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+    def _flatten(self, executor: Executor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """The call's tensors; in the first call of a mode, ranks make sure that they got the same."""
+
+        def flatten() -> Sequence[Tensor]:
+            tensors = executor.executable.flatten_inputs(args, kwargs)
+            executor.check_inputs(tensors)
+            return tensors
+
+        talk = self._communicator
+        if not isinstance(talk, ProcessGroupCommunicator) or id(executor) in self._agreed:
+            return flatten()
+        tensors = agree(talk.process_group, flatten)
+        agree_equal(
+            talk.process_group,
+            digest_inputs(tensors),
+            "batches",
+            "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
+        )
+        self._agreed.add(id(executor))
+        return tensors
 
     def _current(self) -> Executor:
         """The executor of the current mode; that of eval mode is made when first needed."""

@@ -7,6 +7,7 @@ import copy
 import re
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -139,7 +140,9 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torc
             wrapper.records.custom_functions.append((function.__qualname__, where))
 
     try:
-        with compat.intercept_autograd_functions(report):
+        with compat.intercept_autograd_functions(report), warnings.catch_warnings():
+            # torch's own, when it copies what it knows of the inputs
+            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
             exported = torch.export.export(wrapper, tuple(inputs), strict=False)
         compat.inline_grad_regions(exported.graph_module)
         exported = compat.run_decompositions(exported)
@@ -181,9 +184,7 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
             f"{_inputs_text(form)} and is called as {form.signature_text}"
         )
-    return TraceError(
-        f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}"
-    )
+    return TraceError(f"{where or 'the model'}: torch.export can't capture the model: {type(cause).__name__}: {text}")
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -195,9 +196,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _inputs_text(form: CallForm) -> str:
     parts = zip(form.names, form.shapes, form.dtypes, strict=True)
-    return ", ".join(
-        f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts
-    )
+    return ", ".join(f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts)
 
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
