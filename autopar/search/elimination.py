@@ -31,7 +31,7 @@ States = npt.NDArray[np.intp]
 Table = tuple[tuple[int, ...], Array]
 
 _INFINITE = 1e30  # stands for infinity inside, so that differences are defined
-_DOMINANCE_ENTRIES = 60_000  # below this joint size eliminating is cheaper than looking for dominated states
+_DOMINANCE_ENTRIES = 150_000  # below this joint size eliminating is cheaper than looking for dominated states
 _DOMINANCE_LIMIT = 20_000_000
 _CHUNK_ENTRIES = 400_000  # joint tables are formed in pieces of about this size, to stay in the cache
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,8 +65,7 @@ def op_states(
     ]
     types = _microbatch_types(program, op, index, view)
     time = {view.factors[index]: view.num_microbatches}
-    states = (_make_state(options, mesh, types, time) for options in itertools.product(*choices))
-    return tuple(state for state in states if state is not None)
+    return _make_states(choices, mesh, types, time)
 
 
 def assigned_state(
@@ -81,10 +79,11 @@ def assigned_state(
     """
     options = tuple(option_of(op, factor) for factor in factors)
     time = {view.factors[index]: view.num_microbatches}
-    state = _make_state(options, mesh, _microbatch_types(program, op, index, view), time)
-    if state is None:
+    types = _microbatch_types(program, op, index, view)
+    states = _make_states([[option] for option in options], mesh, types, time)
+    if not states:
         raise ValueError(f"{op.name} ({op.target}) can't split {factors} on mesh {mesh}: sizes don't divide")
-    return state
+    return states[0]
 
 
 _Types = tuple[tuple[TensorType, ...], tuple[TensorType, ...]]
@@ -101,44 +100,86 @@ def _microbatch_types(program: Program, op: Op, index: int, view: TimeView) -> _
     return operands, results
 
 
-def _make_state(
-    options: tuple[Option, ...], mesh: tuple[int, ...], types: _Types, time: dict[str, int]
-) -> OpState | None:
-    """The state, or None where it is illegal; `time` is the factor that microbatches cut, and into how
-    many.
+@dataclass(frozen=True)
+class _Partial:
+    """Options for the outermost axes, and what they leave: local types, slices per factor, the kernel used."""
+
+    options: tuple[Option, ...]
+    local: _Types
+    degrees: dict[str, int]
+    kernel: str
+
+
+def _make_states(
+    choices: list[list[Option]], mesh: tuple[int, ...], types: _Types, time: dict[str, int]
+) -> tuple[OpState, ...]:
+    """The legal states in the order of the choices, the last axis running fastest; `time` is the factor that
+    microbatches cut, and into how many.
+
+    States with equal local types share them as objects, so that these can be told apart by identity.
     """
-    if len({option.kernel for option in options if option.kernel}) > 1:
-        return None
-    operand_types, result_types = types
-    degrees = dict(time)
-    for option, size in zip(options, mesh, strict=True):
-        if option.extent:
-            degrees[option.factor] = degrees.get(option.factor, 1) * size
-            if option.extent % degrees[option.factor]:
-                return None
-    local_operands = _local_types(operand_types, [option.operands for option in options], mesh)
-    local_results = _local_types(result_types, [option.results for option in options], mesh)
-    if local_operands is None or local_results is None:
-        return None
-    operands = tuple(tuple(o.operands[i] for o in options) for i in range(len(operand_types)))
-    results = tuple(tuple(o.results[i] for o in options) for i in range(len(result_types)))
-    return OpState(options, operands, results, local_operands, local_results)
+    partials = [_Partial((), types, dict(time), "")]
+    known: dict[_Types, _Types] = {}
+    for options, size in zip(choices, mesh, strict=True):
+        cuts: dict[tuple[int, int], _Types | None] = {}
+        partials = [
+            longer
+            for partial in partials
+            for option in options
+            if (longer := _extend(partial, option, size, cuts, known)) is not None
+        ]
+    return tuple(_finish(partial) for partial in partials)
 
 
-def _local_types(
-    types: tuple[TensorType, ...], placements: list[tuple[Placement, ...]], mesh: tuple[int, ...]
+def _extend(
+    partial: _Partial,
+    option: Option,
+    size: int,
+    cuts: dict[tuple[int, int], _Types | None],
+    known: dict[_Types, _Types],
+) -> _Partial | None:
+    """`partial` with this option on the next axis, or None where that is illegal."""
+    if option.kernel and partial.kernel and option.kernel != partial.kernel:
+        return None
+    degrees = partial.degrees
+    if option.extent:
+        degree = degrees.get(option.factor, 1) * size
+        if option.extent % degree:
+            return None
+        degrees = {**degrees, option.factor: degree}
+    key = id(partial.local), id(option)
+    if key not in cuts:
+        operands = _cut_types(partial.local[0], option.operands, size)
+        results = _cut_types(partial.local[1], option.results, size)
+        fits = operands is not None and results is not None
+        cuts[key] = known.setdefault((operands, results), (operands, results)) if fits else None
+    local = cuts[key]
+    if local is None:
+        return None
+    return _Partial((*partial.options, option), local, degrees, option.kernel or partial.kernel)
+
+
+def _cut_types(
+    types: tuple[TensorType, ...], placements: tuple[Placement, ...], size: int
 ) -> tuple[TensorType, ...] | None:
     local: list[TensorType] = []
-    for position, tensor in enumerate(types):
-        sizes = list(tensor.shape)
-        for axis, each in enumerate(placements):
-            if each[position].is_shard:
-                whole, rest = divmod(sizes[each[position].dim], mesh[axis])
-                if rest:
-                    return None
-                sizes[each[position].dim] = whole
-        local.append(TensorType(tuple(sizes), tensor.dtype))
+    for tensor, placement in zip(types, placements, strict=True):
+        if not placement.is_shard or size == 1:
+            local.append(tensor)
+            continue
+        dim, shape = placement.dim, tensor.shape
+        whole, rest = divmod(shape[dim], size)
+        if rest:
+            return None
+        local.append(TensorType((*shape[:dim], whole, *shape[dim + 1 :]), tensor.dtype))
     return tuple(local)
+
+
+def _finish(partial: _Partial) -> OpState:
+    options, (operand_types, result_types) = partial.options, partial.local
+    operands = tuple(zip(*(option.operands for option in options), strict=True))
+    results = tuple(zip(*(option.results for option in options), strict=True))
+    return OpState(options, operands, results, operand_types, result_types)
 
 
 def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[KernelRun, ...]:
@@ -146,6 +187,8 @@ def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[KernelRun, ...]:
     turn.
     """
     runs: list[KernelRun] = []
+    if not any(option.collectives for option in state.options):
+        return ()
     types = state.operand_types + state.result_types
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
         for collective in option.collectives:

@@ -167,12 +167,12 @@ def _op_table(scene: _Scene, index: int) -> OpTable:
     op = scene.layer.ops[index]
     count = scene.view.num_microbatches
     differentiable = is_differentiable(scene.program, op, scene.training)
-    known: dict[tuple[tuple[TensorType, ...], tuple[TensorType, ...]], tuple[float, float]] = {}
+    known: dict[tuple[int, int], tuple[float, float]] = {}
     columns = np.zeros((4, len(scene.states[index])))
     for row, state in enumerate(scene.states[index]):
-        types = (state.operand_types, state.result_types)
+        types = id(state.operand_types), id(state.result_types)  # equal ones are one object
         if types not in known:
-            time = scene.prices.op_s(op, *types, differentiable)
+            time = scene.prices.op_s(op, state.operand_types, state.result_types, differentiable)
             known[types] = (time.forward_s, time.backward_s)
         columns[:2, row] = known[types]
         for run in kernel_runs(state, scene.mesh):

@@ -81,12 +81,17 @@ def _pair_moves(src: Layout, dst: Layout) -> tuple[tuple[Move, ...], tuple[Move,
     return tuple(forward), tuple(backward)
 
 
+@lru_cache(maxsize=1 << 16)
+def _moves_between(src: Layout, dst: Layout) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+    return _pair_moves(*_rename_dims(src, dst))
+
+
 @lru_cache(maxsize=64)
 def move_table(layouts: tuple[Layout, ...]) -> MoveTable:
     """The moves of all reshards between `layouts`, which are of one length: axes of one device are left
     out.
     """
-    pairs = [_pair_moves(*_rename_dims(src, dst)) for src in layouts for dst in layouts]
+    pairs = [_moves_between(src, dst) for src in layouts for dst in layouts]
     moves: dict[Move, int] = {}
     for both in pairs:
         for move in (*both[0], *both[1]):

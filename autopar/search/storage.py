@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from autopar.placement import REPLICATE, Layout, Placement, shard
 from autopar.program import TensorType
 
 __all__ = ["storage_layout"]
 
 
+@lru_cache(maxsize=1 << 16)
 def storage_layout(
     copy: Layout, tensor: TensorType, mesh: tuple[int, ...], shard_axes: tuple[int, ...] = ()
 ) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.program import Op, itemsize_bytes
 
@@ -65,9 +66,13 @@ def is_cheap(op: Op) -> bool:
     Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a
     kernel that communicates; random ops (to draw again takes the generator's state); ops of other libraries.
     """
-    namespace, _, name = op.target.partition(".")
+    return _computes_little(op.target) and not (op.is_random or any(o.collectives for o in op.options))
+
+
+@lru_cache(maxsize=1024)
+def _computes_little(target: str) -> bool:
+    namespace, _, name = target.partition(".")
     words = name.split(".")[0].split("_")
     is_convolution = any(word.startswith("conv") and word != "convert" for word in words)
     is_heavy = is_convolution or "attention" in words or not _PRODUCTS.union(_RECURRENT).isdisjoint(words)
-    communicates = any(option.collectives for option in op.options)
-    return namespace in ("aten", "autopar", "prims") and not (is_heavy or communicates or op.is_random)
+    return namespace in ("aten", "autopar", "prims") and not is_heavy
