@@ -49,16 +49,20 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     compile: bool = False,
     profile: Profile | Literal[False] | None = None,
 ) -> ParallelModule:
-    """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
+    """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and
+    gradients.
 
-    Call it on every rank.  The strategy is searched for on rank 0, with prices measured on this machine, unless
+    Call it on every rank.  The strategy is searched for on rank 0, with prices measured on this machine,
+    unless
     `plan` says it.
 
     Args:
         model: any ``nn.Module`` with real parameters, equal on every rank; it is left as it was.
-        mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order of
+        mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order
+            of
             nearness.
-        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments.  A model with
+        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments.  A model
+            with
             ``dummy_inputs`` may go without.
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
@@ -67,11 +71,12 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
         compile: compile each distinct layer program once with ``torch.compile``.
-        profile: prices measured before; None: measure (a few seconds, kept for the next run), False: estimate.
+        profile: prices measured before; None: measure (a few seconds, kept for the next run), False:
+            estimate.
 
     Returns:
-        A module with the original's signature, outputs and parameter names.  Parameters are DTensors; `.plan` is
-        the plan.
+        A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
+        `.plan` is the plan.
 
     Raises:
         AutoparError: one of its kinds, on every rank, before any rank waits for another.
@@ -219,7 +224,7 @@ def _describe(model: nn.Module, program: Program) -> str:
     return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
 
 
-def _ranks(mesh: DeviceMesh) -> list[int]:
+def _ranks(mesh: Any) -> list[int]:
     """The processes of `mesh` in its order.
 
     Raises:
@@ -280,8 +285,8 @@ def build(
 
     return lower(
         traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
-        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, compute_dtype=setup.dtype,
-        eval_factory=lower_for_evaluation, compile_layers=compile_layers,
+        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh,
+        compute_dtype=setup.dtype, eval_factory=lower_for_evaluation, compile_layers=compile_layers,
     )  # fmt: skip
 
 

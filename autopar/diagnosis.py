@@ -27,9 +27,11 @@ _TOLERANCE = 1e-9
 
 
 def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> str:
-    """A sentence that names the first op whose result, or else the last whose gradient, differs from one device's.
+    """A sentence that names the first op whose result, or else the last whose gradient, differs from one
+    device's.
 
-    Microbatches and recomputation are left out of this second run, as they change when an op runs but not what it gives.
+    Microbatches and recomputation are left out of this second run, as they change when an op runs but not
+    what it gives.
     """
     program = traced.program
     simple = replace(
@@ -52,9 +54,13 @@ def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: Examp
             gradients = [rank.gradients for rank in found]
             problem = _compare(name, expected.gradients, gradients, gradient_layout(layout), mesh)
             if problem:
-                return _describe("Forward agrees; the first gradient that differs is that of", layer, op, layout, problem)
-    return ("Results and gradients of all ops agree in one pass without microbatches and recomputation: the difference "
-            "comes from those, from how parameters are stored, or from the optimizer")
+                return _describe(
+                    "Forward agrees; the first gradient that differs is that of", layer, op, layout, problem
+                )
+    return (
+        "Results and gradients of all ops agree in one pass without microbatches and recomputation: the difference "
+        "comes from those, from how parameters are stored, or from the optimizer"
+    )
 
 
 @dataclass
@@ -133,7 +139,8 @@ def _single_device_plan(program: Program) -> Plan:
         fingerprint=program.fingerprint, world_size=1, device="", num_microbatches=1,
         layers=tuple(PlannedLayer(layer.name, layer.kind, layer.kind) for layer in program.layers),
         strategies=strategies, costs=(LayerCost(),) * len(strategies), shared_mesh=(1,), shared_storage=(),
-        step_time_s=0.0, peak_memory_bytes=0.0, memory_limit_bytes=0.0, samples_per_step=0, optimality_gap=0.0,
+        step_time_s=0.0, peak_memory_bytes=0.0, memory_limit_bytes=0.0, samples_per_step=0,
+        optimality_gap=0.0,
     )  # fmt: skip
 
 
@@ -160,9 +167,14 @@ def _compare(
         return f"its shape is {tuple(whole.shape)} in place of {tuple(expected[name].shape)}"
     difference = (whole.double() - expected[name].double()).abs().max().item() if whole.numel() else 0.0
     scale = expected[name].double().abs().max().item() if whole.numel() else 0.0
-    return f"off by {difference:.3g} where the largest entry is {scale:.3g}" if difference > _TOLERANCE * max(scale, 1e-6) else ""
+    return (
+        f"off by {difference:.3g} where the largest entry is {scale:.3g}"
+        if difference > _TOLERANCE * max(scale, 1e-6)
+        else ""
+    )
 
 
 def _describe(what: str, layer: Layer, op: Op, layout: Layout, problem: str) -> str:
     where = f" ({op.source})" if op.source else ""
-    return f"{what} is {op.name} = {op.target}{where} in layer {layer.name}, laid out as {format_layout(layout)}: {problem}"
+    place = f"in layer {layer.name}, laid out as {format_layout(layout)}"
+    return f"{what} is {op.name} = {op.target}{where} {place}: {problem}"

@@ -28,8 +28,12 @@ def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
     problems = list(_problems(plan, program, world_size, same_shapes=same_shapes))
     if problems:
         more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
-        raise PlanMismatchError("the plan does not fit: " + "; ".join(problems[:10]) + more
-                                + ". Plan again for this model, these inputs and these devices with autopar.plan(...)")
+        raise PlanMismatchError(
+            "the plan does not fit: "
+            + "; ".join(problems[:10])
+            + more
+            + ". Plan again for this model, these inputs and these devices with autopar.plan(...)"
+        )
 
 
 def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: bool) -> Iterator[str]:
@@ -41,8 +45,10 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
         yield f"it has layers {_brief(planned)}, the model has {_brief(traced)}"
         return
     if same_shapes and plan.fingerprint != program.fingerprint:
-        yield (f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
-               f"here {program.fingerprint})")
+        yield (
+            f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
+            f"here {program.fingerprint})"
+        )
     for layer, planned_layer in zip(program.layers, plan.layers, strict=True):
         if not 0 <= planned_layer.strategy < len(plan.strategies):
             yield f"layer {layer.name} has strategy {planned_layer.strategy} of {len(plan.strategies)}"
@@ -95,9 +101,7 @@ def _op_problems(
             yield f"{where}, {op.name}: factor {factor} of extent {extent} can't be cut into {degree}"
 
 
-def _layout_problems(
-    program: Program, name: str, layout: Layout, mesh: tuple[int, ...], where: str
-) -> Iterator[str]:
+def _layout_problems(program: Program, name: str, layout: Layout, mesh: tuple[int, ...], where: str) -> Iterator[str]:
     if name not in program.values:
         yield f"{where}: no value is called {name}"
         return

@@ -48,9 +48,7 @@ def _layer_table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for index, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
         layers = list(group)
-        names = (
-            layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
-        )
+        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
         table.add_row(names, *_describe_strategy(plan.strategies[index]), *_describe_cost(plan.costs[index]))
     return table
 
@@ -88,9 +86,7 @@ def _totals(plan: Plan) -> list[str]:
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates",
     ]
     if plan.price_source:
-        lines.append(
-            "prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source)
-        )
+        lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     if plan.shared_storage:
         shared = ", ".join(f"{name} ({','.join(map(str, layout))})" for name, layout in plan.shared_storage)
         lines.append(f"shared parameters    {shared} on mesh {'x'.join(map(str, plan.shared_mesh))}")
@@ -117,6 +113,4 @@ def _shares(plan: Plan) -> str:
         "optimizer": sum(cost.optimizer_s for cost in costs),
     }
     total = sum(parts.values()) or 1.0
-    return ", ".join(
-        f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005
-    )
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)

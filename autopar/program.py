@@ -179,8 +179,10 @@ class Op:
         return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
 
 
-_PRODUCTS = frozenset("linear mm addmm bmm baddbmm addbmm matmul mv addmv dot einsum bilinear".split())
-_RECURRENT = frozenset("lstm gru rnn".split())
+_PRODUCTS = frozenset(
+    ["linear", "mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "mv", "addmv", "dot", "einsum", "bilinear"]
+)
+_RECURRENT = frozenset(["lstm", "gru", "rnn"])
 
 
 def is_cheap(op: Op) -> bool:

@@ -48,7 +48,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run leaves: the loss of every step, gradients of the first step, parameters and buffers at the end."""
+    """What a training run leaves: every step's loss, the first step's gradients, parameters and buffers at the end."""
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
@@ -62,7 +62,12 @@ def run_single(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimiz
 
 
 def run_parallel(
-    model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    inputs: ExampleInputs,
+    steps: int,
+    make_optimizer: MakeOptimizer = _adamw,
 ) -> Run:
     """Train `model` by `plan`.
 
@@ -123,7 +128,9 @@ def loss_of(output: Any) -> Tensor:
 def _join_all(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for number, part in enumerate(parts):
         if part.keys() != parts[0].keys():
-            raise VerificationError(f"rank {number} and rank 0 differ in having {sorted(part.keys() ^ parts[0].keys())}")
+            raise VerificationError(
+                f"rank {number} and rank 0 differ in having {sorted(part.keys() ^ parts[0].keys())}"
+            )
     return {name: _join([part[name] for part in parts], name) for name in parts[0]}
 
 
@@ -134,7 +141,9 @@ def _join(tensors: list[Tensor], name: str) -> Tensor:
     if any(p.is_partial() for p in first.placements):
         raise VerificationError(f"{name} is left as a sum of terms ({first.placements}): an all-reduce is missing")
     layout = tuple(Placement("S", p.dim) if p.is_shard() else REPLICATE for p in first.placements)  # pyright: ignore
-    return join_layout([local_tensor(t) for t in tensors if isinstance(t, DTensor)], layout, tuple(first.device_mesh.shape), name)
+    return join_layout(
+        [local_tensor(t) for t in tensors if isinstance(t, DTensor)], layout, tuple(first.device_mesh.shape), name
+    )
 
 
 def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], name: str) -> Tensor:
@@ -174,7 +183,8 @@ def _check_replicas(tensors: list[Tensor], name: str) -> None:
 class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used like a function)
     """Inside, a differentiable float64 tensor is never cast to a narrower dtype.
 
-    Models that compute a norm or a loss in float32 whatever their parameters' dtype would hide errors in that rounding.
+    Models that compute a norm or a loss in float32 whatever their parameters' dtype would hide errors in
+    that rounding.
     """
 
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -197,9 +207,7 @@ def keep_double_program(traced: Traced) -> Traced:
     """The same for a program that was traced in float64: differentiable values stay float64."""
     program = traced.program
     values = {name: _widen_value(value) for name, value in program.values.items()}
-    layers = tuple(
-        replace(layer, ops=tuple(_widen_op(program, op) for op in layer.ops)) for layer in program.layers
-    )
+    layers = tuple(replace(layer, ops=tuple(_widen_op(program, op) for op in layer.ops)) for layer in program.layers)
     return replace(traced, program=replace(program, values=values, layers=layers))
 
 

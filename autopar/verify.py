@@ -1,7 +1,8 @@
 """Rehearse a plan without its cluster: every rank is a thread of this process, and one device is the judge.
 
-`verify` runs the program that `parallelize` would run, on the model in float64 (so that a mistake can't hide in rounding), and
-compares the loss, every gradient and the parameters after some optimizer steps with the single device's.
+`verify` runs the program that `parallelize` would run, on the model in float64 (so that a mistake can't hide
+in rounding), and compares the loss, every gradient and the parameters after some optimizer steps with the
+single device's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from autopar.trace import default_example_inputs
 
 __all__ = ["VerificationReport", "compare", "verify"]
 
-# A gradient that is zero in exact arithmetic (a bias before a norm, a key's bias) holds rounding noise only, and so does a
-# parameter that starts at zero and trains on it: they are compared on this fraction of the model's largest one.
+# A gradient that is zero in exact arithmetic (a bias before a norm, a key's bias) holds rounding noise only,
+# and so does a parameter that starts at zero and trains on it: they are compared on this fraction of the
+# model's largest one.
 _NOISE = 1e-6
 
 
@@ -38,7 +40,8 @@ class VerificationReport:
         world_size: number of simulated devices.
         loss_error: largest relative difference of a step's loss.
         gradient_errors: per parameter, the largest difference relative to the gradient's largest entry.
-        parameter_errors: per parameter, the largest difference after all steps, relative to its largest entry.
+        parameter_errors: per parameter, the largest difference after all steps, relative to its largest
+            entry.
         buffer_errors: the same for buffers.
     """
 
@@ -80,8 +83,9 @@ def verify(
 ) -> VerificationReport:
     """Run `plan` on all its ranks in this process and compare with the single device, in float64.
 
-    Every rank holds its parts of the model in this process's memory, so rehearse a small twin of a large model: fewer
-    layers of each kind's sizes, a short sequence.  Random ops can't be compared; a model that draws is refused.
+    Every rank holds its parts of the model in this process's memory, so rehearse a small twin of a large
+    model: fewer layers of each kind's sizes, a short sequence.  Random ops can't be compared; a model that
+        draws is refused.
 
     Args:
         model: the model that the plan is for, with real parameters; it is not changed.
@@ -94,7 +98,8 @@ def verify(
         parameter_tolerance: relative to each parameter's largest entry, after all steps.
 
     Raises:
-        VerificationError: something differs by more; the message names the first op whose result (or gradient) differs.
+        VerificationError: something differs by more; the message names the first op whose result (or
+            gradient) differs.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
 
     Example:
@@ -106,8 +111,10 @@ def verify(
         double.train()
     traced = keep_double_program(trace_model(double, inputs))
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
-        raise VerificationError("the model draws random numbers (dropout): ranks draw others than one device does, so there "
-                                "is nothing to compare; verify it with dropout probabilities of 0")
+        raise VerificationError(
+            "the model draws random numbers (dropout): ranks draw others than one device does, so there "
+            "is nothing to compare; verify it with dropout probabilities of 0"
+        )
     check_fit(plan, traced.program, plan.world_size, same_shapes=False)
     plan = replace(plan, fingerprint=traced.program.fingerprint)
     with keep_double():

@@ -1,8 +1,8 @@
-"""How long planning takes, from trace to plan, and how much memory: ``python benchmarks/planning.py [--case NAME ...]``.
+"""How long planning takes, from trace to plan, and how much memory: ``python benchmarks/planning.py [--case NAME]``.
 
-Every case runs in a fresh process.  Shapes are the published ones; models are on the meta device, so nothing is downloaded or
-allocated.  The nearest peer's figures for the 8B cases are in the table's last column (CPU seconds, same kind of machine: 2
-shared cores, torch 2.13 CPU; its commit a54c252).
+Every case runs in a fresh process.  Shapes are the published ones; models are on the meta device, so nothing is
+downloaded or allocated.  The nearest peer's figures for the 8B cases are in the table's last column (CPU seconds, same
+kind of machine: 2 shared cores, torch 2.13 CPU; its commit a54c252).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def run_case(case: Case) -> dict[str, float | str]:
         **{f"{stage}_s": seconds for stage, seconds in plan.planning_s},
         "step_s": plan.step_time_s,
         "gap": plan.optimality_gap,
-        "strategies": "; ".join(f"{'x'.join(map(str, s.mesh))} {'/'.join(s.labels)} zero={s.zero}" for s in plan.strategies),
+        "strategies": "; ".join(
+            f"{'x'.join(map(str, s.mesh))} {'/'.join(s.labels)} zero={s.zero}" for s in plan.strategies
+        ),
     }
 
 
@@ -82,7 +84,9 @@ def main() -> None:
     if options.in_process:
         sys.stdout.write(json.dumps(run_case(CASES[options.in_process])) + "\n")
         return
-    sys.stdout.write(f"# {' '.join(sys.argv)}: torch {torch.__version__}, {platform.processor() or platform.machine()}\n")
+    sys.stdout.write(
+        f"# {' '.join(sys.argv)}: torch {torch.__version__}, {platform.processor() or platform.machine()}\n"
+    )
     for name in options.case:
         done = subprocess.run(
             [sys.executable, __file__, "--in-process", name], capture_output=True, text=True, check=False

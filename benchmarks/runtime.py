@@ -1,9 +1,10 @@
-"""Step time of the lowered program against hand-written torch: ``python benchmarks/runtime.py [--ranks 2 4] [--steps 20]``.
+"""Step time of the lowered program against hand-written torch: ``python benchmarks/runtime.py [--ranks 2 4]``.
 
-Both train the same LLaMA-shaped model with the same strategy over gloo, in the same processes, one step of each in turn, so
-that whatever else the machine does hits both.  The figure is the median over steps of the ratio autopar / hand-written, of the
-slowest rank's seconds.  By hand: `parallelize_module` for tensor parallelism, `fully_shard` per decoder layer for data parallelism,
-and the loss on gathered logits, as torch's tutorials have it; autopar keeps the vocabulary sharded where it shards it.
+Both train the same LLaMA-shaped model with the same strategy over gloo, in the same processes, one step of each in
+turn, so that whatever else the machine does hits both.  The figure is the median over steps of the ratio autopar /
+hand-written, of the slowest rank's seconds.  By hand: `parallelize_module` for tensor parallelism, `fully_shard` per
+decoder layer for data parallelism, and the loss on gathered logits, as torch's tutorials have it; autopar keeps the
+vocabulary sharded where it shards it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def parallelize_by_hand(model: Any, sizes: tuple[int, ...], zero: int) -> nn.Mod
             parallelize_module(layer, mesh["tensor"], {
                 "input_layernorm": SequenceParallel(),
                 "self_attn": PrepareModuleInput(
-                    input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+                    input_kwarg_layouts={"hidden_states": Shard(1)},
+                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
                 ),
                 "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(),
                 "self_attn.v_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
@@ -124,8 +126,8 @@ def run_case(name: str, steps: int) -> None:
         ratios = sorted(a / b for a, b in zip(*seconds, strict=True))
         quartiles = statistics.quantiles(ratios, n=4)
         sys.stdout.write(
-            f"{name:26s} ratio median {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, "
-            f"{steps} steps; medians {statistics.median(seconds[0]):.4f} s and {statistics.median(seconds[1]):.4f} s)\n"
+            f"{name:26s} ratio median {statistics.median(ratios):.3f} "
+            f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, {steps} steps; medians {statistics.median(seconds[0]):.4f} s and {statistics.median(seconds[1]):.4f} s)\n"
         )
         for strategy in dict.fromkeys((s.mesh, s.labels, s.zero) for s in ours.plan.strategies):
             sys.stdout.write(f"    {strategy}\n")
@@ -142,7 +144,9 @@ def main() -> None:
     if "RANK" in os.environ:
         run_case(options.case, options.steps)
         return
-    sys.stdout.write(f"# {' '.join(sys.argv)}: torch {torch.__version__}, {os.cpu_count()} cores, 1 thread a rank, gloo\n")
+    sys.stdout.write(
+        f"# {' '.join(sys.argv)}: torch {torch.__version__}, {os.cpu_count()} cores, 1 thread a rank, gloo\n"
+    )
     for name, (ranks, _, _) in CASES.items():
         if ranks in options.ranks and options.case in ("", name):
             sys.stdout.flush()

@@ -1,7 +1,7 @@
 """The models that the tests train: real ones from transformers, and small ones that each hold one difficulty.
 
-Every factory returns ``(module, inputs)``: a module with a fixed seed's weights and a dict of keyword arguments.  `batch` is the
-number of samples; sizes divide by 8 where a test wants to shard them.
+Every factory returns ``(module, inputs)``: a module with a fixed seed's weights and a dict of keyword arguments.
+`batch` is the number of samples; sizes divide by 8 where a test wants to shard them.
 """
 
 from __future__ import annotations

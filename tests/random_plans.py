@@ -1,4 +1,4 @@
-"""Random legal plans: any mesh per layer kind, any option per op, any copy layout, storage, recomputation, microbatches.
+"""Random legal plans: any mesh per layer kind, any option per op, any copy layout, storage, recomputation.
 
 None of them is sensible; all of them must compute what one device computes.
 """
@@ -21,7 +21,7 @@ Mesh = tuple[int, ...]
 
 def random_plan(program: Program, world_size: int, seed: int, num_microbatches: int = 1) -> Plan:
     """A legal plan for `program`, different for every seed."""
-    rng = random.Random(seed)  # noqa: S311
+    rng = random.Random(seed)
     meshes = mesh_shapes(world_size, world_size, max_axes=3)
     time = time_assignment(program, num_microbatches)
     assert isinstance(time, TimeAssignment), time
@@ -95,7 +95,9 @@ def _random_strategy(
         chosen[op.name] = rng.choice(splits if splits and rng.random() < 0.8 else choices)
     whole: Layout = (REPLICATE,) * len(mesh)
     wanted = _layouts(layer, chosen)
-    boundary = {name: _random_boundary(program, name, mesh, num_microbatches, rng) for name in (*layer.inputs, *layer.outputs)}
+    boundary = {
+        name: _random_boundary(program, name, mesh, num_microbatches, rng) for name in (*layer.inputs, *layer.outputs)
+    }
     copies = tuple((name, rng.choice([*layouts, whole])) for name, layouts in wanted.items())
     by_name = dict(copies)
     zero = rng.choice((0, 0, 1, 2, 3))

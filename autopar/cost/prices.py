@@ -139,9 +139,7 @@ class ClusterPrices:
         work = count_work(op, operands, results)
         measured = self._measured(op, work)
         forward_s, backward_s = measured or self._roofline(work)
-        return OpTime(
-            forward_s, backward_s if differentiable else 0.0, "measured" if measured else "roofline"
-        )
+        return OpTime(forward_s, backward_s if differentiable else 0.0, "measured" if measured else "roofline")
 
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
         if work.kind in ("matmul", "attention"):
@@ -154,9 +152,7 @@ class ClusterPrices:
         if forward is None or backward is None:
             return None
         has_backward = work.num_backward_kernels > 0
-        return forward.seconds(work.num_bytes), backward.seconds(
-            work.backward_num_bytes
-        ) if has_backward else 0.0
+        return forward.seconds(work.num_bytes), backward.seconds(work.backward_num_bytes) if has_backward else 0.0
 
     def _measured_flops(self, work: Work) -> tuple[float, float] | None:
         forward = self._curves.get(f"{work.kind}/{work.dtype}/forward")
@@ -198,11 +194,7 @@ class ClusterPrices:
 
     def _roofline_s(self, compute_s: float, read_bytes: float, write_bytes: float, num_kernels: int) -> float:
         moving_s = read_bytes / self._bytes_per_s
-        return (
-            num_kernels * self.cluster.device.launch_s
-            + max(compute_s, moving_s)
-            + write_bytes / self._bytes_per_s
-        )
+        return num_kernels * self.cluster.device.launch_s + max(compute_s, moving_s) + write_bytes / self._bytes_per_s
 
     def _rate(self, work: Work) -> float:
         device = self.cluster.device

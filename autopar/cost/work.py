@@ -245,9 +245,7 @@ def _count_einsum(op: Op, operands: Types, results: Types) -> Work:
     """Two operands: every label of the equation is one loop.  An ellipsis is counted as the result's size."""
     equation = next((arg for arg in op.args if isinstance(arg, str)), "")
     if len(operands) != 2 or "->" not in equation or "." in equation:
-        return (
-            _count_matmul(op, operands, results) if len(operands) > 1 else _count_bytes(op, operands, results)
-        )
+        return _count_matmul(op, operands, results) if len(operands) > 1 else _count_bytes(op, operands, results)
     terms = equation.replace(" ", "").split("->")[0].split(",")
     extents = {
         label: size
@@ -290,9 +288,7 @@ def _count_attention(op: Op, operands: Types, results: Types) -> Work:
     )
 
 
-def _named(
-    count: Callable[[Op, Types, Types], Work], names: str
-) -> dict[str, Callable[[Op, Types, Types], Work]]:
+def _named(count: Callable[[Op, Types, Types], Work], names: str) -> dict[str, Callable[[Op, Types, Types], Work]]:
     return {name if "." in name else f"aten.{name}": count for name in names.split()}
 
 
@@ -318,8 +314,6 @@ WORK: dict[str, Callable[[Op, Types, Types], Work]] = {
     ),
     **_named(_count_lookup, "embedding index_select gather index"),
     **_named(_count_cross_entropy, "autopar.cross_entropy cross_entropy_loss"),
-    **_named(
-        _count_batch_norm, "autopar.batch_norm batch_norm native_batch_norm group_norm native_group_norm"
-    ),
+    **_named(_count_batch_norm, "autopar.batch_norm batch_norm native_batch_norm group_norm native_group_norm"),
     **_named(_count_dropout, "autopar.dropout dropout native_dropout"),
 }

@@ -68,9 +68,7 @@ def test_save_and_load_give_the_same_cluster(tmp_path):
     assert '"matmul_efficiency": 0.48' in (tmp_path / "cluster.json").read_text()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"autopar_cluster": 2}', '{"autopar_cluster": 1, "device": {}}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"autopar_cluster": 2}', '{"autopar_cluster": 1, "device": {}}'])
 def test_other_text_is_no_cluster(text):
     with pytest.raises(MeshError, match="not the JSON of a cluster"):
         Cluster.from_json(text)

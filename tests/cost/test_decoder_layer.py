@@ -55,9 +55,7 @@ def _layer_s(strategy: str, batch: int, length: int) -> float:
     compute_s = outside_s + _compute_s(local, batch / DEVICES, length, 1) + gradients_s
     if strategy == "data":
         return compute_s
-    exchanges = [
-        PRICES.collective_s("all_to_all", AXIS, 2 * local * width) for width in (HIDDEN, HIDDEN, KV, KV)
-    ]
+    exchanges = [PRICES.collective_s("all_to_all", AXIS, 2 * local * width) for width in (HIDDEN, HIDDEN, KV, KV)]
     return compute_s + 2 * sum(exchanges)
 
 

@@ -19,9 +19,7 @@ AXES = [Axis(2, 1), Axis(8, 1), Axis(4, 2), Axis(4, 8), Axis(32, 1), Axis(8, 4),
 
 
 def _profile(**curves: list[tuple[float, float]]) -> Profile:
-    found = {
-        key.replace("__", "/"): Curve(tuple(Point(*p) for p in points)) for key, points in curves.items()
-    }
+    found = {key.replace("__", "/"): Curve(tuple(Point(*p) for p in points)) for key, points in curves.items()}
     return Profile("cpu", 4, "2026-01-01", {"torch": "2"}, found)
 
 
@@ -86,9 +84,7 @@ def test_more_bytes_never_travel_faster(kind, axis, cluster, one, other):
     assert 0 < prices.collective_s(kind, axis, few) <= prices.collective_s(kind, axis, many)
 
 
-@given(
-    st.sampled_from([LINEAR, MUL]), st.lists(st.integers(1, 4096), min_size=4, max_size=4), st.integers(0, 2)
-)
+@given(st.sampled_from([LINEAR, MUL]), st.lists(st.integers(1, 4096), min_size=4, max_size=4), st.integers(0, 2))
 def test_a_larger_op_is_never_faster(an_op, extents, grown):
     rows, columns, inner, more = extents
 
@@ -187,9 +183,7 @@ def test_a_profile_of_one_node_says_nothing_about_links_between_nodes():
 POINTS = st.tuples(st.floats(1, 1e9), st.floats(1e-7, 10))
 
 
-@given(
-    st.lists(POINTS, min_size=1, max_size=6, unique_by=lambda p: p[0]), st.floats(0, 1e10), st.floats(0, 1e10)
-)
+@given(st.lists(POINTS, min_size=1, max_size=6, unique_by=lambda p: p[0]), st.floats(0, 1e10), st.floats(0, 1e10))
 def test_a_curve_never_falls(points, one, other):
     curve = Curve(tuple(Point(*p) for p in points))
     few, many = sorted((one, other))

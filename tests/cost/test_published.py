@@ -39,9 +39,7 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("row", "name", "nodes", "kind", "size", "mib", "measured", "tolerance"), COLLECTIVES
-)
+@pytest.mark.parametrize(("row", "name", "nodes", "kind", "size", "mib", "measured", "tolerance"), COLLECTIVES)
 def test_collective(row, name, nodes, kind, size, mib, measured, tolerance):
     num_bytes = mib * MIB
     share = (2 if kind == "all_reduce" else 1) * (size - 1) / size

@@ -82,9 +82,7 @@ def test_views_are_free_unless_they_drop_or_repeat_elements():
     assert (free.kind, free.num_bytes, free.backward_num_bytes) == ("view", 0, 0)
     cut = count_work(op("aten.slice.Tensor", 1, is_view=True), (tensor(4, 8),), (tensor(2, 8),))
     assert (cut.num_bytes, cut.backward_num_bytes) == (0, 32 + 64)
-    split = count_work(
-        op("aten.split.Tensor", 1, is_view=True), (tensor(4, 8),), (tensor(2, 8), tensor(2, 8))
-    )
+    split = count_work(op("aten.split.Tensor", 1, is_view=True), (tensor(4, 8),), (tensor(2, 8), tensor(2, 8)))
     assert split.num_bytes == 0
 
 

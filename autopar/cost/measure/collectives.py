@@ -69,9 +69,7 @@ def default_axes(world_size: int) -> tuple[Axis, ...]:
     return tuple(Axis(size, 1) for size in dict.fromkeys([*sizes[:4], *sizes[-1:]]))
 
 
-def measure_collectives(
-    communicator: Collectives, axes: Iterable[Axis], budget_s: float
-) -> Iterator[Measurement]:
+def measure_collectives(communicator: Collectives, axes: Iterable[Axis], budget_s: float) -> Iterator[Measurement]:
     """Measure every kind on every axis at 4 sizes, all groups of an axis at the same time.
 
     All ranks make the same calls: how often to repeat is agreed on through the communicator.
@@ -85,9 +83,7 @@ def measure_collectives(
             yield from _measure_size(communicator, axis, num_elements, slice_s)
 
 
-def _measure_size(
-    communicator: Collectives, axis: Axis, num_elements: int, slice_s: float
-) -> Iterator[Measurement]:
+def _measure_size(communicator: Collectives, axis: Axis, num_elements: int, slice_s: float) -> Iterator[Measurement]:
     whole = torch.ones(_round_up(num_elements, axis.size**2), device=communicator.device)
     part = whole[: whole.numel() // axis.size].clone()
     matrix = whole.view(axis.size, -1)

@@ -76,9 +76,7 @@ def measure_ops(device: torch.device, dtypes: tuple[str, ...], budget_s: float) 
     yield from _measure_optimizer(device, slice_s)
 
 
-def _measure_probe(
-    probe: _Probe, device: torch.device, slice_s: float, base_s: float
-) -> Iterator[Measurement]:
+def _measure_probe(probe: _Probe, device: torch.device, slice_s: float, base_s: float) -> Iterator[Measurement]:
     leaves = tuple(x.requires_grad_() for x in probe.inputs if x.is_floating_point())
     result = probe.run(*probe.inputs)
     work = _work_of(probe, result)
@@ -118,9 +116,7 @@ def _type_of(x: Tensor) -> TensorType:
     return TensorType(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
-def _sizes(
-    table: dict[str, tuple[tuple[int, ...], ...]], device: torch.device
-) -> tuple[tuple[int, ...], ...]:
+def _sizes(table: dict[str, tuple[tuple[int, ...], ...]], device: torch.device) -> tuple[tuple[int, ...], ...]:
     return table["cuda" if device.type == "cuda" else "cpu"]
 
 
@@ -183,9 +179,7 @@ def _row_probes(rows: int, device: torch.device, dtype: str) -> Iterator[_Probe]
     yield _named("autopar.cross_entropy", _cross_entropy, (x, ids), (0, 1))
 
 
-def _named(
-    target: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], saves: tuple[int, ...]
-) -> _Probe:
+def _named(target: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], saves: tuple[int, ...]) -> _Probe:
     return _Probe(f"op/{packet_name(target)}", target, run, inputs, saves)
 
 
