@@ -10,8 +10,8 @@ included, is faster at the same price of memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -220,15 +220,40 @@ def _solve(
             )
             for block in blocks
         ]  # fmt: skip
-        for number, i, j in _useful_pairs(solved, ends, keep_all=bool(demands.degrees)):
-            strategy = _keep_whole(solved[number].strategy(i, j), late)
+        attempt = _Attempt(scene, layer, demands, blocks, solved, late)
+        for number, i, j in _useful_pairs(solved, ends, attempt.suits):
+            strategy = attempt.strategy(number, i, j)
             key = (number, i, j, strategy.assignments, strategy.copies)
-            if key not in seen and _meets(scene, layer, strategy, demands, blocks[number].roles):
+            if key not in seen:
                 seen.add(key)
                 placed = solved[number].placed(i, j)
                 if late:
                     placed = replace(placed, copies={**placed.copies, **dict(strategy.copies)})
                 yield placed, strategy, (solved[number].policies[i], solved[number].policies[j])
+
+
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    """A layer solved on every block for one variant, and the strategies that were read from it."""
+
+    scene: Scene
+    layer: Layer
+    demands: LayerDemands
+    blocks: list[_Block]
+    solved: list[LayerSolutions]
+    late: frozenset[str]
+    known: dict[tuple[int, int, int], LayerStrategy] = field(default_factory=dict[tuple[int, int, int], LayerStrategy])
+
+    def strategy(self, number: int, i: int, j: int) -> LayerStrategy:
+        """The strategy of block `number` between its policies i and j."""
+        if (number, i, j) not in self.known:
+            self.known[number, i, j] = _keep_whole(self.solved[number].strategy(i, j), self.late)
+        return self.known[number, i, j]
+
+    def suits(self, number: int, i: int, j: int) -> bool:
+        """Whether that strategy does what is demanded."""
+        roles = self.blocks[number].roles
+        return _meets(self.scene, self.layer, self.strategy(number, i, j), self.demands, roles)
 
 
 def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[tuple[int, float, str]]:
@@ -319,26 +344,42 @@ def _are_new(scene: Scene, blocks: list[_Block], names: tuple[str, ...]) -> list
 
 
 def _useful_pairs(
-    solved: list[LayerSolutions], ends: _Ends, *, keep_all: bool
+    solved: list[LayerSolutions], ends: _Ends, suits: Callable[[int, int, int], bool]
 ) -> Iterator[tuple[int, int, int]]:
-    """(block, policy before, policy behind) that no other, boundary moves included, beats (or all)."""
-    starts = np.cumsum([0, *(len(solutions.policies) for solutions in solved)])
-    objective = np.full((starts[-1], starts[-1]), np.inf)
-    for start, solutions in zip(starts, solved, strict=False):
-        stop = start + len(solutions.policies)
-        objective[start:stop, start:stop] = solutions.objective_s
-    if not np.isfinite(objective).any():
-        return
+    """(block, policy before, policy behind) that suit and that no other such pair, boundary moves included, beats.
+
+    Whether a pair suits is asked only of those that look useful, until all of them do.
+    """
+    sizes = [len(solutions.policies) for solutions in solved]
+    places = [(number, i) for number, size in enumerate(sizes) for i in range(size)]
+    objective = _joint_objective(solved, sizes)
+    objective[~np.array(ends.new_before, dtype=bool)] = np.inf
+    objective[:, ~np.array(ends.new_behind, dtype=bool)] = np.inf
+    while np.isfinite(objective).any():
+        useful = [tuple(pair) for pair in np.argwhere(_is_unbeaten(objective, ends)).tolist()]
+        wrong = [(i, j) for i, j in useful if not suits(*places[i], places[j][1])]
+        if not wrong:
+            yield from ((*places[i], places[j][1]) for i, j in useful)
+            return
+        objective[tuple(np.transpose(wrong))] = np.inf
+
+
+def _joint_objective(solved: list[LayerSolutions], sizes: list[int]) -> Array:
+    """The objective of every pair of states; only those of one block can be a pair."""
+    objective = np.full((sum(sizes), sum(sizes)), np.inf)
+    start = 0
+    for solutions, size in zip(solved, sizes, strict=True):
+        objective[start : start + size, start : start + size] = solutions.objective_s
+        start += size
+    return objective
+
+
+def _is_unbeaten(objective: Array, ends: _Ends) -> npt.NDArray[np.bool_]:
     discount = _DISCOUNT * float(objective.min())
     closed = _min_plus(np.maximum(ends.before_s - discount, 0.0), objective)
     closed = _min_plus(closed, np.maximum(ends.behind_s - discount, 0.0))
-    for row, column in np.argwhere(np.isfinite(objective)).tolist():
-        if not (ends.new_before[row] and ends.new_behind[column]):
-            continue
-        # Strictly faster is what beats: so nothing is dropped in a circle.
-        if keep_all or objective[row, column] <= closed[row, column] * (1 + 1e-12):
-            block = int(np.searchsorted(starts, row, side="right")) - 1
-            yield block, row - int(starts[block]), column - int(starts[block])
+    # Strictly faster is what beats: so nothing is dropped in a circle.
+    return np.isfinite(objective) & (objective <= closed * (1 + 1e-12))
 
 
 def _min_plus(first: Array, second: Array) -> Array:
