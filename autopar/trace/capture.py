@@ -140,12 +140,13 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torc
             wrapper.records.custom_functions.append((function.__qualname__, where))
 
     try:
-        with compat.intercept_autograd_functions(report), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            exported = torch.export.export(wrapper, tuple(inputs), strict=False)
-        compat.inline_grad_regions(exported.graph_module)
-        exported = compat.run_decompositions(exported)
+            with compat.intercept_autograd_functions(report):
+                exported = torch.export.export(wrapper, tuple(inputs), strict=False)
+            compat.inline_grad_regions(exported.graph_module)
+            exported = compat.run_decompositions(exported)
     except AutoparError:
         raise
     except Exception as error:
