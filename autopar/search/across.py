@@ -388,7 +388,8 @@ def _moves(
 
     last = len(task.program.layers) - 1
     moves = tuple(matrix(index, index + 1) for index in range(last))
-    skips = tuple(Skip(p, r, matrix(p, r)) for p, r in between if r > p + 1)
+    # Many skips are free: what is whole everywhere crosses for nothing.
+    skips = tuple(Skip(p, r, matrix(p, r)) for p, r in between if r > p + 1 and matrix(p, r).any())
     return moves, skips
 
 

@@ -167,8 +167,7 @@ def _follow_hull(pool: Paths, cap: float) -> list[_Sweep]:
     points: dict[float, tuple[_Sweep, float, float]] = {}
 
     def visit(price: float) -> tuple[_Sweep, float, float]:
-        sweep = _sweep(pool.chain, price, cap, pool)
-        persistent = float(path_costs(pool.chain, sweep.path[None])[0, 1])
+        sweep, persistent = _sweep(pool, price, cap)
         points[price] = (sweep, sweep.value_s - price * (persistent - pool.chain.fixed_bytes), persistent)
         return points[price]
 
@@ -187,17 +186,18 @@ def _follow_hull(pool: Paths, cap: float) -> list[_Sweep]:
     return [points[price][0] for price in sorted(points)]
 
 
-def _sweep(chain: Chain, price: float, cap: float, pool: Paths | None = None) -> _Sweep:
-    """The exact optimum at this price under this cap; the paths found go into the pool."""
-    extra = _skip_bounds(chain)
-    value, path = _shortest(chain, price, cap, extra)
-    if pool is not None:
-        pool.add(path)
-        best = path
-        for round_number in range(_SKIP_ROUNDS * 2 if chain.skips else 0):
-            best = _shortest(chain, price, cap, _skip_costs(chain, best, round_number % 2 == 0))[1]
-            pool.add(best)
-    return _Sweep(price, value, path)
+def _sweep(pool: Paths, price: float, cap: float) -> tuple[_Sweep, float]:
+    """The exact optimum at this price under this cap, and its persistent bytes; the paths found go into the
+    pool.
+    """
+    chain = pool.chain
+    value, path = _shortest(chain, price, cap, _skip_bounds(chain))
+    found = [path]
+    for round_number in range(_SKIP_ROUNDS * 2 if chain.skips else 0):
+        extra = _skip_costs(chain, found[-1], round_number % 2 == 0)
+        found.append(_shortest(chain, price, cap, extra)[1])
+    persistent = float(pool.add(*found)[0, 1])
+    return _Sweep(price, value, path), persistent
 
 
 # Seconds added to a layer by its state: (before the layer, behind it).
@@ -235,22 +235,26 @@ def _skip_costs(chain: Chain, path: Indices, readers_adapt: bool) -> Extra:
 def _shortest(chain: Chain, price: float, cap: float, extra: Extra) -> tuple[float, Indices]:
     """Dynamic programming over the layers: the least value, without the chain's fixed part, and its path."""
     matrices: dict[int, tuple[Array, Indices]] = {}
+    # By (state behind, state before): a minimum along rows is the fast one.
+    through_s: dict[int, Array] = {}
+    distinct = {id(moves): moves for moves in chain.moves_s}
+    moves_s = {key: np.ascontiguousarray(moves.T) for key, moves in distinct.items()}
     for table in chain.tables:
         if id(table) not in matrices:
             matrices[id(table)] = _cheapest(chain.num_states, table, price, cap)
+            through_s[id(table)] = np.ascontiguousarray(matrices[id(table)][0].T)
     reached = np.zeros(chain.num_states)
     came: list[tuple[Indices, Indices]] = []
-    columns = np.arange(chain.num_states)
+    states = np.arange(chain.num_states)
     for layer, table in enumerate(chain.tables):
-        source = columns
+        source = states
         if layer:
-            moved = reached[:, None] + chain.moves_s[layer - 1]
-            source = moved.argmin(axis=0)
-            reached = moved[source, columns]
-        before, behind = extra.get(layer, (0.0, 0.0))
-        through = (reached + before)[:, None] + matrices[id(table)][0]
-        entry = through.argmin(axis=0)
-        reached = through[entry, columns] + behind
+            source, reached = _arrive(moves_s[id(chain.moves_s[layer - 1])], reached, states)
+        if layer in extra:
+            reached = reached + extra[layer][0]
+        entry, reached = _arrive(through_s[id(table)], reached, states)
+        if layer in extra:
+            reached = reached + extra[layer][1]
         came.append((source, entry))
     state = int(reached.argmin())
     value = float(reached[state])
@@ -260,6 +264,13 @@ def _shortest(chain: Chain, price: float, cap: float, extra: Extra) -> tuple[flo
         path[layer] = matrices[id(chain.tables[layer])][1][entry[state], state]
         state = int(source[entry[state]])
     return value, path
+
+
+def _arrive(matrix: Array, reached: Array, states: Indices) -> tuple[Indices, Array]:
+    """Per row of `matrix` the column from which it is cheapest to come, and what that takes in all."""
+    total = matrix + reached
+    best = total.argmin(axis=1)
+    return best, total[states, best]
 
 
 def _cheapest(num_states: int, table: LayerTable, price: float, cap: float) -> tuple[Array, Indices]:
