@@ -51,6 +51,29 @@ class Dropped(nn.Module):
         return {"loss": kept.square().mean(), "kept": kept}
 
 
+class OddlyDropped(nn.Module):
+    """A dropout that can't be cut: its sizes are odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(15, 64), nn.GELU(), nn.Linear(64, 15), nn.Dropout(0.3))
+        self.head = nn.Linear(15, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[7, 15] and [7] -> a scalar."""
+        return functional.cross_entropy(self.head(self.body(x)), y)
+
+
+def check_draws_of_whole_values() -> None:
+    """What is whole on every device is dropped alike, so replicas stay equal as they train."""
+    inputs = {"x": torch.ones(7, 15), "y": torch.arange(7) % 5}
+    parallel = parallelize(OddlyDropped(), inputs, constraints=("zero=3",))
+    torch.manual_seed(dist.get_rank())
+    losses = train(parallel, inputs, OPTIMIZERS["sgd momentum"], steps=3)
+    assert len(set(losses)) == 3
+    assert_replicas_agree(parallel)
+
+
 def make_gpt(name: str = "plain_gpt", dropout: float = 0.2) -> models.Model:
     """Models with dropout; that of "gpt2" drops inside attention, too."""
     torch.manual_seed(0)
@@ -150,6 +173,7 @@ def test_dropout() -> None:
     launch(
         2,
         partial(check_draws_of_shards),
+        partial(check_draws_of_whole_values),
         partial(check_draws_of_replicas, ("tensor=2",)),
         partial(check_draws_of_replicas, ("data=2", "zero=1")),
         partial(check_recomputation, ("tensor=2",)),
