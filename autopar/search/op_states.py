@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.placement import Axis, Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
@@ -59,12 +60,12 @@ def op_states(
     """
     every = options_of(op)
     whole = option_of(op, "-")
-    choices = [
-        [o for o in every if allowed is None or allowed(op, axis, o)] if size > 1 else [whole]
+    choices = tuple(
+        (every if allowed is None else tuple(o for o in every if allowed(op, axis, o))) if size > 1 else (whole,)
         for axis, size in enumerate(mesh)
-    ]
+    )
     types = _microbatch_types(program, op, index, view)
-    time = {view.factors[index]: view.num_microbatches}
+    time = (view.factors[index], view.num_microbatches)
     return _make_states(choices, mesh, types, time)
 
 
@@ -78,9 +79,9 @@ def assigned_state(
         KeyError: the op has no such factor.
     """
     options = tuple(option_of(op, factor) for factor in factors)
-    time = {view.factors[index]: view.num_microbatches}
+    time = (view.factors[index], view.num_microbatches)
     types = _microbatch_types(program, op, index, view)
-    states = _make_states([[option] for option in options], mesh, types, time)
+    states = _make_states(tuple((option,) for option in options), mesh, types, time)
     if not states:
         raise ValueError(f"{op.name} ({op.target}) can't split {factors} on mesh {mesh}: sizes don't divide")
     return states[0]
@@ -110,15 +111,16 @@ class _Partial:
     kernel: str
 
 
+@lru_cache(maxsize=1024)  # many ops of a layer are alike but for what they compute
 def _make_states(
-    choices: list[list[Option]], mesh: tuple[int, ...], types: _Types, time: dict[str, int]
+    choices: tuple[tuple[Option, ...], ...], mesh: tuple[int, ...], types: _Types, time: tuple[str, int]
 ) -> tuple[OpState, ...]:
     """The legal states in the order of the choices, the last axis running fastest; `time` is the factor that
     microbatches cut, and into how many.
 
     States with equal local types share them as objects, so that these can be told apart by identity.
     """
-    partials = [_Partial((), types, dict(time), "")]
+    partials = [_Partial((), types, dict([time]), "")]
     known: dict[_Types, _Types] = {}
     for options, size in zip(choices, mesh, strict=True):
         cuts: dict[tuple[int, int], _Types | None] = {}
@@ -151,8 +153,9 @@ def _extend(
     if key not in cuts:
         operands = _cut_types(partial.local[0], option.operands, size)
         results = _cut_types(partial.local[1], option.results, size)
-        fits = operands is not None and results is not None
-        cuts[key] = known.setdefault((operands, results), (operands, results)) if fits else None
+        cuts[key] = None
+        if operands is not None and results is not None:
+            cuts[key] = known.setdefault((operands, results), (operands, results))
     local = cuts[key]
     if local is None:
         return None

@@ -1,0 +1,73 @@
+"""How much work a search does, counted: time on a shared machine says little."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autopar.search import SearchRequest, TrainingSpec, across, candidates, chain, layer_cost, search
+from tests.search.across_programs import decoder_model
+from tests.search.inner_programs import TablePrices
+
+COUNTED = (
+    (candidates, "build_problem"),
+    (candidates, "solve_problem"),
+    (candidates, "running_costs"),
+    (candidates, "storage_cost"),
+    (layer_cost, "placed_cost"),
+    (across, "fastest_paths"),
+    (chain, "_shortest"),
+)
+
+
+@pytest.fixture
+def count_work(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Counter[str]]:
+    """Search a model of so many decoder layers on 4 devices: how often each of `COUNTED` ran."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    for module, name in COUNTED:
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+
+    def count(num_layers: int) -> Counter[str]:
+        calls.clear()
+        program = decoder_model(num_layers, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)
+        request = SearchRequest(None, TrainingSpec(), (), max_microbatches=2)
+        search(program, 4, TablePrices(devices_per_node=2), request)
+        return Counter(calls)
+
+    return count
+
+
+def test_a_problem_is_built_and_solved_once_for_all_its_uses(
+    count_work: Callable[[int], Counter[str]],
+) -> None:
+    work = count_work(3)
+    trials = work["fastest_paths"]
+    assert trials == 2  # one and two microbatches
+    kinds, meshes, variants = 3, 2, 3
+    assert work["build_problem"] == trials * kinds * meshes
+    assert work["solve_problem"] == trials * kinds * meshes * variants
+    # Each strategy is priced once for all ways to recompute and to store it.
+    assert work["placed_cost"] == kinds  # those of the plan
+    assert work["running_costs"] <= 220
+    assert work["storage_cost"] <= 180
+    # A sweep is one run of dynamic programming: no value of this program skips a layer at a cost.
+    assert work["_shortest"] <= 230
+
+
+def test_work_does_not_grow_with_depth(count_work: Callable[[int], Counter[str]]) -> None:
+    shallow, deep = count_work(3), count_work(24)
+    for name in ("build_problem", "solve_problem", "fastest_paths"):
+        assert shallow[name] == deep[name]
+    assert deep["running_costs"] <= 1.2 * shallow["running_costs"]
+    assert deep["_shortest"] <= 2 * shallow["_shortest"]
