@@ -19,7 +19,7 @@ from autopar.lower.communicator import Communicator, simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
-from autopar.program import Op, Program, TensorType, Value
+from autopar.program import Op, TensorType, Value
 from autopar.trace import Traced
 
 __all__ = [
@@ -204,22 +204,38 @@ def _widen_dtype(x: Any) -> Any:
 
 
 def keep_double_program(traced: Traced) -> Traced:
-    """The same for a program that was traced in float64: differentiable values stay float64."""
+    """`traced` computing in float64, and taking inputs of its own dtypes.
+
+    Parameters, buffers, inputs and all that is computed from them become float64, casts between them included;
+    constants and what is computed from them or from integers stays as it is, as it would in a model whose parameters
+    are float64.
+    """
     program = traced.program
-    values = {name: _widen_value(value) for name, value in program.values.items()}
-    layers = tuple(replace(layer, ops=tuple(_widen_op(program, op) for op in layer.ops)) for layer in program.layers)
-    return replace(traced, program=replace(program, values=values, layers=layers))
+    wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
+    for layer in program.layers:
+        for op in layer.ops:
+            if any(name in wide and program.values[name].type.is_floating for name in op.operands):
+                wide.update(op.results)
+    values = {name: _widen_value(value) if name in wide else value for name, value in program.values.items()}
+    layers = tuple(
+        replace(layer, ops=tuple(_widen_op(op) if wide.intersection(op.results) else op for op in layer.ops))
+        for layer in program.layers
+    )
+
+    def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        tensors = traced.flatten_inputs(args, kwargs)
+        return [x.double() if x.is_floating_point() else x for x in tensors]
+
+    return replace(traced, program=replace(program, values=values, layers=layers), flatten_inputs=flatten_inputs)
 
 
 def _widen_value(value: Value) -> Value:
-    if not value.requires_grad or value.type.dtype not in ("float32", "bfloat16", "float16"):
+    if value.type.dtype not in ("float32", "bfloat16", "float16"):
         return value
     return replace(value, type=TensorType(value.type.shape, "float64"))
 
 
-def _widen_op(program: Program, op: Op) -> Op:
-    if not any(program.values[name].requires_grad for name in op.results):
-        return op
+def _widen_op(op: Op) -> Op:
     return replace(op, args=_widen_arg(op.args), kwargs=tuple((key, _widen_arg(arg)) for key, arg in op.kwargs))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from autopar.api import ExampleInputs, trace_model
 from autopar.diagnosis import first_difference
-from autopar.errors import VerificationError
+from autopar.errors import AutoparError, PlanMismatchError, VerificationError
 from autopar.fit import check_fit
 from autopar.plan import Plan
 from autopar.rehearsal import MakeOptimizer, Run, keep_double, keep_double_program, run_parallel, run_single
-from autopar.trace import default_example_inputs
+from autopar.shrinking import shrink_inputs, shrink_plan
+from autopar.trace import Traced, default_example_inputs
 
 __all__ = ["VerificationReport", "compare", "verify"]
 
@@ -70,12 +71,13 @@ class VerificationReport:
         )
 
 
-def verify(
+def verify(  # noqa: PLR0913  (all but three have good defaults)
     model: nn.Module,
     plan: Plan,
     example_inputs: ExampleInputs | None = None,
     *,
     steps: int = 3,
+    shrink: bool = True,
     make_optimizer: MakeOptimizer = torch.optim.AdamW,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,
@@ -83,15 +85,17 @@ def verify(
 ) -> VerificationReport:
     """Run `plan` on all its ranks in this process and compare with the single device, in float64.
 
-    Every rank holds its parts of the model in this process's memory, so rehearse a small twin of a large
-    model: fewer layers of each kind's sizes, a short sequence.  Random ops can't be compared; a model that
-        draws is refused.
+    Shapes are shrunk first, consistently: the plan's axes to their smallest factors on at most 8 devices, and the batch
+    as far as the model takes it.  The model's own sizes stay, and every simulated rank holds its part of it here, so
+    for a model that fills a device give a twin with fewer and narrower layers.  Random ops can't be compared; a model that
+    draws is refused.
 
     Args:
         model: the model that the plan is for, with real parameters; it is not changed.
         plan: what to rehearse.
         example_inputs: as in `autopar.parallelize`.
         steps: optimizer steps.
+        shrink: False rehearses with all devices and the whole batch.
         make_optimizer: parameters -> optimizer.
         loss_tolerance: relative.
         gradient_tolerance: relative to each gradient's largest entry.
@@ -105,20 +109,19 @@ def verify(
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
-    inputs = _as_double(default_example_inputs(model) if example_inputs is None else example_inputs)
-    double = copy.deepcopy(model).double()
-    if not double.training:
-        double.train()
-    traced = keep_double_program(trace_model(double, inputs))
+    inputs = default_example_inputs(model) if example_inputs is None else example_inputs
+    plan = shrink_plan(plan) if shrink else plan
+    batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])
+    inputs, traced = _first_that_fits(model, plan, batches)
+    double = copy.deepcopy(model).double().train()
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(
             "the model draws random numbers (dropout): ranks draw others than one device does, so there "
             "is nothing to compare; verify it with dropout probabilities of 0"
         )
-    check_fit(plan, traced.program, plan.world_size, same_shapes=False)
     plan = replace(plan, fingerprint=traced.program.fingerprint)
     with keep_double():
-        expected = run_single(double, inputs, steps, make_optimizer)
+        expected = run_single(double, _as_double(inputs), steps, make_optimizer)
     found = run_parallel(double, traced, plan, inputs, steps, make_optimizer)
     report = compare(expected, found, plan.world_size)
     if (
@@ -128,6 +131,20 @@ def verify(
     ):
         raise VerificationError(f"{report}. {first_difference(double, traced, plan, inputs)}")
     return report
+
+
+def _first_that_fits(model: nn.Module, plan: Plan, batches: Iterator[ExampleInputs]) -> tuple[ExampleInputs, Traced]:
+    """The first of `batches` that the model takes and the plan fits, and the model traced on it."""
+    problem: AutoparError | None = None
+    for inputs in batches:
+        try:
+            traced = keep_double_program(trace_model(model, inputs))
+            check_fit(plan, traced.program, plan.world_size, same_shapes=False)
+        except AutoparError as error:
+            problem = error
+            continue
+        return inputs, traced
+    raise problem or PlanMismatchError("there is no batch to rehearse the plan with")
 
 
 def _as_double(inputs: ExampleInputs) -> ExampleInputs:

@@ -127,7 +127,8 @@ def run_case(name: str, steps: int) -> None:
         quartiles = statistics.quantiles(ratios, n=4)
         sys.stdout.write(
             f"{name:26s} ratio median {statistics.median(ratios):.3f} "
-            f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, {steps} steps; medians {statistics.median(seconds[0]):.4f} s and {statistics.median(seconds[1]):.4f} s)\n"
+            f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, {steps} steps; "
+            f"medians {statistics.median(seconds[0]):.4f} s and {statistics.median(seconds[1]):.4f} s)\n"
         )
         for strategy in dict.fromkeys((s.mesh, s.labels, s.zero) for s in ours.plan.strategies):
             sys.stdout.write(f"    {strategy}\n")
