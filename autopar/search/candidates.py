@@ -484,10 +484,10 @@ def _recompute_variants(scene: Scene, demands: LayerDemands) -> tuple[str, ...]:
 
 
 def _drop_dominated(candidates: list[_Draft]) -> Iterator[_Draft]:
-    """Between the same policies, those that no other beats in time, persistent and transient bytes."""
-    groups: dict[tuple[Policy, Policy], list[_Draft]] = {}
+    """On one mesh between the same policies, those that no other beats in time, persistent and transient bytes."""
+    groups: dict[tuple[object, ...], list[_Draft]] = {}
     for candidate in candidates:
-        groups.setdefault(candidate.policies, []).append(candidate)
+        groups.setdefault((candidate.strategy.mesh, *candidate.policies), []).append(candidate)
     for group in groups.values():
         costs = np.array([(c.cost.total_s, c.cost.persistent_bytes, c.cost.transient_bytes) for c in group])
         kept: list[int] = []

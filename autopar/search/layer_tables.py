@@ -202,10 +202,8 @@ def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
 def _kept(op: Op, recompute: str) -> Iterator[tuple[int, str]]:
     """The tensors that one op keeps, as indices into operands, then results."""
     names = (*op.operands, *op.results)
-    if recompute == "selective":
-        positions = () if is_cheap(op) else range(len(op.operands), len(names))
-    else:
-        positions = op.saves
+    results = () if is_cheap(op) else range(len(op.operands), len(names))
+    positions = results if recompute == "selective" else op.saves
     return ((position, names[position]) for position in positions)
 
 
