@@ -67,9 +67,7 @@ class Device:
             "memory_efficiency",
             "usable_memory_fraction",
         )
-        _check_numbers(
-            self, positive=positive, fractions=fractions, others=("launch_s", "reserved_memory_bytes")
-        )
+        _check_numbers(self, positive=positive, fractions=fractions, others=("launch_s", "reserved_memory_bytes"))
         wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not rate > 0}
         if wrong:
             raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {wrong}")
@@ -170,9 +168,7 @@ class Cluster:
                 "Describe others: Cluster(Device(...), devices_per_node, num_nodes, Link(...), Link(...))"
             )
         device, within = _DEVICES[key]
-        return cls(
-            device, devices_per_node, nodes, within, _LOOPBACK if key == "cpu" else _BETWEEN.get(key, _NDR)
-        )
+        return cls(device, devices_per_node, nodes, within, _LOOPBACK if key == "cpu" else _BETWEEN.get(key, _NDR))
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -180,9 +176,7 @@ class Cluster:
         return tuple(sorted(_DEVICES | _ALIASES))
 
     @classmethod
-    def from_mesh(
-        cls, mesh: Any, devices_per_node: int | None = None, device_name: str | None = None
-    ) -> Self:
+    def from_mesh(cls, mesh: Any, devices_per_node: int | None = None, device_name: str | None = None) -> Self:
         """The cluster that a `torch.distributed.DeviceMesh` spans.
 
         Args:
@@ -200,9 +194,7 @@ class Cluster:
         if kind == "cpu":
             return cls._of_cpu(world, devices_per_node or world)
         if kind != "cuda":
-            raise MeshError(
-                f"a mesh of {kind!r} devices can't be priced; use a 'cuda' or 'cpu' mesh or pass a Cluster"
-            )
+            raise MeshError(f"a mesh of {kind!r} devices can't be priced; use a 'cuda' or 'cpu' mesh or pass a Cluster")
         cuda = sys.modules["torch"].cuda if device_name is None or devices_per_node is None else None
         found = device_name if cuda is None or device_name is not None else str(cuda.get_device_name())
         per_node = devices_per_node or min(world, int(cast(Any, cuda).device_count()))
@@ -277,16 +269,13 @@ def _check_numbers(
         low = value >= 0 if name in others else value > 0
         if not low or value == float("inf") or (name in fractions and value > 1):
             wanted = "in (0, 1]" if name in fractions else "at least 0" if name in others else "positive"
-            raise MeshError(
-                f"{type(thing).__name__} {thing.name!r}: {name} must be {wanted} and finite, got {value}"
-            )
+            raise MeshError(f"{type(thing).__name__} {thing.name!r}: {name} must be {wanted} and finite, got {value}")
 
 
 def _num_nodes(world: int, per_node: int) -> int:
     if world % per_node:
         raise MeshError(
-            f"a mesh of {world} devices is no multiple of the {per_node} devices of a node; "
-            "pass devices_per_node"
+            f"a mesh of {world} devices is no multiple of the {per_node} devices of a node; pass devices_per_node"
         )
     return world // per_node
 
@@ -368,9 +357,7 @@ _H_MATMUL = (
     "published: best shape 794.5 of 989 TFLOP/s (HW-0258), 0.82 without the time to write the result; "
     "estimate: 0.76 over usual shapes"
 )
-_H_ATTENTION = (
-    "published: 335 of 989 TFLOP/s as the sequence grows, head dim 128, causal (FlashAttention-2, figure 7)"
-)
+_H_ATTENTION = "published: 335 of 989 TFLOP/s as the sequence grows, head dim 128, causal (FlashAttention-2, figure 7)"
 
 _H100 = Device(
     name="H100-80GB",

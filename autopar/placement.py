@@ -154,9 +154,7 @@ def refine_layout(layout: Layout, mesh: tuple[int, ...], refined: tuple[int, ...
     placements = [p for p, size in zip(layout, mesh, strict=True) if size > 1]
     found: list[Placement] = []
     for fine in mesh_axes(refined):
-        owner = [
-            p for p, a in zip(placements, axes, strict=True) if a.stride <= fine.stride < a.stride * a.size
-        ]
+        owner = [p for p, a in zip(placements, axes, strict=True) if a.stride <= fine.stride < a.stride * a.size]
         found.append(owner[0] if owner else REPLICATE)
     return tuple(found)
 

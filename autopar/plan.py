@@ -288,9 +288,7 @@ def _check_consistency(plan: Plan) -> None:
         raise PlanFormatError(f"{len(plan.strategies)} strategies but {len(plan.costs)} costs: one each")
     for layer in plan.layers:
         if not 0 <= layer.strategy < len(plan.strategies):
-            raise PlanFormatError(
-                f"layer {layer.name!r} names strategy {layer.strategy} of {len(plan.strategies)}"
-            )
+            raise PlanFormatError(f"layer {layer.name!r} names strategy {layer.strategy} of {len(plan.strategies)}")
     for name, layout in plan.shared_storage:
         if len(layout) != len(plan.shared_mesh):
             raise PlanFormatError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from autopar.placement import Placement
 
@@ -191,12 +191,16 @@ def is_cheap(op: Op) -> bool:
     Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a kernel that
     communicates; random ops (to draw again takes the generator's state); ops of other libraries.
     """
-    namespace, _, name = op.target.partition(".")
+    return _computes_little(op.target) and not (op.is_random or any(o.collectives for o in op.options))
+
+
+@lru_cache(maxsize=1024)
+def _computes_little(target: str) -> bool:
+    namespace, _, name = target.partition(".")
     words = name.split(".")[0].split("_")
     is_convolution = any(word.startswith("conv") and word != "convert" for word in words)
     is_heavy = is_convolution or "attention" in words or not _PRODUCTS.union(_RECURRENT).isdisjoint(words)
-    communicates = any(option.collectives for option in op.options)
-    return namespace in ("aten", "autopar", "prims") and not (is_heavy or communicates or op.is_random)
+    return namespace in ("aten", "autopar", "prims") and not is_heavy
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
     Shapes are shrunk first, consistently: the plan's axes to their smallest factors on at most 8 devices, and the batch
     as far as the model takes it.  The model's own sizes stay, and every simulated rank holds its part of it here, so
-    for a model that fills a device give a twin with fewer and narrower layers.  Random ops can't be compared; a model that
-    draws is refused.
+    for a model that fills a device give a twin with fewer and narrower layers.  Random ops can't be compared; a model
+    that draws is refused.
 
     Args:
         model: the model that the plan is for, with real parameters; it is not changed.

@@ -54,9 +54,7 @@ def main(num_steps: int, batch_size: int, sequence_length: int) -> None:
     console.print(str(model.plan), markup=False, highlight=False, soft_wrap=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, step_times_s = train(
-        model, optimizer, model.clip_grad_norm_, batches, console, f"{mesh.size()} processes"
-    )
+    losses, step_times_s = train(model, optimizer, model.clip_grad_norm_, batches, console, f"{mesh.size()} processes")
     held_bytes = measure_held_bytes(model, optimizer)
     saved_bytes = measure_saved_bytes(model, batches[0])
 
@@ -183,13 +181,9 @@ def print_losses(console: Console, parallel: list[float], single: list[float]) -
     console.print(f"Largest difference of all {len(single)} steps: {largest:.1e}")
 
 
-def print_predictions(
-    console: Console, plan: autopar.Plan, step_s: float, held_bytes: int, saved_bytes: int
-) -> None:
+def print_predictions(console: Console, plan: autopar.Plan, step_s: float, held_bytes: int, saved_bytes: int) -> None:
     """Prediction beside measurement, then the ratio."""
-    table = Table(
-        "", "predicted", "measured", "measured / predicted", title="Prediction and measurement, rank 0"
-    )
+    table = Table("", "predicted", "measured", "measured / predicted", title="Prediction and measurement, rank 0")
     table.add_row(
         "step time",
         f"{plan.step_time_s:.3f} s",
@@ -211,9 +205,7 @@ def print_predictions(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=256)

@@ -42,9 +42,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
-            context.Process(
-                target=_run_rank, args=(function, rank, world, args, folder, timeout_s), daemon=True
-            )
+            context.Process(target=_run_rank, args=(function, rank, world, args, folder, timeout_s), daemon=True)
             for rank in range(world)
         ]
         try:

@@ -165,9 +165,7 @@ def _parse_argument(text: str, line: str) -> Argument:
     pattern: Pattern
     if rest.startswith("["):
         items = (_parse_argument(item, line).pattern for item in _split(rest[1:-1]))
-        pattern = ListPattern(
-            tuple(item for item in items if isinstance(item, TensorPattern | LiteralPattern))
-        )
+        pattern = ListPattern(tuple(item for item in items if isinstance(item, TensorPattern | LiteralPattern)))
     elif rest == "#":
         pattern = LiteralPattern()
     elif match := re.fullmatch(r"@(-?\d+)?", rest):
@@ -183,13 +181,9 @@ def _parse_tensor(text: str, line: str) -> TensorPattern:
     dims = () if words == ["()"] else tuple(words)
     bad = [dim for dim in dims if dim not in {"_", "*", "...", "*-@"} and not _FACTOR.fullmatch(dim)]
     if bad or not words:
-        raise RuleError(
-            f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'"
-        )
+        raise RuleError(f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'")
     if sum(dim in {"*", "...", "*-@"} for dim in dims) > 1:
-        raise RuleError(
-            f"rule {line!r}: {text!r} has more than one of '*' and '...', so its dims can't be told apart"
-        )
+        raise RuleError(f"rule {line!r}: {text!r} has more than one of '*' and '...', so its dims can't be told apart")
     return TensorPattern(dims, is_offset, is_same)
 
 
@@ -209,13 +203,9 @@ def _check(declaration: Declaration) -> None:
     if unknown := (declaration.summed | kernel_factors) - operand_dims - {"@", "*"}:
         raise RuleError(f"rule {line!r}: the remarks name {sorted(unknown)}, which no argument has")
     if "*" in operand_dims and not ({"*", "*-@"} & kept or "*" in declaration.summed):
-        raise RuleError(
-            f"rule {line!r}: the dims '*' vanish: add '| sum *', or write '...' if they can't be split"
-        )
+        raise RuleError(f"rule {line!r}: the dims '*' vanish: add '| sum *', or write '...' if they can't be split")
     if clash := {dim for dim in named if _STAR_FACTOR.fullmatch(dim)} and "*" in operand_dims | kept:
-        raise RuleError(
-            f"rule {line!r}: names such as 'd0' are those of the dims of '*'; choose others ({clash})"
-        )
+        raise RuleError(f"rule {line!r}: names such as 'd0' are those of the dims of '*'; choose others ({clash})")
 
 
 def _dims(pattern: Pattern) -> tuple[str, ...]:

@@ -163,11 +163,7 @@ def _has_ref(arg: Arg) -> bool:
 def _dims_argument(arguments: tuple[Argument, ...], op: Op, rank: int) -> tuple[int, ...]:
     for index, argument in enumerate(arguments):
         if isinstance(argument.pattern, DimsPattern):
-            given = (
-                op.args[index]
-                if index < len(op.args)
-                else dict(op.kwargs).get("dim", dict(op.kwargs).get("dims"))
-            )
+            given = op.args[index] if index < len(op.args) else dict(op.kwargs).get("dim", dict(op.kwargs).get("dims"))
             return named_dims(argument.pattern.default if given is None else given, rank)
     return ()
 
@@ -186,9 +182,7 @@ def _star_rank(pattern: TensorPattern, rank: int) -> int:
     return rank - len(pattern.dims) + 1 if "*" in pattern.dims else 0
 
 
-def _expand(
-    pattern: TensorPattern, rank: int, star_rank: int, named: frozenset[str]
-) -> tuple[str, ...] | None:
+def _expand(pattern: TensorPattern, rank: int, star_rank: int, named: frozenset[str]) -> tuple[str, ...] | None:
     """`pattern` as one factor (or "_") per dim of a tensor with `rank` dims; None if it has no such rank."""
     dims = pattern.dims[-rank:] if pattern.is_offset and rank < len(pattern.dims) else pattern.dims
     dims = dims if rank else ()
@@ -204,9 +198,7 @@ def _expand(
     elif dims[at] == "*-@":
         stars = [f"d{index}" for index in range(star_rank)]
         left = [star for star in stars if star not in named]
-        block = (
-            tuple(_WHOLE if star in named else star for star in stars) if count == star_rank else tuple(left)
-        )
+        block = tuple(_WHOLE if star in named else star for star in stars) if count == star_rank else tuple(left)
         if len(block) != count:
             return None
     return dims[:at] + block + dims[at + 1 :]
@@ -224,10 +216,7 @@ def _carrying_dims(bound: _Bound, factor: str) -> list[tuple[int, ...]]:
     """Per operand, then per result, the dims that carry `factor` (broadcast ones don't)."""
     tensors = bound.operands + bound.results
     largest = max(
-        size
-        for tensor in tensors
-        for size, name in zip(tensor.shape, tensor.factors, strict=True)
-        if name == factor
+        size for tensor in tensors for size, name in zip(tensor.shape, tensor.factors, strict=True) if name == factor
     )
     return [
         tuple(

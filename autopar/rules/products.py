@@ -31,8 +31,7 @@ _TABLE = {
 
 def _matmul(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     left, right = (
-        "k" if len(kind.shape) == 1 else side
-        for kind, side in zip(operand_types, ("* m k", "* k n"), strict=True)
+        "k" if len(kind.shape) == 1 else side for kind, side in zip(operand_types, ("* m k", "* k n"), strict=True)
     )
     result = {("k", "k"): "()", ("* m k", "k"): "* m", ("k", "* k n"): "* n"}.get((left, right), "* m n")
     return Line(f"{left}, {right} -> {result} | sum k, plus 0, plus 1")
@@ -72,9 +71,7 @@ def _convolution(num_spatial: int, groups_at: int) -> Rule:
 
 def _transposed(num_spatial: int) -> Rule:
     def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-        return _convolution_line(
-            op, operand_types, num_spatial, argument(op, 6, "groups", 1), is_transposed=True
-        )
+        return _convolution_line(op, operand_types, num_spatial, argument(op, 6, "groups", 1), is_transposed=True)
 
     return rule
 
@@ -149,11 +146,7 @@ RULES: Mapping[str, Rule] = {
     "aten.matmul.default": _matmul,
     "aten.einsum.default": _einsum,
     "aten.convolution.default": _general_convolution,
-    **{
-        f"aten.conv{n}d.{overload}": _convolution(n, 6)
-        for n in (1, 2, 3)
-        for overload in ("default", "padding")
-    },
+    **{f"aten.conv{n}d.{overload}": _convolution(n, 6) for n in (1, 2, 3) for overload in ("default", "padding")},
     **{f"aten.conv_transpose{n}d.{'default' if n == 1 else 'input'}": _transposed(n) for n in (1, 2, 3)},
     "aten.scaled_dot_product_attention.default": _attention,
 }

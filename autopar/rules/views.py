@@ -57,9 +57,7 @@ def _text(dims: list[str]) -> str:
     return " ".join(dims) or "()"
 
 
-def _view(
-    source: list[str], target: list[str], *, num_results: int = 1, size_args: tuple[int, ...] = ()
-) -> Line:
+def _view(source: list[str], target: list[str], *, num_results: int = 1, size_args: tuple[int, ...] = ()) -> Line:
     results = ", ".join([_text(target)] * num_results)
     return Line(f"{_text(source)} -> {results} | plus 0", size_args, is_view=True)
 
@@ -160,14 +158,10 @@ def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
 def _slice(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     """slice(x, dim, start, end, step): a slice of everything leaves its dim free to be split."""
     shape = operand_types[0].shape
-    dim, start, end, step = (
-        argument(op, at, "", default) for at, default in ((1, 0), (2, 0), (3, None), (4, 1))
-    )
+    dim, start, end, step = (argument(op, at, "", default) for at, default in ((1, 0), (2, 0), (3, None), (4, 1)))
     if not isinstance(dim, int):
         return None
-    is_all = (
-        start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= shape[dim]))
-    )
+    is_all = start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= shape[dim]))
     names = dim_names(len(shape)) if is_all else dim_names(len(shape), dim)
     return _view(names, names)
 

@@ -76,11 +76,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
 def _note_outputs(program: Program) -> str:
     """With microbatches only the loss is carried out."""
     others = dict.fromkeys(name for name in program.outputs if name != program.loss)
-    return (
-        f"in microbatches only the loss is returned; these outputs are not: {', '.join(others)}"
-        if others
-        else ""
-    )
+    return f"in microbatches only the loss is returned; these outputs are not: {', '.join(others)}" if others else ""
 
 
 class Task:
@@ -132,9 +128,7 @@ class Task:
         for layer in self.program.layers:
             for name in layer.held:
                 count[name] = count.get(name, 0) + 1
-        return tuple(
-            n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter"
-        )
+        return tuple(n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter")
 
     @cached_property
     def memory_price_s_per_byte(self) -> float:
@@ -155,9 +149,7 @@ class Task:
     def classes(self) -> tuple[int, ...]:
         """Per layer, the index of the first layer that has the same candidates."""
         first: dict[tuple[object, ...], int] = {}
-        return tuple(
-            first.setdefault(self._signature(index), index) for index in range(len(self.program.layers))
-        )
+        return tuple(first.setdefault(self._signature(index), index) for index in range(len(self.program.layers)))
 
     def _signature(self, index: int) -> tuple[object, ...]:
         layer, program = self.program.layers[index], self.program
@@ -186,9 +178,7 @@ def _microbatch_counts(task: Task) -> Iterator[tuple[int, TimeAssignment]]:
         found = time_assignment(task.program, count)
         if isinstance(found, str):
             task.notes.append(
-                f"no gradient accumulation: {found}"
-                if count == 2
-                else f"at most {count // 2} microbatches: {found}"
+                f"no gradient accumulation: {found}" if count == 2 else f"at most {count // 2} microbatches: {found}"
             )
             return
         yield count, found
@@ -205,9 +195,7 @@ def _trials(task: Task) -> Iterator[Trial]:
     cache: dict[tuple[object, ...], tuple[Candidate, ...]] = {}
     known: list[Trial] = []
     for count, assignment in _microbatch_counts(task):
-        made = [
-            _make_trial(task, count, dict(assignment.factors), shared, cache) for shared in _shared_menu(task)
-        ]
+        made = [_make_trial(task, count, dict(assignment.factors), shared, cache) for shared in _shared_menu(task)]
         trials = [trial for trial in made if trial is not None]
         if known and not any(_adds(trial, known) for trial in trials):
             return
@@ -326,18 +314,12 @@ def _search_class(task: Task, scene: Scene, layer: Layer, first: int) -> tuple[C
     for wanted in _relaxed(demands):
         found = layer_candidates(scene, layer, task.meshes, wanted)
         if found:
-            given_up = [
-                f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees
-            ]
+            given_up = [f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees]
             if given_up:
-                task.notes.append(
-                    f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can"
-                )
+                task.notes.append(f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can")
             task.settled[first] = wanted
             return found
-    raise ConstraintError(
-        f"no strategy for layer {layer.name} meets the constraints: relax those that match it"
-    )
+    raise ConstraintError(f"no strategy for layer {layer.name} meets the constraints: relax those that match it")
 
 
 def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
@@ -428,8 +410,6 @@ def _shared_cost(task: Task, scene: Scene) -> tuple[float, ParameterMemory]:
         gradient += memory.gradient_bytes
         optimizer += memory.optimizer_bytes
         if value.requires_grad and training.is_training:
-            rate = optimizer_s_per_element(
-                task.program, value.type.dtype, task.world_size, task.prices, training
-            )
+            rate = optimizer_s_per_element(task.program, value.type.dtype, task.world_size, task.prices, training)
             seconds += stored * rate
     return seconds, ParameterMemory(parameter, gradient, optimizer)

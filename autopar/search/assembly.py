@@ -111,8 +111,7 @@ def assemble_plan(choice: Choice, program: Program, prices: Prices, training: Tr
         shared_mesh=choice.shared_mesh,
         shared_storage=_shared_storage(program, choice),
         step_time_s=sum(cost.total_s for cost in costs),
-        peak_memory_bytes=sum(cost.persistent_bytes for cost in costs)
-        + max(cost.transient_bytes for cost in costs),
+        peak_memory_bytes=sum(cost.persistent_bytes for cost in costs) + max(cost.transient_bytes for cost in costs),
         memory_limit_bytes=prices.memory_bytes,
         samples_per_step=choice.num_samples,
         optimality_gap=0.0,
@@ -136,9 +135,7 @@ def _value_names(layer: Layer) -> tuple[str, ...]:
     return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
 
 
-def _price_sources(
-    choice: Choice, costs: list[LayerCost], training: TrainingSpec
-) -> tuple[tuple[str, float], ...]:
+def _price_sources(choice: Choice, costs: list[LayerCost], training: TrainingSpec) -> tuple[tuple[str, float], ...]:
     """Shares of the step time: computing by the source of its prices, collectives, and the optimizer."""
     seconds: dict[str, float] = {}
     known: dict[int, dict[str, float]] = {}

@@ -103,9 +103,7 @@ class _Block:
     roles: Roles
 
 
-def _build(
-    scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles
-) -> LayerProblem:
+def _build(scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles) -> LayerProblem:
     return build_problem(
         scene.program, layer, mesh, prices=scene.prices, training=scene.training,
         num_microbatches=scene.num_microbatches, time=scene.time[layer.kind],
@@ -125,9 +123,7 @@ def _role_choices(mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[Role
             yield roles
 
 
-def _allowed(
-    scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles
-) -> Allowed | None:
+def _allowed(scene: Scene, layer: Layer, mesh: tuple[int, ...], demands: LayerDemands, roles: Roles) -> Allowed | None:
     """Which options the demands leave; with microbatches, what is cut in time later stays whole."""
     program = scene.program
     whole = {layer.held[position] for position in demands.whole}
@@ -200,8 +196,7 @@ def _cut_late(scene: Scene, layer: Layer) -> frozenset[str]:
     return frozenset(
         name
         for name, flow in flows.items()
-        if not view.values[name].is_shard
-        and any(view.operands[op][mention].is_shard for op, mention in flow.readers)
+        if not view.values[name].is_shard and any(view.operands[op][mention].is_shard for op, mention in flow.readers)
     )
 
 
@@ -323,11 +318,7 @@ def _conversion(scene: Scene, blocks: list[_Block], names: tuple[str, ...]) -> A
         problem = blocks[0].problem
         flow = problem.flows[name]
         has_gradient = flow.value.requires_grad and scene.training.is_training
-        ends = [
-            (block.problem.mesh, layout)
-            for block in blocks
-            for layout in _layouts(scene, block.problem, name)
-        ]
+        ends = [(block.problem.mesh, layout) for block in blocks for layout in _layouts(scene, block.problem, name)]
         total += crossing_matrix(
             scene.prices, problem.view.value_type(flow), has_gradient, scene.num_microbatches, ends, ends
         )
@@ -446,9 +437,7 @@ def _stored_variants(scene: Scene, base: PlacedLayer, demands: LayerDemands) -> 
             yield _Stored(level, storage, storage_cost(placed, scene.prices, scene.training))
 
 
-def _zero_variants(
-    scene: Scene, mesh: tuple[int, ...], demands: LayerDemands
-) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _zero_variants(scene: Scene, mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[tuple[int, tuple[int, ...]]]:
     axes = tuple(axis for axis, size in enumerate(mesh) if size > 1)
     subsets = [s for count in range(len(axes), 0, -1) for s in itertools.combinations(axes, count)]
     for zero in range(4) if demands.zero < 0 else (demands.zero,):

@@ -107,11 +107,7 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
     key, separator, value = (part.strip() for part in text.partition("="))
     if key not in keys:
         if key in (*_GLOBAL, *_SCOPED):
-            where = (
-                "holds for the whole plan, without a pattern"
-                if key in _GLOBAL
-                else "needs a pattern before it"
-            )
+            where = "holds for the whole plan, without a pattern" if key in _GLOBAL else "needs a pattern before it"
             raise ConstraintError(f"constraint {whole_text!r}: {key!r} {where}")
         near = difflib.get_close_matches(key, keys, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -137,9 +133,7 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Setting:
     numbers = tuple(int(part) for part in parts)
     if key == "mesh":
         if math.prod(numbers) != world_size:
-            raise ConstraintError(
-                f"constraint {text!r}: {math.prod(numbers)} devices, but there are {world_size}"
-            )
+            raise ConstraintError(f"constraint {text!r}: {math.prod(numbers)} devices, but there are {world_size}")
         return numbers
     if key == "zero" and numbers[0] > 3:
         raise ConstraintError(f"constraint {text!r}: the ZeRO level is 0, 1, 2 or 3")
@@ -177,9 +171,7 @@ class _Demands:
     """Demands per layer while they are collected; a scoped one overrides a global one."""
 
     program: Program
-    settings: list[dict[str, tuple[Setting, str]]] = field(
-        default_factory=list[dict[str, tuple[Setting, str]]]
-    )
+    settings: list[dict[str, tuple[Setting, str]]] = field(default_factory=list[dict[str, tuple[Setting, str]]])
     whole: list[set[int]] = field(default_factory=list[set[int]])
 
     def __post_init__(self) -> None:

@@ -52,16 +52,11 @@ class Crossing:
         return self.output, self.input, self.tensor, self.requires_grad
 
 
-def find_crossings(
-    program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int
-) -> tuple[Crossing, ...]:
+def find_crossings(program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int) -> tuple[Crossing, ...]:
     """Every value that crosses, in the order of its readers; `time` has each layer kind's factors in time."""
     where: dict[str, tuple[int, int]] = {}
     crossings: list[Crossing] = []
-    cuts = {
-        layer.kind: _output_cuts(program, layer, time[layer.kind], num_microbatches)
-        for layer in program.kinds
-    }
+    cuts = {layer.kind: _output_cuts(program, layer, time[layer.kind], num_microbatches) for layer in program.kinds}
     for index, layer in enumerate(program.layers):
         for position, name in enumerate(layer.inputs):
             if name in where:
@@ -88,9 +83,7 @@ def crossing_steps(source: Placed, target: Placed) -> tuple[Step, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _steps(
-    mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_layout: Layout
-) -> tuple[Step, ...]:
+def _steps(mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_layout: Layout) -> tuple[Step, ...]:
     refined = refine_mesh(mesh, to_mesh)
     return reshard(refine_layout(layout, mesh, refined), refine_layout(to_layout, to_mesh, refined), refined)
 

@@ -240,9 +240,7 @@ def _undominated(tables: list[Table], variable: int) -> npt.NDArray[np.bool_] | 
 def _backtrack(buckets: list[_Bucket], sizes: Sequence[int], keep: Sequence[int]) -> States:
     """The minimising states, for all joint states of `keep` at once."""
     shape = tuple(sizes[v] for v in keep)
-    chosen: dict[int, States] = dict(
-        zip(keep, np.indices(shape).reshape(len(keep), math.prod(shape)), strict=True)
-    )
+    chosen: dict[int, States] = dict(zip(keep, np.indices(shape).reshape(len(keep), math.prod(shape)), strict=True))
     count = math.prod(shape)
     for bucket in reversed(buckets):
         domain = bucket.domains[bucket.variable]
@@ -258,9 +256,7 @@ def _backtrack(buckets: list[_Bucket], sizes: Sequence[int], keep: Sequence[int]
             total += costs[tuple(index)]
         chosen[bucket.variable] = domain[total.argmin(axis=1)]
     columns = [chosen[v] for v in range(len(sizes))]
-    return (
-        np.stack(columns, axis=-1).reshape(*shape, len(sizes)) if columns else np.zeros((*shape, 0), np.intp)
-    )
+    return np.stack(columns, axis=-1).reshape(*shape, len(sizes)) if columns else np.zeros((*shape, 0), np.intp)
 
 
 def _evaluate(tables: Iterable[Table], assignments: States) -> Array:

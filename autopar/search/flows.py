@@ -115,9 +115,7 @@ def option_of(op: Op, factor: str) -> Option:
     for option in options_of(op):
         if option.factor == factor:
             return option
-    raise KeyError(
-        f"{op.name} ({op.target}) has no factor {factor!r}; it has {[o.factor for o in options_of(op)]}"
-    )
+    raise KeyError(f"{op.name} ({op.target}) has no factor {factor!r}; it has {[o.factor for o in options_of(op)]}")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ __all__ = ["describe_infeasible"]
 _GIB = 2.0**30
 
 
-def describe_infeasible(
-    choices: Iterable[Choice], limit_bytes: float, notes: Iterable[str] = ()
-) -> InfeasibleError:
+def describe_infeasible(choices: Iterable[Choice], limit_bytes: float, notes: Iterable[str] = ()) -> InfeasibleError:
     """The error that names the smallest of `choices`, what fills it, and what would help."""
     needed, parts, choice = min(((*_fill(choice), choice) for choice in choices), key=lambda entry: entry[0])
     filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())

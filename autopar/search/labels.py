@@ -124,9 +124,7 @@ def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tall
     for position in weight_operands(program, op):
         weight = program.type_of(op.operands[position])
         is_cut = option is not None and option.operands[position].is_shard
-        in_stack = (
-            is_cut and len(weight.shape) == 3 and option is not None and option.operands[position].dim == 0
-        )
+        in_stack = is_cut and len(weight.shape) == 3 and option is not None and option.operands[position].dim == 0
         what = "stack" if in_stack else "cut" if is_cut else "whole"
         tally.weights[what] = tally.weights.get(what, 0.0) + weight.num_elements
     if option is not None and option.kernel.startswith("vocab_parallel"):

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 
 from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
-from autopar.program import Layer, Op, Program
+from autopar.program import Layer, Op, Program, is_cheap
 from autopar.search.flows import Flow
 from autopar.search.layer_memory import activation_memory, held_memory
 from autopar.search.op_states import kernel_runs
 from autopar.search.placed import PlacedLayer, SharedStorage, place
 from autopar.search.prices import Prices
 from autopar.search.reshard_tables import LOCAL
-from autopar.search.training import TrainingSpec, is_cheap
+from autopar.search.training import TrainingSpec
 
 __all__ = [
     "PricedCollective",
@@ -37,6 +37,7 @@ __all__ = [
     "layer_collectives",
     "layer_cost",
     "optimizer_s_per_element",
+    "own_training",
     "parameter_times",
     "placed_collectives",
     "placed_cost",
@@ -107,8 +108,15 @@ def layer_cost(
     return placed_cost(place(program, layer, strategy, num_microbatches, shared_storage), prices, training)
 
 
+def own_training(program: Program, layer: Layer, training: TrainingSpec) -> TrainingSpec:
+    """How this layer is trained: a layer that no gradient reaches runs as it does outside training."""
+    trains = any(is_differentiable(program, op, training) for op in layer.ops)
+    return training if trains else replace(training, is_training=False)
+
+
 def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
     """As `layer_collectives`, of a layer that a strategy has been applied to."""
+    training = own_training(placed.program, placed.layer, training)
     held = (flow for flow in placed.read_flows() if flow.is_parameter)
     stored = [run for flow in held for run in _storage_collectives(placed, flow, training)]
     return (*stored, *_running_collectives(placed, training))
@@ -123,13 +131,9 @@ def _running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterato
         for run in kernel_runs(state, placed.mesh):
             backward = run.phase == "backward"
             if not backward or training.is_training:
-                yield PricedCollective(
-                    op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel"
-                )
+                yield PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel")
             if not backward and _reruns_collectives(placed, training):
-                yield PricedCollective(
-                    op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel"
-                )
+                yield PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel")
 
 
 def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
@@ -148,16 +152,20 @@ def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -
         yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose)
     for op, mention in flow.readers:
         num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
-        yield from _collectives(
-            name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose
-        )
+        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose)
     if flow.output >= 0:
-        yield from _collectives(name, placed.to_output(flow), (first, first), times, purpose)
+        back = 0 if _is_only_returned(placed.program, name) else times[1]
+        yield from _collectives(name, placed.to_output(flow), (first, first), (count, back, again), purpose)
 
 
-def _storage_collectives(
-    placed: PlacedLayer, flow: Flow, training: TrainingSpec
-) -> Iterator[PricedCollective]:
+def _is_only_returned(program: Program, name: str) -> bool:
+    """Whether the caller alone reads a value beside the loss, so that no gradient comes from outside the layer."""
+    if not program.loss or name == program.loss or name not in program.outputs:
+        return False
+    return not any(name in layer.inputs for layer in program.layers)
+
+
+def _storage_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Iterator[PricedCollective]:
     """The collectives between a parameter's storage and its copy."""
     tensor = flow.value.type
     gathers, reduces = parameter_times(placed.zero, placed.view.num_microbatches, training)
@@ -210,6 +218,7 @@ def running_costs(
     placed: PlacedLayer, hows: Iterable[str], prices: Prices, training: TrainingSpec
 ) -> dict[str, LayerCost]:
     """The part of `placed_cost` that does not depend on storage, for each of these ways to recompute."""
+    training = own_training(placed.program, placed.layer, training)
     count = placed.view.num_microbatches
     forward_s = [0.0] * len(placed.states)
     backward_s = 0.0
@@ -244,6 +253,7 @@ def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) ->
     """The part of `placed_cost` that depends on storage and ZeRO level: gathers and reductions of parameters,
     the optimizer, and the memory of parameters.
     """
+    training = own_training(placed.program, placed.layer, training)
     seconds = 0.0
     for flow in placed.read_flows():
         if flow.is_parameter:
@@ -292,9 +302,7 @@ def _optimizer_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSp
             continue
         if tensor.dtype not in rates:
             devices = math.prod(placed.mesh)
-            rates[tensor.dtype] = optimizer_s_per_element(
-                placed.program, tensor.dtype, devices, prices, training
-            )
+            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
         stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
         seconds += math.prod(stored) * rates[tensor.dtype]
     return seconds

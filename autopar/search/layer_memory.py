@@ -20,11 +20,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.placement import Step, local_shape
-from autopar.program import itemsize_bytes
+from autopar.program import is_cheap, itemsize_bytes
 from autopar.search.flows import Flow, is_alias
 from autopar.search.placed import PlacedLayer
 from autopar.search.reshard_tables import LOCAL
-from autopar.search.training import TrainingSpec, is_cheap
+from autopar.search.training import TrainingSpec
 
 __all__ = ["ParameterMemory", "activation_memory", "held_memory", "parameter_memory"]
 
@@ -66,9 +66,7 @@ def parameter_memory(
             transient += copied * itemsize
         else:
             gradient += copied * itemsize
-    return ParameterMemory(
-        parameter, gradient, stored * training.optimizer_state_bytes_per_element, transient
-    )
+    return ParameterMemory(parameter, gradient, stored * training.optimizer_state_bytes_per_element, transient)
 
 
 def held_memory(placed: PlacedLayer, training: TrainingSpec) -> ParameterMemory:

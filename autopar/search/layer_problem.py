@@ -94,9 +94,7 @@ class LayerSolutions:
         """
         where = (policy_in, policy_out)
         if not np.isfinite(self.objective_s[where]):
-            raise ValueError(
-                f"layer {self.problem.layer.name} has no allowed strategy on mesh {self.problem.mesh}"
-            )
+            raise ValueError(f"layer {self.problem.layer.name} has no allowed strategy on mesh {self.problem.mesh}")
         if where not in self._placed:
             self._placed[where] = _read_assignment(self, *where)
         return self._placed[where]
@@ -163,9 +161,7 @@ def solve_problem(
     if min(sizes) == 0:
         nothing = np.full((count, count), np.inf)
         rows = np.zeros((count, count, len(sizes)), np.intp)
-        return LayerSolutions(
-            problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows
-        )
+        return LayerSolutions(problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows)
     tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte)
     found = minimise(sizes, tables, keep=(before, behind))
     return LayerSolutions(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.placement import REPLICATE, Axis, Layout, local_shape
-from autopar.program import Layer, Op, Program
+from autopar.program import Layer, Op, Program, is_cheap
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import Table
 from autopar.search.flows import Flow, TimeView, is_alias
@@ -24,7 +24,7 @@ from autopar.search.placed import SharedStorage, stored_steps
 from autopar.search.prices import Prices
 from autopar.search.reshard_tables import LOCAL
 from autopar.search.storage import storage_layout
-from autopar.search.training import TrainingSpec, is_cheap
+from autopar.search.training import TrainingSpec
 
 __all__ = ["LayerProblem", "OpTable", "ParameterChoice", "ReshardTable", "tidy", "variant_tables"]
 
@@ -148,9 +148,7 @@ def _parameter_seconds(
     seconds = 0.0
     for step in stored_steps(name, stored, copy, problem.mesh, problem.shared_storage):
         seconds += _price(price, step.forward, step.axis, tensor.num_bytes * step.fraction, gathers)
-        seconds += _price(
-            price, step.backward, step.axis, gradient_bytes * step.fraction, reduces if trains else 0
-        )
+        seconds += _price(price, step.backward, step.axis, gradient_bytes * step.fraction, reduces if trains else 0)
     if name in problem.shared_storage:
         return seconds
     elements = math.prod(local_shape(tensor.shape, stored, problem.mesh))
@@ -178,9 +176,7 @@ def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
             if name not in problem.program.inputs:
                 flow = problem.flows[name]
                 tensor = problem.view.value_type(flow)
-                layouts = [
-                    arrival_layout(problem.program, name, p, problem.mesh, tensor) for p in problem.policies
-                ]
+                layouts = [arrival_layout(problem.program, name, p, problem.mesh, tensor) for p in problem.policies]
                 local = [math.prod(local_shape(tensor.shape, layout, problem.mesh)) for layout in layouts]
                 itemsize = tensor.num_bytes / max(1, tensor.num_elements)
                 yield (len(problem.sizes) - 2,), itemsize * np.array(local, dtype=float)
@@ -193,9 +189,7 @@ def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
                 savers.setdefault(root, []).append((index, position))
     for mentions in savers.values():
         for index, position in mentions:
-            bytes_by_state = [
-                (*s.operand_types, *s.result_types)[position].num_bytes for s in problem.states[index]
-            ]
+            bytes_by_state = [(*s.operand_types, *s.result_types)[position].num_bytes for s in problem.states[index]]
             yield (index,), np.array(bytes_by_state, dtype=float) / len(mentions)
 
 

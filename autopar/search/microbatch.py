@@ -171,11 +171,7 @@ def _time_options(op: Op, num_microbatches: int, differentiable: bool) -> list[O
         if all(option.factor != factor for option in options):
             num_operands, num_results = len(op.operands), len(op.results)
             options.append(Option(factor, (placement,) * num_operands, (placement,) * num_results))
-    fitting = [
-        o
-        for o in options
-        if o.extent % num_microbatches == 0 and o.factor != ("-" if differentiable else "~")
-    ]
+    fitting = [o for o in options if o.extent % num_microbatches == 0 and o.factor != ("-" if differentiable else "~")]
     rank = {"-": 0, "~": 3, "+": 2}
     return sorted(fitting, key=lambda o: (rank.get(o.factor, 1), min((p.dim for p in o.results), default=0)))
 
@@ -245,9 +241,7 @@ def _propagate_forward(problem: _Problem) -> Op | None:
 
 def _grow(problem: _Problem, constraint: _Constraint) -> None:
     if constraint.op is None:
-        problem.domains.setdefault(constraint.results[0], set()).update(
-            problem.domains.get(constraint.operands[0], ())
-        )
+        problem.domains.setdefault(constraint.results[0], set()).update(problem.domains.get(constraint.operands[0], ()))
         return
     for result in constraint.results:
         problem.domains.setdefault(result, set())
@@ -314,9 +308,7 @@ def _allowed_by_options(problem: _Problem, constraint: _Constraint) -> dict[Vari
     for position, variable in enumerate(constraint.operands):
         wanted = {option.operands[position] for option in constraint.options}
         fitting = {
-            p
-            for p in problem.domains[variable]
-            if any(_is_free(problem, variable, p, target) for target in wanted)
+            p for p in problem.domains[variable] if any(_is_free(problem, variable, p, target) for target in wanted)
         }
         allowed[variable] = allowed.get(variable, fitting) & fitting
     for position, variable in enumerate(constraint.results):

@@ -92,12 +92,8 @@ _Types = tuple[tuple[TensorType, ...], tuple[TensorType, ...]]
 
 def _microbatch_types(program: Program, op: Op, index: int, view: TimeView) -> _Types:
     """Types of operands and results in one microbatch."""
-    operands = tuple(
-        view.cut(program.type_of(n), p) for n, p in zip(op.operands, view.operands[index], strict=True)
-    )
-    results = tuple(
-        view.cut(program.type_of(n), p) for n, p in zip(op.results, view.results[index], strict=True)
-    )
+    operands = tuple(view.cut(program.type_of(n), p) for n, p in zip(op.operands, view.operands[index], strict=True))
+    results = tuple(view.cut(program.type_of(n), p) for n, p in zip(op.results, view.results[index], strict=True))
     return operands, results
 
 

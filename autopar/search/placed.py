@@ -81,9 +81,7 @@ def stored_steps(
         return reshard(stored, copy, mesh)
     shared_mesh, shared_layout = shared[name]
     refined = refine_mesh(shared_mesh, mesh)
-    return reshard(
-        refine_layout(shared_layout, shared_mesh, refined), refine_layout(copy, mesh, refined), refined
-    )
+    return reshard(refine_layout(shared_layout, shared_mesh, refined), refine_layout(copy, mesh, refined), refined)
 
 
 def place(
@@ -110,7 +108,5 @@ def place(
         program, layer, strategy.mesh, flows, view, states, known, strategy.inputs, strategy.outputs,
         strategy.storage, strategy.zero, strategy.recompute, shared or {},
     )  # fmt: skip
-    known.update(
-        {flow.value.name: placed.source(flow) for flow in placed.read_flows() if flow.value.name not in known}
-    )
+    known.update({flow.value.name: placed.source(flow) for flow in placed.read_flows() if flow.value.name not in known})
     return placed

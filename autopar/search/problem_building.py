@@ -16,7 +16,7 @@ from autopar.placement import BROADCAST, REPLICATE, Layout, Placement
 from autopar.program import Layer, Program, TensorType
 from autopar.search.boundary import Policy, arrival_layout, boundary_policies, has_whole_boundary
 from autopar.search.flows import Flow, TimeView, find_flows, time_view
-from autopar.search.layer_cost import is_differentiable, optimizer_s_per_element, updates
+from autopar.search.layer_cost import is_differentiable, optimizer_s_per_element, own_training, updates
 from autopar.search.layer_tables import LayerProblem, OpTable, ParameterChoice, ReshardTable, tidy
 from autopar.search.op_states import Allowed, OpState, kernel_runs, op_states
 from autopar.search.placed import SharedStorage
@@ -55,6 +55,7 @@ def build_problem(  # noqa: PLR0913  (a keyword for each thing that a problem de
         allowed: restricts the options of ops; without it all that divide are.
         shared_storage: parameters that are stored elsewhere.
     """
+    training = own_training(program, layer, training)
     flows = find_flows(program, layer)
     view = time_view(layer, flows, time, num_microbatches)
     states = tuple(op_states(program, op, index, mesh, view, allowed) for index, op in enumerate(layer.ops))
@@ -64,12 +65,8 @@ def build_problem(  # noqa: PLR0913  (a keyword for each thing that a problem de
         name for name in layer.outputs
         if name in program.outputs and name not in later and not has_whole_boundary(program, name)
     )  # fmt: skip
-    scene = _Scene(
-        program, layer, mesh, policies, training, prices, flows, view, states, free, shared_storage or {}
-    )
-    domains = {
-        name: _copy_domain(scene, flow) for name, flow in flows.items() if _has_copy_variable(scene, flow)
-    }
+    scene = _Scene(program, layer, mesh, policies, training, prices, flows, view, states, free, shared_storage or {})
+    domains = {name: _copy_domain(scene, flow) for name, flow in flows.items() if _has_copy_variable(scene, flow)}
     copy_variables = {name: len(states) + index for index, name in enumerate(domains)}
     sizes = (*map(len, states), *map(len, domains.values()), len(policies), len(policies))
     op_tables: tuple[OpTable, ...] = ()
@@ -178,9 +175,7 @@ def _op_table(scene: _Scene, index: int) -> OpTable:
         for run in kernel_runs(state, scene.mesh):
             backward = run.phase == "backward"
             if not backward or scene.training.is_training:
-                columns[3 if backward else 2, row] += scene.prices.collective_s(
-                    run.kind, run.axis, run.num_bytes
-                )
+                columns[3 if backward else 2, row] += scene.prices.collective_s(run.kind, run.axis, run.num_bytes)
     return OpTable(*(count * columns))
 
 
@@ -197,9 +192,7 @@ class _Pricer:
     def ids(self, layouts: list[Layout]) -> Ids:
         """Numbers of these layouts; to be asked for before the first table is."""
         strip = self._active
-        return np.array(
-            [self._ids.setdefault(tuple(x[axis] for axis in strip), len(self._ids)) for x in layouts]
-        )
+        return np.array([self._ids.setdefault(tuple(x[axis] for axis in strip), len(self._ids)) for x in layouts])
 
     def between(self, src: Ids, dst: Ids, num_bytes: float) -> tuple[Array, Array]:
         """Seconds (forward, backward) from each layout of `src` to each of `dst`."""
@@ -224,9 +217,7 @@ def _reshard_tables(
     scene: _Scene, copy_variables: dict[str, int], domains: dict[str, tuple[Layout, ...]]
 ) -> tuple[ReshardTable, ...]:
     pricer = _Pricer(scene)
-    links = [
-        link for flow in scene.flows.values() for link in _links(scene, flow, copy_variables, domains, pricer)
-    ]
+    links = [link for flow in scene.flows.values() for link in _links(scene, flow, copy_variables, domains, pricer)]
     return tuple(_reshard_table(scene, pricer, *link) for link in links)
 
 

@@ -11,9 +11,7 @@ __all__ = ["storage_layout"]
 
 
 @lru_cache(maxsize=1 << 16)
-def storage_layout(
-    copy: Layout, tensor: TensorType, mesh: tuple[int, ...], shard_axes: tuple[int, ...] = ()
-) -> Layout:
+def storage_layout(copy: Layout, tensor: TensorType, mesh: tuple[int, ...], shard_axes: tuple[int, ...] = ()) -> Layout:
     """The layout in which a parameter is stored that compute reads as `copy`.
 
     Where compute reads a slice, that slice is stored.  On those of `shard_axes` (indices of mesh axes) where
@@ -38,9 +36,7 @@ def storage_layout(
     return tuple(best[1].get(axis, placement) for axis, placement in enumerate(stored))
 
 
-def _serve(
-    dim: int, free: list[int], copy: Layout, tensor: TensorType, mesh: tuple[int, ...]
-) -> tuple[int, list[int]]:
+def _serve(dim: int, free: list[int], copy: Layout, tensor: TensorType, mesh: tuple[int, ...]) -> tuple[int, list[int]]:
     """On which of the `free` axes dim `dim` can be stored in slices, and into how many."""
     cut_by_compute = [axis for axis, placement in enumerate(copy) if placement == shard(dim)]
     size = tensor.shape[dim]

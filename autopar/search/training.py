@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from autopar.program import Op, itemsize_bytes
+from autopar.program import itemsize_bytes
 
-__all__ = ["TrainingSpec", "is_cheap"]
+__all__ = ["TrainingSpec"]
 
 
 @dataclass(frozen=True)
@@ -39,40 +38,3 @@ class TrainingSpec:
         """Bytes per element that a step reads and writes: the gradient once, parameter and state twice."""
         stored = self.storage_itemsize(dtype) + self.optimizer_state_bytes_per_element
         return self.gradient_itemsize(dtype) + 2 * stored
-
-
-_PRODUCTS = frozenset(
-    {
-        "linear",
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "addbmm",
-        "matmul",
-        "mv",
-        "addmv",
-        "dot",
-        "einsum",
-        "bilinear",
-    }
-)
-_RECURRENT = frozenset({"lstm", "gru", "rnn"})
-
-
-def is_cheap(op: Op) -> bool:
-    """Whether selective recomputation runs `op` again in backward instead of keeping its result.
-
-    Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a
-    kernel that communicates; random ops (to draw again takes the generator's state); ops of other libraries.
-    """
-    return _computes_little(op.target) and not (op.is_random or any(o.collectives for o in op.options))
-
-
-@lru_cache(maxsize=1024)
-def _computes_little(target: str) -> bool:
-    namespace, _, name = target.partition(".")
-    words = name.split(".")[0].split("_")
-    is_convolution = any(word.startswith("conv") and word != "convert" for word in words)
-    is_heavy = is_convolution or "attention" in words or not _PRODUCTS.union(_RECURRENT).isdisjoint(words)
-    return namespace in ("aten", "autopar", "prims") and not is_heavy

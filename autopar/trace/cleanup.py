@@ -62,9 +62,7 @@ def drop_needless_copies(graph: Graph) -> Graph:
     Views become reshapes: on a device's local tensors, whose strides may differ from the whole ones', a view
     could fail; where it would not, a reshape is one.
     """
-    graph = graph.rewrite(
-        lambda op: [replace(op, target="aten.reshape.default")] if op.target in _RESHAPES else None
-    )
+    graph = graph.rewrite(lambda op: [replace(op, target="aten.reshape.default")] if op.target in _RESHAPES else None)
     readers: dict[str, list[str]] = {}
     for op in graph.ops:
         for name in op.operands:

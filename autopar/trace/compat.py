@@ -75,9 +75,7 @@ def _key_names(value: Any, count: int) -> tuple[str, ...]:
     if isinstance(value, Mapping) and len(value) == count:
         return tuple(map(str, value))
     fields = getattr(value, "_fields", None)
-    return (
-        tuple(fields) if isinstance(fields, tuple) and len(fields) == count else tuple(map(str, range(count)))
-    )
+    return tuple(fields) if isinstance(fields, tuple) and len(fields) == count else tuple(map(str, range(count)))
 
 
 def unflatten_one_level(children: Sequence[Any], context: Any) -> Any:
@@ -139,9 +137,7 @@ def _inline_region(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     with graph.inserting_before(node):
         read = operands if enabled else [_detached(graph, operand) for operand in operands]
-        names: dict[Any, Any] = dict(
-            zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True)
-        )
+        names: dict[Any, Any] = dict(zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True))
         copied: Any = graph.graph_copy(sub.graph, names)
     results: Sequence[Any] = copied if isinstance(copied, tuple | list) else (copied,)
     for user in list(node.users):

@@ -65,9 +65,7 @@ class _Builder:
             return arg
         if isinstance(arg, torch.dtype | torch.memory_format | torch.layout | torch.device):
             return str(arg)
-        raise TraceError(
-            f"an op has the argument {arg!r} of type {type(arg).__name__}, which a plan can't carry"
-        )
+        raise TraceError(f"an op has the argument {arg!r} of type {type(arg).__name__}, which a plan can't carry")
 
     def visit(self, node: fx.Node) -> None:
         if node.op != "call_function" or str(node.target).startswith(_SKIPPED):
@@ -110,9 +108,7 @@ class _Builder:
         names: list[str] = []
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                names.append(
-                    self.define(named.get(index, f"{node.name}_result_{index}"), value, _source(node))
-                )
+                names.append(self.define(named.get(index, f"{node.name}_result_{index}"), value, _source(node)))
         kept = iter(names)
         self.env[node.name] = [Ref(next(kept)) if isinstance(value, Tensor) else None for value in values]
         return tuple(names)
@@ -166,9 +162,7 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
             constants[name] = _constant(exported, spec.target)
             builder.roles[name] = "constant"
         else:
-            raise TraceError(
-                f"the model holds {spec.target!r}, which is no tensor and takes part in the computation"
-            )
+            raise TraceError(f"the model holds {spec.target!r}, which is no tensor and takes part in the computation")
         builder.define(name, placeholders[name].meta["val"])
         builder.env[name] = Ref(name)
     for node in nodes:
@@ -221,9 +215,7 @@ def _ends(
     return tuple(outputs), updates
 
 
-def _known_buffers(
-    captured: Captured, parameters: Mapping[str, str], roles: Mapping[str, str]
-) -> dict[str, Tensor]:
+def _known_buffers(captured: Captured, parameters: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Tensor]:
     return {
         value: captured.tensors[member]
         for value, member in parameters.items()
@@ -257,8 +249,7 @@ def _add_unused(graph: Graph, captured: Captured) -> Graph:
     listed = set(graph.parameters.values())
     missing = {names.fresh(re.sub(r"\W", "_", m)): m for m in captured.tensors if m not in listed}
     kinds = {
-        n: "parameter" if isinstance(captured.tensors[m], torch.nn.Parameter) else "buffer"
-        for n, m in missing.items()
+        n: "parameter" if isinstance(captured.tensors[m], torch.nn.Parameter) else "buffer" for n, m in missing.items()
     }
     return replace(
         graph,

@@ -39,9 +39,7 @@ Run = Callable[[Op, Mapping[str, Tensor]], Sequence[Any]]
 Types = tuple[TensorType, ...]
 
 
-def discover_options(
-    op: Op, operand_types: Types, result_types: Types, *, run: Run = run_op
-) -> tuple[Option, ...]:
+def discover_options(op: Op, operand_types: Types, result_types: Types, *, run: Run = run_op) -> tuple[Option, ...]:
     """The options found for `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
 
     Args:
@@ -125,18 +123,14 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
         return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
 
     def shrunk(kinds: Types) -> Types:
-        return tuple(
-            replace(kind, shape=tuple(small.get(size, size) for size in kind.shape)) for kind in kinds
-        )
+        return tuple(replace(kind, shape=tuple(small.get(size, size) for size in kind.shape)) for kind in kinds)
 
     args = tuple(map(swap, op.args))
     kwargs = tuple((name, swap(arg)) for name, arg in op.kwargs)
     return replace(op, args=args, kwargs=kwargs), shrunk(operand_types), shrunk(result_types)
 
 
-def _make_trial(
-    op: Op, operand_types: Types, result_types: Types, run: Run, seed: int, *, wide: bool
-) -> _Trial | None:
+def _make_trial(op: Op, operand_types: Types, result_types: Types, run: Run, seed: int, *, wide: bool) -> _Trial | None:
     generator = torch.Generator().manual_seed(seed)
     names = op.operands
 
@@ -178,15 +172,11 @@ def _draw_seed(result: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _tolerance(part: Tensor) -> float:
-    return (
-        {torch.float64: 1e-9, torch.float32: 1e-4}.get(part.dtype, 3e-2) if part.is_floating_point() else 0.0
-    )
+    return {torch.float64: 1e-9, torch.float32: 1e-4}.get(part.dtype, 3e-2) if part.is_floating_point() else 0.0
 
 
 def _leaves(tensors: Sequence[Tensor], *, requires_grad: bool) -> list[Tensor]:
-    return [
-        part.detach().clone().requires_grad_(requires_grad and part.is_floating_point()) for part in tensors
-    ]
+    return [part.detach().clone().requires_grad_(requires_grad and part.is_floating_point()) for part in tensors]
 
 
 def _backward(
@@ -219,9 +209,7 @@ def _candidates(trial: _Trial) -> Iterator[tuple[Placement, ...]]:
     for size in sizes:
         choices = [_choices(part, size) for part in trial.operands]
         ways = [way for way in islice(product(*choices), 4 * MAX_CANDIDATES) if any(p.is_shard for p in way)]
-        yield from sorted(
-            ways, key=lambda way: (-sum(p.is_shard for p in way), sum(p == PARTIAL for p in way))
-        )
+        yield from sorted(ways, key=lambda way: (-sum(p.is_shard for p in way), sum(p == PARTIAL for p in way)))
     terms = [(PARTIAL, BROADCAST) if part.is_floating_point() else (BROADCAST,) for part in trial.operands]
     yield from (way for way in product(*terms) if PARTIAL in way)
 
@@ -259,16 +247,13 @@ def _name(placements: tuple[Placement, ...]) -> str:
 # ---------------------------------------------------------------- one candidate on slices
 
 
-def _outcome(
-    trial: _Trial, placements: tuple[Placement, ...], num_slices: int
-) -> tuple[Placement, ...] | None:
+def _outcome(trial: _Trial, placements: tuple[Placement, ...], num_slices: int) -> tuple[Placement, ...] | None:
     """The placements of the results if `num_slices` devices reproduce the trial, else None."""
     local = [_split(part, p, num_slices) for part, p in zip(trial.operands, placements, strict=True)]
     try:
         with torch.no_grad():
             runs = [
-                trial.run(_leaves([parts[rank] for parts in local], requires_grad=False))
-                for rank in range(num_slices)
+                trial.run(_leaves([parts[rank] for parts in local], requires_grad=False)) for rank in range(num_slices)
             ]
     except Exception:  # noqa: BLE001  (the op does not take such slices)
         return None

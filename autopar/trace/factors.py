@@ -57,9 +57,7 @@ def _shape_of_call(op: Op) -> str:
     return repr(([map_refs(a, order) for a in op.args], [(k, map_refs(a, order)) for k, a in op.kwargs]))
 
 
-def _match(
-    op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
-) -> tuple[RuleMatch, str]:
+def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[RuleMatch, str]:
     found = options_for(op, operands, results)
     if found is not None:
         return found, "rule"

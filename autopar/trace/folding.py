@@ -98,9 +98,7 @@ class Evaluator:
     def _compute(self, name: str) -> None:
         op = self.producers.get(name)
         if op is None:
-            source = (
-                self._graph.constants[name] if name in self._graph.constants else self._graph.buffers[name]
-            )
+            source = self._graph.constants[name] if name in self._graph.constants else self._graph.buffers[name]
             self._known[name] = source.detach().cpu()
             return
         with torch.no_grad():
@@ -242,9 +240,7 @@ def skip_expansions(graph: Graph) -> Graph:
     }
 
     def step(op: Op) -> Iterable[Op] | None:
-        names = {
-            n: expanded[n] for n in op.operands if n in expanded and _may_skip(op, n, expanded[n], graph)
-        }
+        names = {n: expanded[n] for n in op.operands if n in expanded and _may_skip(op, n, expanded[n], graph)}
         if not names or cone.issuperset(op.results):
             return None
         return [
@@ -261,11 +257,7 @@ def skip_expansions(graph: Graph) -> Graph:
 def _may_skip(op: Op, name: str, source: str, graph: Graph) -> bool:
     if op.target == _ATTENTION:
         kinds = graph.types[name].shape[-2:], graph.types[source].shape[-2:]
-        return (
-            argument(op, 3, "attn_mask", None) == Ref(name)
-            and name not in op.operands[:3]
-            and kinds[0] == kinds[1]
-        )
+        return argument(op, 3, "attn_mask", None) == Ref(name) and name not in op.operands[:3] and kinds[0] == kinds[1]
     if op.target not in _BROADCASTING:
         return False
     others = [graph.types[source if n == name else n].shape for n in op.operands]

@@ -48,9 +48,7 @@ def _name(ops: Sequence[Op], index: int) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    below = list(
-        dict.fromkeys(".".join(path[: len(common) + 1]) for path in paths if len(path) > len(common))
-    )
+    below = list(dict.fromkeys(".".join(path[: len(common) + 1]) for path in paths if len(path) > len(common)))
     if len(below) > 1 and not common:
         return "+".join(below[:2] + ["..."] * (len(below) > 2))
     return ".".join(common) or f"layer{index}"

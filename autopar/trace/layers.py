@@ -84,8 +84,7 @@ def _cut_period(
     together = min(-(-MIN_OPS // unit), repetitions // 2)  # tiny repetitions share a layer
     first = atoms[start].start
     layers = [
-        range(first + i * unit * together, first + (i + 1) * unit * together)
-        for i in range(repetitions // together)
+        range(first + i * unit * together, first + (i + 1) * unit * together) for i in range(repetitions // together)
     ]
     before = _cut_stretch(range(stretch.start, first), crossing, signatures)
     after = _cut_stretch(range(layers[-1].stop, stretch.stop), crossing, signatures)

@@ -288,9 +288,7 @@ def _write_cross_entropy(writer: Writer, call: _CrossEntropy) -> None:
 def _divide_by_what_counts(writer: Writer, call: _CrossEntropy, total: Ref, num_classes: int) -> None:
     args = (call.target, call.weight, call.ignore_index, num_classes)
     # As precise as the weights are, and at least float32: a count in half precision would be wrong.
-    dtype = (
-        "float64" if call.weight is not None and writer.type_of(call.weight).dtype == "float64" else "float32"
-    )
+    dtype = "float64" if call.weight is not None and writer.type_of(call.weight).dtype == "float64" else "float32"
     count = writer.add("autopar.cross_entropy_denominator", args, TensorType((), dtype))
     result = writer.graph.types[call.result]
     if result.dtype in ("float32", "float64"):

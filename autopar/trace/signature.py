@@ -107,9 +107,7 @@ def call_form(
         cast,
     )
     if not tensors:
-        raise ExampleInputsError(
-            f"the example inputs hold no tensor; the model is called as {form.signature_text}"
-        )
+        raise ExampleInputsError(f"the example inputs hold no tensor; the model is called as {form.signature_text}")
     return form, tensors
 
 
@@ -117,9 +115,7 @@ def _identifier(path: tuple[str, ...]) -> str:
     return re.sub(r"\W", "_", "_".join(path)) or "input"
 
 
-def make_flatten(
-    model: nn.Module, form: CallForm
-) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
+def make_flatten(model: nn.Module, form: CallForm) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
     """The function that checks a call against `form` and gives its tensors in the program's order."""
     owner = _Forward(type(model).__name__, form)
 
@@ -165,9 +161,7 @@ class _Forward:
         try:
             return bind(stand_in, args, kwargs)
         except ExampleInputsError as error:
-            raise InputShapeError(
-                f"the call does not fit {self.form.signature_text}: {error.__cause__}"
-            ) from error
+            raise InputShapeError(f"the call does not fit {self.form.signature_text}: {error.__cause__}") from error
 
 
 def _with_signature(signature: inspect.Signature) -> Callable[..., Any]:

@@ -37,8 +37,7 @@ def _forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, al
 
 def _varlen_forward(q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, softmax_scale, causal):
     parts = [
-        _attend(q[None, a:b], k[None, a:b], v[None, a:b], softmax_scale, causal, None)
-        for a, b in pairwise(starts_q)
+        _attend(q[None, a:b], k[None, a:b], v[None, a:b], softmax_scale, causal, None) for a, b in pairwise(starts_q)
     ]
     return torch.cat([p[0][0] for p in parts]), torch.cat([p[1][0] for p in parts], -1), *_extras(q)
 

@@ -138,9 +138,7 @@ def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[to
     """`whole` as the devices of one axis hold it."""
     if placement.kind == "S":
         if whole.shape[placement.dim] % num_slices:
-            raise RuleViolationError(
-                f"dim {placement.dim} of {tuple(whole.shape)} has no {num_slices} equal slices"
-            )
+            raise RuleViolationError(f"dim {placement.dim} of {tuple(whole.shape)} has no {num_slices} equal slices")
         return [part.contiguous() for part in whole.chunk(num_slices, placement.dim)]
     if placement.kind == "P":
         terms = [_random_like(whole) for _ in range(num_slices - 1)]
@@ -150,14 +148,10 @@ def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[to
 
 def split_gradient(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[torch.Tensor]:
     """The gradient `whole` in the form that a value with this placement has it: see `autopar.placement`."""
-    return split(
-        whole, Placement({"B": "P", "P": "R"}.get(placement.kind, placement.kind), placement.dim), num_slices
-    )
+    return split(whole, Placement({"B": "P", "P": "R"}.get(placement.kind, placement.kind), placement.dim), num_slices)
 
 
-def join(
-    parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float = TOLERANCE
-) -> torch.Tensor:
+def join(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float = TOLERANCE) -> torch.Tensor:
     """The whole value from what the devices hold."""
     if placement.kind == "S":
         return torch.cat(parts, placement.dim)
@@ -168,9 +162,7 @@ def join(
     return parts[0]
 
 
-def join_gradient(
-    parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float
-) -> torch.Tensor:
+def join_gradient(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float) -> torch.Tensor:
     """The whole gradient from those of the devices."""
     kind = {"B": "P", "P": "R"}.get(placement.kind, placement.kind)
     return join(parts, Placement(kind, placement.dim), what, tolerance)
@@ -188,9 +180,7 @@ def _random_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float) -> None:
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise RuleViolationError(
-            f"{what}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
-        )
+        raise RuleViolationError(f"{what}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
     if not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
         difference = (got.to(torch.complex128) - want.to(torch.complex128)).abs().max().item()
         raise RuleViolationError(f"{what}: differs by up to {difference:.3g}")
@@ -241,9 +231,7 @@ def _check_option(sample: Sample, found: RuleMatch, option: Option, num_slices: 
         )
         if sample.shapes_only:
             if got.shape != whole[index].shape:
-                raise RuleViolationError(
-                    f"{what}, result {index}: shape {got.shape} instead of {whole[index].shape}"
-                )
+                raise RuleViolationError(f"{what}, result {index}: shape {got.shape} instead of {whole[index].shape}")
         else:
             _compare(got, whole[index].detach(), f"{what}, result {index}", sample.tolerance)
     for index, placement in enumerate(option.operands):

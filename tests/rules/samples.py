@@ -112,9 +112,7 @@ def _from_schema(target: str, is_signed: bool) -> Sample:
                 args.append(torch.randint(1, 4, shape))
             else:
                 args.append(
-                    x(*shape)
-                    if is_signed and name not in {"pow", "logit", "erfinv", "bernoulli"}
-                    else u(*shape)
+                    x(*shape) if is_signed and name not in {"pow", "logit", "erfinv", "bernoulli"} else u(*shape)
                 )
         elif not argument.has_default_value():
             args.append(0.5 if kind == "float" else 2)
@@ -276,8 +274,7 @@ def _recurrent() -> list[Sample]:
         sample("gru.input", x(4, 2, 5), x(1, 4, 3), weights(3), *flags, True),
     ]
     return found + [
-        sample(f"{name}.input", x(2, 4, 5), x(1, 4, 3), weights(1), *flags, False)
-        for name in ("rnn_tanh", "rnn_relu")
+        sample(f"{name}.input", x(2, 4, 5), x(1, 4, 3), weights(1), *flags, False) for name in ("rnn_tanh", "rnn_relu")
     ]
 
 
@@ -522,9 +519,7 @@ def _spatial() -> list[Sample]:
             sample(f"adaptive_max_pool{n}d", image, [3] * n),
             sample(f"max_pool{n}d_with_indices", image, [2] * n),
             sample(f"upsample_nearest{n}d.vec", image, twice, None),
-            sample(
-                f"upsample_{('linear', 'bilinear', 'trilinear')[n - 1]}{n}d.vec", image, twice, False, None
-            ),
+            sample(f"upsample_{('linear', 'bilinear', 'trilinear')[n - 1]}{n}d.vec", image, twice, False, None),
         ]
     image = x(2, 6, 4, 4)
     return [
@@ -582,9 +577,7 @@ def _creation() -> list[Sample]:
         sample("new_full", x(3), [4, 6], 2.0),
         sample("new_empty", x(3), [4, 6], shapes_only=True),
     ]
-    return found + [
-        sample(f"new_{name}", x(4, 6), size) for name in ("zeros", "ones") for size in ([4, 6], [4], [])
-    ]
+    return found + [sample(f"new_{name}", x(4, 6), size) for name in ("zeros", "ones") for size in ([4, 6], [4], [])]
 
 
 def _special() -> list[Sample]:
@@ -641,9 +634,7 @@ def _special() -> list[Sample]:
         for smoothing in (0.0, 0.1):
             found += [
                 sample("autopar.cross_entropy", logits, target, None, 1, -100, smoothing, reduction),
-                sample(
-                    "autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)
-                ),
+                sample("autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)),
             ]
     for reduction in (0, 1, 2):
         found += [

@@ -98,9 +98,7 @@ def test_synchronised_batch_norm_communicates_two_numbers_per_channel_each_way()
 
 def test_grouped_query_heads_are_bounded_by_the_key_heads():
     q, k = (2, 32, 64, 16), (2, 8, 64, 16)
-    assert "d1 S(1),S(1),S(1) -> S(1) /8" in shown(
-        "aten.scaled_dot_product_attention.default", (X, W, B), [q, k, k], q
-    )
+    assert "d1 S(1),S(1),S(1) -> S(1) /8" in shown("aten.scaled_dot_product_attention.default", (X, W, B), [q, k, k], q)
 
 
 def test_query_rows_split_unless_attention_is_causal():
@@ -109,9 +107,7 @@ def test_query_rows_split_unless_attention_is_causal():
     def factors(*rest):
         return {
             text.split()[0]
-            for text in shown(
-                "aten.scaled_dot_product_attention.default", (X, W, B, *rest), [shape] * 3, shape
-            )
+            for text in shown("aten.scaled_dot_product_attention.default", (X, W, B, *rest), [shape] * 3, shape)
         }
 
     assert "q" in factors()

@@ -41,9 +41,7 @@ def define(name: str, schema: str, forward, *, differentiable: bool = True) -> N
 
 @pytest.fixture(scope="module", autouse=True)
 def _ops():
-    define(
-        "swiglu", "(Tensor gate, Tensor up) -> Tensor", lambda gate, up: torch.nn.functional.silu(gate) * up
-    )
+    define("swiglu", "(Tensor gate, Tensor up) -> Tensor", lambda gate, up: torch.nn.functional.silu(gate) * up)
     define("project", "(Tensor x, Tensor w, Tensor b) -> Tensor", lambda x, w, b: x @ w.t() + b)
     define("center", "(Tensor x) -> Tensor", lambda x: x - x.mean())
     define("norm_rows", "(Tensor x) -> Tensor", lambda x: x / (1 + x.square().sum(-1, keepdim=True)))
@@ -111,14 +109,9 @@ def test_a_table_splits_in_its_columns_and_its_ids():
 def test_a_random_op_a_broken_op_and_an_op_without_tensors_run_whole():
     assert discover(sample("testlib.noise.default", x(4, 6))) == ()
     kind = TensorType((4, 6), "float64")
+    assert discover_options(Op("op", "testlib.broken.default", (Ref("x"),), (), ("y",)), (kind,), (kind,)) == ()
     assert (
-        discover_options(Op("op", "testlib.broken.default", (Ref("x"),), (), ("y",)), (kind,), (kind,)) == ()
-    )
-    assert (
-        discover_options(
-            Op("op", "aten.ones.default", ((4,),), (), ("y",)), (), (TensorType((4,), "float32"),)
-        )
-        == ()
+        discover_options(Op("op", "aten.ones.default", ((4,),), (), ("y",)), (), (TensorType((4,), "float32"),)) == ()
     )
 
 
@@ -143,11 +136,7 @@ def test_the_same_value_twice_is_two_operands():
 def test_large_operands_are_shrunk_and_the_extent_is_the_real_one():
     kind, rows = TensorType((4096, 8192), "bfloat16"), MAX_ELEMENTS
     op = Op("op", "testlib.norm_rows.default", (Ref("x"),), (), ("y",))
-    assert [(o.factor, o.extent) for o in discover_options(op, (kind,), (kind,)) if o.extent] == [
-        ("x0d0", 4096)
-    ]
+    assert [(o.factor, o.extent) for o in discover_options(op, (kind,), (kind,)) if o.extent] == [("x0d0", 4096)]
     sized = Op("op", "testlib.reshaped.default", (Ref("x"), 4096), (), ("y",))
     tall, wide = TensorType((rows // 64, 4096), "float32"), TensorType((rows // 64, 4096), "float32")
-    assert [(o.factor, o.extent) for o in discover_options(sized, (tall,), (wide,)) if o.extent] == [
-        ("x0d0", 4096)
-    ]
+    assert [(o.factor, o.extent) for o in discover_options(sized, (tall,), (wide,)) if o.extent] == [("x0d0", 4096)]

@@ -36,9 +36,7 @@ def with_option(case: Sample, factor: str, **changes: object) -> RuleMatch:
     found = match(case)
     assert found is not None
     assert factor in {option.factor for option in found.options}
-    return replace(
-        found, options=tuple(replace(o, **changes) if o.factor == factor else o for o in found.options)
-    )
+    return replace(found, options=tuple(replace(o, **changes) if o.factor == factor else o for o in found.options))
 
 
 WRONG_LINES = {

@@ -33,9 +33,7 @@ class ModelBuilder(Builder):
 
     def whole(self, inputs: tuple[str, ...], outputs: tuple[str, ...], loss: str) -> Program:
         parameters = {name: name for name, value in self.values.items() if value.role == "parameter"}
-        return Program(
-            dict(self.values), tuple(self.layers), inputs, parameters, {}, outputs, loss, fingerprint="test"
-        )
+        return Program(dict(self.values), tuple(self.layers), inputs, parameters, {}, outputs, loss, fingerprint="test")
 
 
 def decoder_model(

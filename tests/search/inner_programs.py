@@ -42,9 +42,7 @@ class Builder:
         if grad and kind == "scaled_dot_product_attention":
             saves = (0, 1, 2, 3)
         self.ops.append(
-            replace(
-                bare, options=match.options, is_view=match.is_view, size_args=match.size_args, saves=saves
-            )
+            replace(bare, options=match.options, is_view=match.is_view, size_args=match.size_args, saves=saves)
         )
         return name
 

@@ -28,12 +28,8 @@ def small_model(num_layers: int = 3, *, tied: bool = False) -> Program:
     return decoder_model(num_layers, 8, 16, 64, tied=tied, **SIZES)
 
 
-def run(
-    program: Program, *constraints: str, memory: float | None = None, world: int = 4, **more: int
-) -> Plan:
-    request = SearchRequest(
-        memory, TrainingSpec(), constraints, max_microbatches=more.get("max_microbatches", 2)
-    )
+def run(program: Program, *constraints: str, memory: float | None = None, world: int = 4, **more: int) -> Plan:
+    request = SearchRequest(memory, TrainingSpec(), constraints, max_microbatches=more.get("max_microbatches", 2))
     return search(program, world, PRICES, request)
 
 
@@ -48,9 +44,7 @@ def price_again(program: Program, plan: Plan) -> float:
     first_of_kind = {layer.kind: layer for layer in program.kinds}
     for layer, strategy in zip(program.layers, chosen, strict=True):
         first = first_of_kind[layer.kind]
-        seconds += layer_cost(
-            program, first, strategy, plan.num_microbatches, PRICES, TrainingSpec(), shared
-        ).total_s
+        seconds += layer_cost(program, first, strategy, plan.num_microbatches, PRICES, TrainingSpec(), shared).total_s
     for c in find_crossings(program, dict(found.factors), plan.num_microbatches):
         source, target = chosen[c.producer], chosen[c.reader]
         seconds += crossing_s(
@@ -64,9 +58,7 @@ def price_again(program: Program, plan: Plan) -> float:
     return seconds
 
 
-@pytest.mark.parametrize(
-    "constraints", [(), ("microbatches=2",), ("mesh=2x2",), ("zero=3",), ("recompute=full",)]
-)
+@pytest.mark.parametrize("constraints", [(), ("microbatches=2",), ("mesh=2x2",), ("zero=3",), ("recompute=full",)])
 def test_the_reported_step_time_is_the_price_of_the_plan(constraints: tuple[str, ...]) -> None:
     program = small_model()
     plan = run(program, *constraints)
@@ -101,9 +93,7 @@ def smallest_memory(program: Program) -> float:
 
 
 def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None:
-    with pytest.raises(
-        InfeasibleError, match=r"no plan fits into .* the smallest takes .*parameters .* optimizer"
-    ):
+    with pytest.raises(InfeasibleError, match=r"no plan fits into .* the smallest takes .*parameters .* optimizer"):
         run(small_model(), memory=1000.0)
 
 

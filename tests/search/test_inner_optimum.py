@@ -43,17 +43,13 @@ def cases(draw: st.DrawFn, max_ops: int = 3) -> Case:
     program = draw(programs(max_ops if len(mesh) == 1 else 1))
     count = draw(st.sampled_from([1, 1, 2]))
     layer = program.layers[0]
-    time = tuple(
-        draw(st.sampled_from([o.factor for o in options_of(op) if o.extent % count == 0])) for op in layer.ops
-    )
+    time = tuple(draw(st.sampled_from([o.factor for o in options_of(op) if o.extent % count == 0])) for op in layer.ops)
     zero = draw(st.integers(0, 3))
     axes = tuple(a for a in range(len(mesh)) if zero and draw(st.booleans()))
     shared = {}
     if len(mesh) == 1 and "w0" in layer.held and draw(st.booleans()):
         shared["w0"] = (mesh, (shard(0),))
-    training = TrainingSpec(
-        draw(st.booleans()), 8.0, draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 8]))
-    )
+    training = TrainingSpec(draw(st.booleans()), 8.0, draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 8])))
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     return Case(program, mesh, count, time if count > 1 else (), zero, axes, recompute, training, shared)
 
@@ -128,9 +124,7 @@ def solve(case: Case) -> LayerSolutions:
 
 def total_s(case: Case, strategy: LayerStrategy) -> float:
     layer = case.program.layers[0]
-    cost = layer_cost(
-        case.program, layer, strategy, case.num_microbatches, TablePrices(), case.training, case.shared
-    )
+    cost = layer_cost(case.program, layer, strategy, case.num_microbatches, TablePrices(), case.training, case.shared)
     return cost.total_s
 
 
@@ -188,10 +182,7 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
 def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
     solutions = solve(case)
     assert solutions.exact
-    if (
-        math.prod(map(len, solutions.problem.copy_domains.values())) * math.prod(solutions.problem.sizes[:2])
-        > 3000
-    ):
+    if math.prod(map(len, solutions.problem.copy_domains.values())) * math.prod(solutions.problem.sizes[:2]) > 3000:
         return
     before, behind = (data.draw(st.integers(0, len(solutions.policies) - 1)) for _ in range(2))
     expected = brute_force(case, solutions, before, behind)
@@ -210,9 +201,7 @@ def test_the_objective_is_the_reported_price(case: Case) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("zero", "axes"), [(0, ()), (1, (0,)), (2, (1,)), (3, (0, 1))])
-def test_the_objective_is_the_reported_price_of_a_real_layer(
-    zero: int, axes: tuple[int, ...], recompute: str
-) -> None:
+def test_the_objective_is_the_reported_price_of_a_real_layer(zero: int, axes: tuple[int, ...], recompute: str) -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
     layer, prices, training = program.layers[0], TablePrices(), TrainingSpec(gradient_itemsize_bytes=4)
     problem = build_problem(program, layer, (2, 4), prices=prices, training=training)

@@ -25,7 +25,7 @@ from autopar.placement import (
     shard,
 )  # fmt: skip
 from autopar.plan import LayerCost
-from autopar.program import Op, Ref, TensorType
+from autopar.program import Op, Ref, TensorType, is_cheap
 from autopar.search.boundary import arrival_layout, boundary_layout, boundary_policies
 from autopar.search.layer_cost import TrainingSpec, layer_cost, parameter_times
 from autopar.search.layer_memory import parameter_memory
@@ -33,7 +33,6 @@ from autopar.search.layer_problem import LayerSolutions, build_problem, solve_pr
 from autopar.search.meshes import mesh_shapes
 from autopar.search.reshard_tables import LOCAL, move_table, reshard_tables
 from autopar.search.storage import storage_layout
-from autopar.search.training import is_cheap
 from tests.search.inner_programs import Builder, TablePrices, decoder_layer
 
 
@@ -65,9 +64,7 @@ def test_all_meshes_have_a_common_refinement(world: int, per_node: int, max_axes
     ("S(1),R", (8, 3), "R,R"),
     ("S(0),S(1)", (), "R,R"),
 ])  # fmt: skip
-def test_a_boundary_gives_each_tensor_what_it_can_follow(
-    policy: str, shape: tuple[int, ...], expected: str
-) -> None:
+def test_a_boundary_gives_each_tensor_what_it_can_follow(policy: str, shape: tuple[int, ...], expected: str) -> None:
     layout = boundary_layout(parse_layout(policy), TensorType(shape, "float32"), (2, 4))
     assert layout == parse_layout(expected)
 
@@ -87,12 +84,8 @@ def test_an_axis_of_one_device_has_one_policy() -> None:
     ("B,B", (2, 3), (0, 1), "S(0),R"),
     ("B,R", (3, 5), (0, 1), "R,R"),
 ])  # fmt: skip
-def test_storage_follows_from_the_copy(
-    copy: str, shape: tuple[int, ...], axes: tuple[int, ...], expected: str
-) -> None:
-    assert storage_layout(parse_layout(copy), TensorType(shape, "float32"), (2, 4), axes) == parse_layout(
-        expected
-    )
+def test_storage_follows_from_the_copy(copy: str, shape: tuple[int, ...], axes: tuple[int, ...], expected: str) -> None:
+    assert storage_layout(parse_layout(copy), TensorType(shape, "float32"), (2, 4), axes) == parse_layout(expected)
 
 
 placements = st.sampled_from([REPLICATE, BROADCAST, shard(0), shard(1)])
@@ -138,9 +131,7 @@ def test_reshard_tables_price_exactly_what_reshard_lists(mesh: tuple[int, ...]) 
     (2, 100.0 + 800.0, 100.0, 800.0),
     (3, 100.0, 100.0, 800.0 + 800.0),
 ])  # fmt: skip
-def test_zero_levels_hold_what_they_say(
-    zero: int, parameter: float, gradient: float, transient: float
-) -> None:
+def test_zero_levels_hold_what_they_say(zero: int, parameter: float, gradient: float, transient: float) -> None:
     stored = 400 if zero == 0 else 50
     memory = parameter_memory("bfloat16", stored, 400, zero, True, TrainingSpec())
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.transient_bytes) == (

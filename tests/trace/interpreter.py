@@ -17,9 +17,7 @@ from autopar.trace import Traced, trace
 from autopar.trace.compat import overload
 
 
-def interpret(
-    traced: Traced, model: nn.Module, inputs: Sequence[Tensor]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def interpret(traced: Traced, model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The program's outputs and the new contents of buffers (module name -> tensor)."""
     program = traced.program
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -92,9 +90,7 @@ def to_double(tree: Any) -> Any:
     )
 
 
-def check_equals_model(
-    model: nn.Module, inputs: dict[str, Any], *, training: bool = True, seed: int = 0
-) -> Traced:
+def check_equals_model(model: nn.Module, inputs: dict[str, Any], *, training: bool = True, seed: int = 0) -> Traced:
     """Trace in float64, run both, and compare outputs, gradients and buffers."""
     model = model.double().train(training)
     inputs = to_double(inputs)
@@ -119,9 +115,7 @@ def check_equals_model(
     wanted_grads = _gradients(wanted, model)
     assert wanted_grads.keys() == found_grads.keys()
     for name, want in wanted_grads.items():
-        torch.testing.assert_close(
-            found_grads[name], want, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(found_grads[name], want, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
     for name, tensor in model.named_buffers():
         torch.testing.assert_close(updates.get(name, before[name]), tensor, rtol=1e-6, atol=1e-7)
     return traced

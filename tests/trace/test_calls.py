@@ -80,9 +80,7 @@ def test_hugging_face_output_with_a_cache():
     assert any("past_key_values (DynamicCache)" in note for note in traced.program.notes)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda h: Opaque(h), lambda h: {"cache": Opaque(h)}, lambda h: 3, lambda h: None]
-)
+@pytest.mark.parametrize("make", [lambda h: Opaque(h), lambda h: {"cache": Opaque(h)}, lambda h: 3, lambda h: None])
 def test_nothing_to_carry_out(make):
     class Closed(Module):
         def forward(self, x):
@@ -217,9 +215,7 @@ def test_custom_backward_is_not_lost_silently():
 
 
 def test_inputs_that_do_not_bind():
-    with pytest.raises(
-        ExampleInputsError, match=r"missing a required argument: 'input'.*Linear\.forward\(input"
-    ):
+    with pytest.raises(ExampleInputsError, match=r"missing a required argument: 'input'.*Linear\.forward\(input"):
         trace(nn.Linear(8, 8), (), {"inputs": X})
     with pytest.raises(ExampleInputsError, match="no tensor"):
         trace(Module(), (), {})

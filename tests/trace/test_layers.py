@@ -125,9 +125,7 @@ class FlatGPT(nn.Module):
             (4 * width, width),
             (width, 4 * width),
         )
-        self.weights = nn.ParameterList(
-            nn.Parameter(torch.randn(*s) / 8) for _ in range(layers) for s in shapes
-        )
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(*s) / 8) for _ in range(layers) for s in shapes)
         self.embedding = nn.Parameter(torch.randn(64, width))
         self.layers = layers
 
@@ -135,9 +133,7 @@ class FlatGPT(nn.Module):
         h = self.embedding[ids]
         for k in range(self.layers):
             a, qkv, out, c, up, down = self.weights[6 * k : 6 * k + 6]
-            mixed = (
-                F.linear(F.layer_norm(h, (32,), a), qkv).view(4, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
-            )
+            mixed = F.linear(F.layer_norm(h, (32,), a), qkv).view(4, 16, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
             mixed = F.scaled_dot_product_attention(*mixed, is_causal=True).transpose(1, 2).reshape(4, 16, 32)
             h = h + F.linear(mixed, out)
             h = h + F.linear(F.gelu(F.linear(F.layer_norm(h, (32,), c), up)), down)
@@ -276,9 +272,7 @@ def test_unused_parameters_are_listed():
             return self.used(x)
 
     program = trace(Unused(), (torch.randn(4, 8),), {}).program
-    assert set(program.parameters.values()) == {
-        f"{m}.{p}" for m in ("used", "unused") for p in ("weight", "bias")
-    }
+    assert set(program.parameters.values()) == {f"{m}.{p}" for m in ("used", "unused") for p in ("weight", "bias")}
     held = {program.parameters[name] for layer in program.layers for name in layer.held}
     assert held == {"used.weight", "used.bias"}
 

@@ -156,9 +156,7 @@ def test_a_mask_built_from_positions_becomes_is_causal():
         row = torch.arange(8)
         boolean = (row[None, :] <= row[:, None]).expand(4, 1, 8, 8)
         bias = torch.full((8, 8), float("-inf"), dtype=h.dtype).triu(1)
-        return F.scaled_dot_product_attention(q, q, q, boolean) + F.scaled_dot_product_attention(
-            q, q.cos(), q, bias
-        )
+        return F.scaled_dot_product_attention(q, q, q, boolean) + F.scaled_dot_product_attention(q, q.cos(), q, bias)
 
     traced = run(function)
     ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
@@ -188,9 +186,7 @@ def test_other_masks_stay_and_are_one_small_constant(mask):
         q = h.view(4, 1, 8, 1)
         seen = mask(torch.arange(8)).expand(4, 1, -1, 8)
         again = mask(torch.arange(8)).expand(4, 1, -1, 8)
-        return F.scaled_dot_product_attention(q, q, q, seen) + F.scaled_dot_product_attention(
-            q, q.cos(), q, again
-        )
+        return F.scaled_dot_product_attention(q, q, q, seen) + F.scaled_dot_product_attention(q, q.cos(), q, again)
 
     traced = run(function)
     ops = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
@@ -296,6 +292,4 @@ def test_autocast_inside_the_model():
     from autopar.trace import trace
 
     program = trace(Autocast(), (X,), {}).program
-    assert "bfloat16" in {
-        program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops
-    }
+    assert "bfloat16" in {program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops}

@@ -91,9 +91,7 @@ def plans(draw) -> Plan:
         strategies=strategies,
         costs=tuple(draw(st.builds(LayerCost, *[_amounts] * 11)) for _ in strategies),
         shared_mesh=mesh,
-        shared_storage=tuple(
-            draw(st.dictionaries(_names, st.tuples(*[_placements] * len(mesh)), max_size=2)).items()
-        ),
+        shared_storage=tuple(draw(st.dictionaries(_names, st.tuples(*[_placements] * len(mesh)), max_size=2)).items()),
         step_time_s=draw(_amounts),
         peak_memory_bytes=draw(_amounts),
         memory_limit_bytes=draw(_amounts | st.just(math.inf)),

@@ -19,9 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # they stand, short ones (parts of many words) only where no letter touches them.
 LONG = "llama gpt (?<!num)(?<!mem)bert mixtral mistral qwen gemma deepseek falcon mamba whisper siglip resnet"
 SHORT = "vit deit swin t5 mt5 phi2 phi3 bart bloom dbrx unet"
-FAMILY = re.compile(
-    rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ', '|')})(?![a-z])", re.IGNORECASE
-)
+FAMILY = re.compile(rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ', '|')})(?![a-z])", re.IGNORECASE)
 # Where private interfaces of torch may be used: one place for each stage that needs them.
 COMPAT = {PACKAGE / "trace" / "compat.py", PACKAGE / "lower" / "compat.py"}
 
@@ -84,9 +82,7 @@ def test_a_private_use_is_seen(source: str):
 
 def modules_loaded_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -109,9 +105,7 @@ def test_loading_torch_would_be_seen():
 def test_public_names_load_on_first_use():
     assert {"Cluster", "Plan", "parallelize", "plan", "register_rule", "verify"} <= set(autopar.__all__)
     assert "autopar.plan" in modules_loaded_by("import autopar; autopar.Plan")
-    assert "torch" not in modules_loaded_by(
-        "import autopar; autopar.Plan; autopar.Cluster; autopar.register_rule"
-    )
+    assert "torch" not in modules_loaded_by("import autopar; autopar.Plan; autopar.Cluster; autopar.register_rule")
 
 
 @pytest.mark.parametrize("name", autopar.__all__)

@@ -98,9 +98,7 @@ def test_one_device_costs_nothing():
         ((S0, R), (S0, S1), ["slice"], ["all_gather"]),
     ],
 )
-def test_known_changes_take_the_known_collectives(
-    src: Layout, dst: Layout, forward: list[str], backward: list[str]
-):
+def test_known_changes_take_the_known_collectives(src: Layout, dst: Layout, forward: list[str], backward: list[str]):
     steps = reshard(src, dst, (2,) * len(src))
     assert [step.forward for step in steps] == forward
     assert [step.backward for step in steps] == backward
