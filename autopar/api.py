@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from autopar.arguments import check_materialized, read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
@@ -23,6 +22,7 @@ from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
 from autopar.lower.agreement import agree, agree_equal, digest_state, share
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
+from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
@@ -276,7 +276,7 @@ def build(
     """Lower a traced model by a plan.  Every rank calls this; `communicator` may be real or simulated."""
     setup = setup or Setup()
     twin = _without_parameters(model)
-    example = tree_map_only(Tensor, lambda x: x.detach().to("meta"), example_inputs)
+    example = map_leaves(_without_values, example_inputs)
 
     def lower_for_evaluation() -> tuple[Any, ...]:
         evaluated = trace_model(twin, example, training=False, dtype=setup.dtype)
@@ -298,6 +298,10 @@ def _plan_evaluation(program: Program, trained: Plan, communicator: Communicator
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=communicator.world_size), None)
     request = SearchRequest(trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1)
     return search(program, communicator.world_size, prices, request)
+
+
+def _without_values(x: Any) -> Any:
+    return x.detach().to("meta") if isinstance(x, Tensor) else x
 
 
 def _without_parameters(model: nn.Module) -> nn.Module:
