@@ -69,9 +69,9 @@ def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) ->
     ZeRO-3 gathers for the forward and again for the backward of every microbatch; levels 2 and 3 reduce in
     every microbatch; the others gather and reduce once.
     """
-    if not training.is_training:
-        return (num_microbatches if zero == 3 else 1), 0
-    return (2 * num_microbatches if zero == 3 else 1), (num_microbatches if zero >= 2 else 1)
+    uses = 2 if training.is_training and training.reruns else 1
+    reduces = num_microbatches if zero >= 2 else 1
+    return (uses * num_microbatches if zero == 3 else 1), (reduces if training.is_training else 0)
 
 
 def layer_collectives(
@@ -109,9 +109,14 @@ def layer_cost(
 
 
 def own_training(program: Program, layer: Layer, training: TrainingSpec) -> TrainingSpec:
-    """How this layer is trained: a layer that no gradient reaches runs as it does outside training."""
-    trains = any(is_differentiable(program, op, training) for op in layer.ops)
-    return training if trains else replace(training, is_training=False)
+    """How this layer is trained: one that no gradient reaches runs as outside training, and what keeps no tensor for
+    its backward pass (an addition) runs nothing again.
+    """
+    trained = [op for op in layer.ops if is_differentiable(program, op, training)]
+    keeps = any(op.saves or op.saved_extra_bytes for op in trained)
+    if trained and keeps:
+        return training
+    return replace(training, is_training=bool(trained), reruns=keeps)
 
 
 def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
@@ -137,7 +142,7 @@ def _running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterato
 
 
 def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
-    return training.is_training and placed.recompute == "full"
+    return training.is_training and training.reruns and placed.recompute == "full"
 
 
 def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Iterator[PricedCollective]:
@@ -277,7 +282,9 @@ def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
 
 def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
     """Whether backward computes the op again."""
-    return training.is_training and (recompute == "full" or (recompute == "selective" and is_cheap(op)))
+    if not (training.is_training and training.reruns):
+        return False
+    return recompute == "full" or (recompute == "selective" and is_cheap(op))
 
 
 def optimizer_s_per_element(

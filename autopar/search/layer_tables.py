@@ -112,7 +112,8 @@ def variant_tables(
 ) -> list[Table]:
     """The tables whose sum is the objective of one variant; `weight` is in seconds per byte."""
     tables: list[Table] = []
-    again = 2.0 if problem.training.is_training and recompute == "full" else 1.0
+    training = problem.training
+    again = 2.0 if training.is_training and training.reruns and recompute == "full" else 1.0
     for index, (op, each) in enumerate(zip(problem.layer.ops, problem.op_tables, strict=True)):
         runs = 2.0 if is_rerun(op, recompute, problem.training) else 1.0
         kernels = again * each.kernel_forward_s + each.kernel_backward_s

@@ -19,12 +19,14 @@ class TrainingSpec:
         gradient_itemsize_bytes: bytes of a parameter's gradient element; 0: as the parameter's dtype.
         storage_itemsize_bytes: bytes of a stored parameter element; 0: as the parameter's dtype.  If it
             differs, a copy in the parameter's dtype is held besides.
+        reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
     """
 
     is_training: bool = True
     optimizer_state_bytes_per_element: float = 8.0
     gradient_itemsize_bytes: int = 0
     storage_itemsize_bytes: int = 0
+    reruns: bool = True
 
     def gradient_itemsize(self, dtype: str) -> int:
         """Bytes of a gradient element of a parameter of this dtype."""
