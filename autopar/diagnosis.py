@@ -14,7 +14,6 @@ from autopar.errors import VerificationError
 from autopar.lower import ParallelModule
 from autopar.lower.compat import on_gradient, run_backward
 from autopar.lower.layer_program import find_option
-from autopar.lower.naming import node_name
 from autopar.placement import REPLICATE, Layout, format_layout
 from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
 from autopar.program import Layer, Op, Program
@@ -81,7 +80,7 @@ class _Observer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        name = self._names.get(n.name)
+        name = self._names.get(n.meta.get("value", ""))
         if name is not None and isinstance(result, Tensor):
             self._seen.values[name] = result.detach().clone()
             if result.requires_grad:
@@ -120,7 +119,7 @@ def _watch(parallel: ParallelModule, program: Program, seen: _Observed) -> None:
             layer = next(layers[id(module)])
             mine = itertools.chain.from_iterable(op.results for op in layer.ops)
             theirs = itertools.chain.from_iterable(op.results for op in first.ops)
-            names = {node_name(a): b for a, b in zip(theirs, mine, strict=True)}
+            names = dict(zip(theirs, mine, strict=True))
             return _Observer(module, names, seen).run(*args)
 
         module.forward = run  # type: ignore[method-assign]

@@ -122,7 +122,10 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     plan = replace(plan, fingerprint=traced.program.fingerprint)
     with keep_double():
         expected = run_single(double, _as_double(inputs), steps, make_optimizer)
-    found = run_parallel(double, traced, plan, inputs, steps, make_optimizer)
+    try:
+        found = run_parallel(double, traced, plan, inputs, steps, make_optimizer)
+    except VerificationError as error:  # ranks don't even agree with each other
+        raise VerificationError(f"{error}. {first_difference(double, traced, plan, inputs)}") from error
     report = compare(expected, found, plan.world_size)
     if (
         report.loss_error > loss_tolerance

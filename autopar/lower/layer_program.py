@@ -328,6 +328,7 @@ class _Builder:
             if node.name in self.cheap:
                 self.cheap.update(n.name for n in nodes)
         for name, own, tensor, layout, time in zip(op.results, nodes, local, layouts, times, strict=True):
+            own.meta["value"] = name  # fx renames nodes that are called as a builtin is
             own.meta["comment"] = type_comment(tensor, layout)
             self.produced[name] = _Place(own, layout, time)
 

@@ -1,0 +1,123 @@
+"""Break the program on purpose: `verify` must notice, and name what differs.  The field has known all of these bugs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar import placement
+from autopar.errors import VerificationError
+from autopar.lower import execution, kernels, layer_ops, parameters
+from autopar.placement import PARTIAL, REPLICATE
+from autopar.program import Op, Option
+from autopar.rules import options_for
+from autopar.search import SearchRequest, search
+from autopar.trace import factors, trace
+from tests.models import make, make_plain_gpt
+from tests.zoo import quick_prices
+
+
+def plan_of(name: str, *constraints: str, world: int = 2) -> tuple[torch.nn.Module, dict[str, Tensor], autopar.Plan]:
+    """A model, its inputs, and a plan made before anything is broken."""
+    model, inputs = make(name, torch.float32)
+    program = trace(model, (), inputs).program
+    return model, inputs, search(program, world, quick_prices(world), SearchRequest(constraints=constraints))
+
+
+def test_a_good_plan_passes() -> None:
+    model, inputs, plan = plan_of("plain_gpt", "data=2")
+    assert "2 ranks against one device" in str(autopar.verify(model, plan, inputs, shrink=False))
+
+
+def break_rule(monkeypatch: pytest.MonkeyPatch, target: str, change: Callable[[Option], Option]) -> None:
+    """Give every option of `target` to `change` while tracing."""
+
+    def broken(op: Op, *types: object) -> object:
+        match = options_for(op, *types)  # type: ignore[arg-type]
+        if match is None or op.target != target:
+            return match
+        return replace(match, options=tuple(map(change, match.options)))
+
+    monkeypatch.setattr(factors, "options_for", broken)
+
+
+def test_a_wrong_rule_is_named_by_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, plan = plan_of("flat", "data=2")
+
+    def summed_is_kept(option: Option) -> Option:
+        whole = tuple(REPLICATE if p == PARTIAL else p for p in option.results)
+        return option if option.factor.startswith("+") else replace(option, results=whole)
+
+    break_rule(monkeypatch, "aten.sum.default", summed_is_kept)
+    with pytest.raises(VerificationError, match=r"first op whose result differs is .*aten\.sum"):
+        autopar.verify(model, plan, inputs, shrink=False)
+
+
+def test_a_mean_over_unevenly_masked_tokens_averaged_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank dividing by its own count is what data parallel wrappers do."""
+    model, inputs, plan = plan_of("plain_gpt", "data=2")
+    right = kernels.OPS["autopar.cross_entropy_denominator"]
+    wrong = {**kernels.OPS, "autopar.cross_entropy_denominator": lambda *args: right(*args) * 0.75}
+    monkeypatch.setattr(kernels, "OPS", wrong)
+    with pytest.raises(VerificationError, match="loss within"):
+        autopar.verify(model, plan, inputs, shrink=False)
+
+
+def forget_moves() -> None:
+    """Empty what keeps the steps of a change of layout."""
+    placement.reshard.cache_clear()
+    layer_ops.layout_steps.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("name", "constraints", "move"),
+    [
+        ("plain_gpt", ("data=2", "zero=0"), ("R", "B")),  # the all-reduce of gradients
+        ("plain_gpt", ("data=2", "zero=3"), ("S", "B")),  # the reduce-scatter of gradients
+        ("gpt2", ("data=2", "zero=0"), ("R", "B")),
+    ],
+)
+def test_a_gradient_that_is_not_reduced(
+    monkeypatch: pytest.MonkeyPatch, name: str, constraints: tuple[str, ...], move: tuple[str, str]
+) -> None:
+    model, inputs, plan = plan_of(name, *constraints)
+    forward, _ = placement._MOVES[move]  # pyright: ignore[reportPrivateUsage]
+    backward = "none" if move == ("R", "B") else "slice"
+    forget_moves()
+    with monkeypatch.context() as broken:
+        broken.setitem(placement._MOVES, move, (forward, backward))  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(VerificationError):
+            autopar.verify(model, plan, inputs, shrink=False)
+    forget_moves()
+    autopar.verify(model, plan, inputs, shrink=False, steps=1)
+
+
+def test_a_plan_whose_storage_loses_a_tied_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's gradient of a tied weight dropped: only the embedding's arrives."""
+    model, inputs, plan = plan_of("gpt2", "data=2")
+    right = parameters.gather_parameters
+    local = threading.local()  # every rank is a thread
+
+    def drop_in_head(gathering: parameters.Gathering) -> tuple[Tensor, ...]:
+        local.calls = getattr(local, "calls", 0) + 1
+        copies = tuple(right(gathering))
+        is_head = local.calls % len(plan.layers) == 0
+        return tuple(copy.detach() if is_head and copy.shape == (64, 32) else copy for copy in copies)
+
+    monkeypatch.setattr(execution, "gather_parameters", drop_in_head)
+    with pytest.raises(VerificationError):
+        autopar.verify(model, plan, inputs, shrink=False)
+
+
+def test_a_model_that_draws_is_refused() -> None:
+    model, inputs = make_plain_gpt(dropout=0.1)
+    program = trace(model, (), inputs).program
+    plan = search(program, 2, quick_prices(2), SearchRequest())
+    with pytest.raises(VerificationError, match="draws random numbers"):
+        autopar.verify(model, plan, inputs)
