@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
@@ -40,6 +41,7 @@ __all__ = [
     "start_reduce_scatter",
     "storage_key",
     "tensor_norms",
+    "to_parted_placements",
     "to_torch_placements",
 ]
 
@@ -132,6 +134,19 @@ def _members(layout: Tensor, dim: int) -> list[int]:
 def to_torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
     """DTensor placements of a storage layout; what is not sharded is whole."""
     return tuple(Shard(placement.dim) if placement.is_shard else Replicate() for placement in layout)
+
+
+def to_parted_placements(layout: Layout, mesh: tuple[int, ...], dim: int, parts: int) -> tuple[TorchPlacement, ...]:
+    """`to_torch_placements` of a tensor whose `dim` is cut into `parts` before the mesh cuts each of these: a device
+    holds its slices of all parts, side by side.
+    """
+    found = list(to_torch_placements(layout))
+    pieces = parts  # torch counts into how many pieces the whole dim is cut before this axis cuts it
+    for axis, placement in enumerate(layout):
+        if placement.is_shard and placement.dim == dim and mesh[axis] > 1:
+            found[axis] = _StridedShard(dim, split_factor=pieces)
+            pieces *= mesh[axis]
+    return tuple(found)
 
 
 def make_dtensor(

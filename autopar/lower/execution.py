@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import run_twice, to_torch_placements
+from autopar.lower.compat import run_twice, to_parted_placements, to_torch_placements
 from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import LayerProgram, layer_program
 from autopar.lower.parameters import Gathering, LayerParameters, ParameterStore, gather_parameters
@@ -239,30 +239,41 @@ class Executor:
         return reshard_tensor(value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator)
 
     def make_output(self, name: str, value: Tensor) -> Tensor:
-        """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its
-        layout.
+        """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its layout.
 
         Without a loss in the program all outputs are whole.
         """
-        lies, program = self.lies[name], self.executable.program
-        if self.num_microbatches > 1 and lies.time.is_shard:  # then it was gathered along that dim
-            lies = replace(lies, layout=_whole_along(lies.layout, lies.time.dim))
-        sharded = any(p.is_shard and size > 1 for p, size in zip(lies.layout, lies.mesh, strict=True))
-        if not sharded or name == program.loss or not program.loss or not self._is_on_store_mesh(lies.mesh):
+        lies = self._lies_joined(name)
+        is_cut = any(p.is_shard and size > 1 for p, size in zip(lies.layout, lies.mesh, strict=True))
+        if not is_cut or not self.stays_cut(name):
             return reshard_tensor(value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator)
         layout = tuple(p if p.is_shard else REPLICATE for p in lies.layout)
         value = reshard_tensor(value, lies.move_to(layout, lies.mesh), self.communicator)
         fine = refine_layout(layout, lies.mesh, self.store.mesh)
-        shape = torch.Size(program.type_of(name).shape)
-        stride = torch.empty(shape, device="meta").stride()
+        shape = torch.Size(self.executable.program.type_of(name).shape)
+        is_parted = self.num_microbatches > 1 and lies.time.is_shard
         return DTensor.from_local(
             value,
             self.store.device_mesh,
-            to_torch_placements(fine),
+            to_parted_placements(fine, self.store.mesh, lies.time.dim, self.num_microbatches)
+            if is_parted
+            else to_torch_placements(fine),
             run_check=False,
             shape=shape,
-            stride=stride,
+            stride=torch.empty(shape, device="meta").stride(),
         )
+
+    def stays_cut(self, name: str) -> bool:
+        """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""
+        program = self.executable.program
+        return bool(program.loss) and name != program.loss and self._is_on_store_mesh(self.lies[name].mesh)
+
+    def _lies_joined(self, name: str) -> _Lies:
+        """Where an output lies when its microbatches have been joined."""
+        lies = self.lies[name]
+        if self.num_microbatches == 1 or not lies.time.is_shard or self.stays_cut(name):
+            return lies
+        return replace(lies, layout=_whole_along(lies.layout, lies.time.dim))  # it was gathered along that dim
 
     def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
         return refine_mesh(self.store.mesh, mesh) == self.store.mesh

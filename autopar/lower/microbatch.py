@@ -69,8 +69,10 @@ def _join(executor: Executor, name: str, parts: list[Tensor]) -> Tensor:
         return torch.stack(parts).sum(0)
     if not time.is_shard:
         return parts[-1]
-    # gathered along that dim first: the slices of devices and microbatches would interleave
-    return torch.cat([executor.gather_along(name, part, time.dim) for part in parts], time.dim)
+    # The slices of devices and microbatches interleave, so what is to be plain is gathered along that dim first.
+    if not executor.stays_cut(name):
+        parts = [executor.gather_along(name, part, time.dim) for part in parts]
+    return torch.cat(parts, time.dim)
 
 
 class _Step:

@@ -74,9 +74,9 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
 
 
 def _note_outputs(program: Program) -> str:
-    """With microbatches only the loss is carried out."""
-    others = dict.fromkeys(name for name in program.outputs if name != program.loss)
-    return f"in microbatches only the loss is returned; these outputs are not: {', '.join(others)}" if others else ""
+    """With microbatches only the loss can be differentiated."""
+    others = ", ".join(dict.fromkeys(name for name in program.outputs if name != program.loss))
+    return f"in microbatches only the loss carries gradients; these outputs don't: {others}" if others else ""
 
 
 class Task:
