@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -64,16 +65,18 @@ def plan_for(name: str, world_size: int, constraints: tuple[str, ...] = (), dtyp
     return search(program, world_size, quick_prices(world_size), SearchRequest(constraints=constraints))
 
 
-_REPORTS: dict[tuple[object, ...], VerificationReport] = {}
+# By subject, so that a later one at the same address finds nothing of an earlier one.
+_REPORTS: WeakKeyDictionary[Subject, dict[tuple[object, ...], VerificationReport]] = WeakKeyDictionary()
 
 
 def report_on(who: Subject, plan: Plan) -> VerificationReport:
     """How far training by `plan` is from one device; plans that run alike run once."""
-    key = (id(who), plan.num_microbatches, plan.layers, plan.strategies, plan.shared_mesh, plan.shared_storage)
-    if key not in _REPORTS:
+    known = _REPORTS.setdefault(who, {})
+    key = (plan.num_microbatches, plan.layers, plan.strategies, plan.shared_mesh, plan.shared_storage)
+    if key not in known:
         found = run_parallel(who.model, who.traced, plan, who.inputs, STEPS)
-        _REPORTS[key] = compare(who.alone, found, plan.world_size)
-    return _REPORTS[key]
+        known[key] = compare(who.alone, found, plan.world_size)
+    return known[key]
 
 
 def assert_parity(who: Subject, plan: Plan, dtype: torch.dtype = torch.float64) -> None:

@@ -29,6 +29,7 @@ PARTS = {
     "contrastive": ("*", "text"),
     "frozen": ("blocks.*", "head"),
 }
+FAST = ("llama", "flat", "unet", "contrastive")
 # Constraints that a model can't meet at all, and why.
 REFUSED = {
     ("unet", "microbatches"): "batch_norm.* needs the whole batch",
@@ -72,7 +73,7 @@ def cases() -> Iterator[pytest.param]:
     for model in ZOO:
         for world in (2, 4, 8):
             for constraints in ((), *forced(model, world)):
-                fast = world == 2 and not constraints
+                fast = model in FAST and world == 2 and not constraints
                 name = f"{model}-{world}-{'+'.join(constraints) or 'searched'}"
                 yield pytest.param(model, world, constraints, id=name, marks=() if fast else pytest.mark.slow)
 
