@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -22,6 +23,7 @@ from autopar.placement import Layout
 __all__ = [
     "ModuleTables",
     "call_function",
+    "compile_program",
     "dtensor_like",
     "leaves_of",
     "local_tensor",
@@ -211,6 +213,18 @@ def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:
     """Call `action` with the gradient of `x` when backward has it."""
     untyped: Any = x
     untyped.register_hook(action)
+
+
+def compile_program(module: fx.GraphModule, as_they_are: Collection[Any]) -> Callable[..., Any]:
+    """`module` compiled by ``torch.compile``, in pieces between calls of `as_they_are`, which run as they are."""
+    compiler: Any = torch.compiler
+    twin = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for node in twin.graph.nodes:
+        if node.op == "call_function" and node.target in as_they_are:
+            node.target = compiler.disable(node.target)
+    twin.recompile()
+    untyped: Any = torch
+    return untyped.compile(twin.forward)
 
 
 def run_backward(loss: Tensor) -> None:

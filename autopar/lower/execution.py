@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import run_twice, to_parted_placements, to_torch_placements
-from autopar.lower.layer_ops import LayerContext
+from autopar.lower.compat import compile_program, run_twice, to_parted_placements, to_torch_placements
+from autopar.lower.layer_ops import LayerContext, draw, redistribute, run_kernel
 from autopar.lower.layer_program import LayerProgram, layer_program
 from autopar.lower.parameters import Gathering, LayerParameters, ParameterStore, gather_parameters
 from autopar.lower.random import RandomState
@@ -169,8 +169,7 @@ class Executor:
         communicator.prepare(sorted({axis for runner in self.runners for axis in _axes(runner)}))
         if compile_layers:
             for lowered in self.programs:
-                untyped: Any = torch
-                lowered.module.forward = untyped.compile(lowered.module.forward)
+                lowered.module.forward = compile_program(lowered.module, (redistribute, run_kernel, draw))
 
     @property
     def programs(self) -> tuple[LayerProgram, ...]:

@@ -1,7 +1,8 @@
 """What the code of a layer program calls besides ops: moves between layouts, microbatch slices, kernels,
 random draws.
 
-Their arguments are literals that read well in printed code: layouts as text, axes as ``(size, stride)``.
+Their arguments are literals that read well in printed code: layouts as text, axes as ``(size, stride)``.  In a
+compiled layer program, what lies between calls of them is compiled, and they run as they are.
 """
 
 from __future__ import annotations
