@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -110,7 +111,11 @@ def _run_rank(
     partial = Path(folder, f"rank{rank}.partial")
     partial.write_bytes(pickle.dumps(outcome))
     partial.rename(Path(folder, f"rank{rank}"))
-    sys.exit(0 if outcome[0] else 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: torch's DTensor caches keep the process group, whose threads may still let go of a tensor while
+    # Python shuts down, and that ends the process with "terminate called" on a busy machine.
+    os._exit(0 if outcome[0] else 1)
 
 
 def _wait(processes: Sequence[Any], timeout_s: float) -> str:
