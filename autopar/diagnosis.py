@@ -46,7 +46,7 @@ def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: Examp
             layout, mesh = _layout_of(simple, program, layer, index, op, result)
             problem = _compare(name, expected.values, [rank.values for rank in found], layout, mesh)
             if problem:
-                return _describe("The first op whose result differs", layer, op, layout, problem)
+                return _describe("The first op whose result differs is", layer, op, layout, problem)
     for layer, index, op in reversed(ops):
         for result, name in enumerate(op.results):
             layout, mesh = _layout_of(simple, program, layer, index, op, result)
@@ -176,4 +176,4 @@ def _compare(
 def _describe(what: str, layer: Layer, op: Op, layout: Layout, problem: str) -> str:
     where = f" ({op.source})" if op.source else ""
     place = f"in layer {layer.name}, laid out as {format_layout(layout)}"
-    return f"{what} is {op.name} = {op.target}{where} {place}: {problem}"
+    return f"{what} {op.name} = {op.target}{where} {place}: {problem}"

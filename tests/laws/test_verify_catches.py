@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from autopar import placement
 from autopar.errors import VerificationError
 from autopar.lower import execution, kernels, layer_ops, parameters
 from autopar.placement import PARTIAL, REPLICATE
-from autopar.program import Op, Option
+from autopar.program import Op, Option, Program
 from autopar.rules import options_for
 from autopar.search import SearchRequest, search
 from autopar.trace import factors, trace
@@ -69,6 +69,9 @@ def test_a_mean_over_unevenly_masked_tokens_averaged_per_rank(monkeypatch: pytes
         autopar.verify(model, plan, inputs, shrink=False)
 
 
+NAMES_A_PARAMETER = r"replicas of [\w.]+ differ|gradients within \S+ \([\w.]+\)"
+
+
 def forget_moves() -> None:
     """Empty what keeps the steps of a change of layout."""
     placement.reshard.cache_clear()
@@ -80,7 +83,7 @@ def forget_moves() -> None:
     [
         ("plain_gpt", ("data=2", "zero=0"), ("R", "B")),  # the all-reduce of gradients
         ("plain_gpt", ("data=2", "zero=3"), ("S", "B")),  # the reduce-scatter of gradients
-        ("gpt2", ("data=2", "zero=0"), ("R", "B")),
+        pytest.param("gpt2", ("data=2", "zero=0"), ("R", "B"), marks=pytest.mark.slow),
     ],
 )
 def test_a_gradient_that_is_not_reduced(
@@ -92,12 +95,13 @@ def test_a_gradient_that_is_not_reduced(
     forget_moves()
     with monkeypatch.context() as broken:
         broken.setitem(placement._MOVES, move, (forward, backward))  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(VerificationError):
+        with pytest.raises(VerificationError, match=NAMES_A_PARAMETER):
             autopar.verify(model, plan, inputs, shrink=False)
     forget_moves()
     autopar.verify(model, plan, inputs, shrink=False, steps=1)
 
 
+@pytest.mark.slow
 def test_a_plan_whose_storage_loses_a_tied_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's gradient of a tied weight dropped: only the embedding's arrives."""
     model, inputs, plan = plan_of("gpt2", "data=2")
@@ -111,7 +115,7 @@ def test_a_plan_whose_storage_loses_a_tied_gradient(monkeypatch: pytest.MonkeyPa
         return tuple(copy.detach() if is_head and copy.shape == (64, 32) else copy for copy in copies)
 
     monkeypatch.setattr(execution, "gather_parameters", drop_in_head)
-    with pytest.raises(VerificationError):
+    with pytest.raises(VerificationError, match=r"transformer\.wte\.weight"):
         autopar.verify(model, plan, inputs, shrink=False)
 
 
@@ -121,3 +125,57 @@ def test_a_model_that_draws_is_refused() -> None:
     plan = search(program, 2, quick_prices(2), SearchRequest())
     with pytest.raises(VerificationError, match="draws random numbers"):
         autopar.verify(model, plan, inputs)
+
+
+@pytest.mark.slow
+def test_a_sum_of_terms_that_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallel without its forward all-reduce: each rank goes on with its own term."""
+    model, inputs, plan = plan_of("llama", "tensor=2")
+    forget_moves()
+    with monkeypatch.context() as broken:
+        broken.setitem(placement._MOVES, ("P", "R"), ("none", "none"))  # pyright: ignore[reportPrivateUsage]
+        broken.setitem(placement._MOVES, ("P", "S"), ("slice", "all_gather"))  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(VerificationError, match="first op whose result differs is"):
+            autopar.verify(model, plan, inputs, shrink=False)
+    forget_moves()
+
+
+def with_factor(plan: autopar.Plan, program: Program, target: str, factor: str) -> autopar.Plan:
+    """`plan` with all ops of `target` split in `factor` on every axis."""
+    strategies = list(plan.strategies)
+    for layer, planned in zip(program.layers, plan.layers, strict=True):
+        strategy = strategies[planned.strategy]
+        rows = [
+            (factor,) * len(strategy.mesh) if op.target == target else row
+            for op, row in zip(layer.ops, strategy.assignments, strict=True)
+        ]
+        strategies[planned.strategy] = replace(strategy, assignments=tuple(rows))
+    return replace(plan, strategies=tuple(strategies))
+
+
+@pytest.mark.slow
+def test_a_loss_that_divides_by_each_ranks_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with different numbers of labels that count: the mean of the ranks' means is not the mean."""
+    target = "autopar.cross_entropy_denominator"
+    model, inputs, plan = plan_of("plain_gpt", "data=2")
+    program = trace(model, (), inputs).program
+    (op,) = [op for layer in program.layers for op in layer.ops if op.target == target]
+    split = next(option.factor for option in op.options if option.results[0] == PARTIAL and option.operands[0].is_shard)
+    plan = with_factor(plan, program, target, split)
+    autopar.verify(model, plan, inputs, shrink=False, steps=1)
+    whole = {PARTIAL: REPLICATE}
+    break_rule(monkeypatch, target, lambda o: replace(o, results=tuple(whole.get(p, p) for p in o.results)))
+    with pytest.raises(VerificationError, match="cross_entropy_denominator"):
+        autopar.verify(model, plan, inputs, shrink=False)
+
+
+def test_replicas_that_drift_apart() -> None:
+    """An optimizer that does not step alike on all ranks leaves different replicas behind."""
+    model, inputs, plan = plan_of("plain_gpt", "data=2", "zero=0")
+    rates = iter((1e-3, 1e-3, 2e-3))  # the single device, rank 0, rank 1
+
+    def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=next(rates))
+
+    with pytest.raises(VerificationError, match=r"rank 1 has losses|replicas of \S+ differ"):
+        autopar.verify(model, plan, inputs, shrink=False, make_optimizer=make_optimizer)

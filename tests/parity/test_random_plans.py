@@ -12,7 +12,7 @@ from torch.nn import functional
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from tests.models import ZOO
 from tests.random_plans import random_plan
-from tests.zoo import assert_parity, subject, trained_alone
+from tests.zoo import Subject, assert_parity, subject, trained_alone
 
 SETTINGS = settings(
     deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=12
@@ -21,7 +21,10 @@ SETTINGS = settings(
 
 def check(name: str, world: int, seed: int, num_microbatches: int) -> None:
     """Train by one random plan; without microbatches where they would not be exact."""
-    who = subject(name)
+    check_subject(subject(name), world, seed, num_microbatches)
+
+
+def check_subject(who: Subject, world: int, seed: int, num_microbatches: int) -> None:
     program = who.traced.program
     if not isinstance(time_assignment(program, num_microbatches), TimeAssignment):
         num_microbatches = 1
@@ -57,6 +60,7 @@ class Stack(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.norm = nn.LayerNorm(16)
         self.scale = nn.Parameter(torch.ones(16))
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """[batch, 8, 16] twice -> a scalar."""
@@ -83,13 +87,17 @@ class Stack(nn.Module):
                 return torch.cat([right * torch.sigmoid(left), left], dim=-1)
             case "reduce":
                 return x - x.mean(dim=1, keepdim=True) + x.amax(dim=2, keepdim=True) / 8
+            case "conv":
+                return x + torch.relu(self.conv(x))
+            case "broadcast":
+                return x * self.linears[0].bias + x[:, :1].expand(batch, 8, 16) * self.scale.view(1, 1, 16)
             case "whole":
                 return x / (1 + x.square().mean())
             case _:
                 raise ValueError(kind)
 
 
-KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "whole")
+KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "conv", "broadcast", "whole")
 
 
 @pytest.mark.slow
@@ -98,9 +106,10 @@ KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "whole")
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     world=st.sampled_from((2, 4, 8)),
     seed=st.integers(0, 10**6),
+    num_microbatches=st.sampled_from((1, 1, 2)),
 )
-def test_random_models_by_random_plans(kinds: list[str], world: int, seed: int) -> None:
+def test_random_models_by_random_plans(kinds: list[str], world: int, seed: int, num_microbatches: int) -> None:
     torch.manual_seed(seed)
     inputs = {"x": torch.randn(8, 8, 16, dtype=torch.float64), "y": torch.randn(8, 8, 16, dtype=torch.float64)}
     who = trained_alone(Stack(kinds).double(), inputs)
-    assert_parity(who, random_plan(who.traced.program, world, seed))
+    check_subject(who, world, seed, num_microbatches)
