@@ -1,0 +1,85 @@
+"""What a search minimises is what its plan reports, and more memory is never slower, on models as they are traced."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.placement import local_shape
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Program
+from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search.crossings import crossing_s, find_crossings
+from autopar.search.layer_cost import layer_cost, optimizer_s_per_element
+from tests.models import ZOO
+from tests.zoo import plan_for, quick_prices, subject
+
+MODELS = [m if m in ("flat", "unet") else pytest.param(m, marks=pytest.mark.slow) for m in ZOO]
+
+
+def step_time(program: Program, plan: Plan) -> float:
+    """The price of a plan, from the plan's own decisions alone."""
+    prices, training = quick_prices(plan.world_size), TrainingSpec()
+    strategies = [plan.strategies[layer.strategy] for layer in plan.layers]
+    values = {name: value for value, name in program.parameters.items()}
+    shared = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
+    seconds = 0.0
+    for layer, strategy in zip(program.layers, strategies, strict=True):
+        own = named_as(strategy, program.kinds[layer.kind], layer)
+        seconds += layer_cost(program, layer, own, plan.num_microbatches, prices, training, shared).total_s
+    time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
+    for crossing in find_crossings(program, time, plan.num_microbatches):
+        source, target = strategies[crossing.producer], strategies[crossing.reader]
+        seconds += crossing_s(
+            prices, crossing.tensor, crossing.requires_grad, plan.num_microbatches,
+            (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input]),
+        )  # fmt: skip
+    for name, (mesh, layout) in shared.items():
+        stored = 1
+        for size in local_shape(program.type_of(name).shape, layout, mesh):
+            stored *= size
+        dtype = program.type_of(name).dtype
+        seconds += stored * optimizer_s_per_element(program, dtype, plan.world_size, prices, training)
+    return seconds
+
+
+def named_as(strategy: LayerStrategy, first: Layer, layer: Layer) -> LayerStrategy:
+    def names(each: Layer) -> tuple[str, ...]:
+        return (*each.inputs, *each.held, *(name for op in each.ops for name in op.results))
+
+    renamed = dict(zip(names(first), names(layer), strict=True))
+    return replace(strategy, copies=tuple((renamed[name], layout) for name, layout in strategy.copies))
+
+
+@pytest.mark.parametrize("constraints", [(), ("zero=3", "recompute=selective"), ("data=2", "tensor=2")], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_costs_what_it_says(model: str, constraints: tuple[str, ...]) -> None:
+    plan = plan_for(model, 4, constraints)
+    assert plan.step_time_s == pytest.approx(
+        sum(plan.costs[layer.strategy].total_s for layer in plan.layers), rel=1e-12
+    )
+    assert plan.step_time_s == pytest.approx(step_time(subject(model).traced.program, plan), rel=1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_more_memory_is_never_slower(model: str) -> None:
+    program, prices = subject(model).traced.program, quick_prices(4)
+    free = search(program, 4, prices, SearchRequest())
+    limits = [free.peak_memory_bytes * share for share in (0.4, 0.55, 0.7, 0.85, 1.0, 1.5)]
+    found: list[tuple[float, float]] = []
+    for limit in limits:
+        try:
+            plan = search(program, 4, prices, SearchRequest(memory_limit_bytes=limit))
+        except InfeasibleError:
+            assert not found, "what fits in less memory fits in more"
+            continue
+        assert plan.peak_memory_bytes <= limit
+        assert plan.step_time_s >= free.step_time_s * (1 - 1e-12)
+        found.append((limit, plan.step_time_s))
+    assert found
+    assert found[-1][1] == pytest.approx(free.step_time_s, rel=1e-12)
+    times = [seconds for _, seconds in found]
+    assert all(more <= less for less, more in itertools.pairwise(times)), found
