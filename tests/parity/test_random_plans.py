@@ -15,7 +15,7 @@ from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, subject, trained_alone
 
 SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=12
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=7
 )
 
 
@@ -66,7 +66,7 @@ class Stack(nn.Module):
         """[batch, 8, 16] twice -> a scalar."""
         for index, kind in enumerate(self.kinds):
             x = self.step(kind, self.linears[index % 2], x)
-        return functional.mse_loss(x, y)
+        return functional.mse_loss(x * self.scale, y)
 
     def step(self, kind: str, linear: nn.Module, x: Tensor) -> Tensor:
         """One op, or a few that belong together."""
@@ -104,9 +104,9 @@ KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "conv", 
 @settings(SETTINGS, max_examples=25)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
-    world=st.sampled_from((2, 4, 8)),
+    world=st.sampled_from((2, 4, 4, 8)),
     seed=st.integers(0, 10**6),
-    num_microbatches=st.sampled_from((1, 1, 2)),
+    num_microbatches=st.sampled_from((1, 2)),
 )
 def test_random_models_by_random_plans(kinds: list[str], world: int, seed: int, num_microbatches: int) -> None:
     torch.manual_seed(seed)
