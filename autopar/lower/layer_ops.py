@@ -17,6 +17,7 @@ from autopar.lower.communicator import Communicator
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.lower.random import RandomState, random_scope
 from autopar.lower.reshard_ops import reshard_tensor, time_slice
+from autopar.lower.shards import shard_coordinate
 from autopar.placement import Axis, Step, parse_layout, reshard
 
 __all__ = ["LayerContext", "draw", "layout_steps", "microbatch_slice", "redistribute", "run_kernel"]
@@ -79,9 +80,7 @@ def draw(
     random = context.random
     if random is None:
         raise ValueError(f"{target} draws random numbers, but this program was run without a source of them")
-    shard = 0
-    for size, stride in axes:
-        shard = shard * size + Axis(size, stride).coordinate(context.communicator.rank)
+    shard = shard_coordinate(context.communicator, tuple(Axis(*axis) for axis in axes))
     number = context.first_op + op_index
     if target == "autopar.dropout":
         return resolve_target(target)(*args, **kwargs, generator=random.generator(number, shard))
