@@ -63,8 +63,8 @@ def _brief(layers: tuple[tuple[str, int], ...]) -> str:
 
 def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, plan: Plan) -> Iterator[str]:
     where = f"layer {layer.name}"
-    if math.prod(strategy.mesh) != plan.world_size:
-        yield f"{where}: mesh {strategy.mesh} does not hold {plan.world_size} devices"
+    if math.prod(strategy.mesh) != plan.group_size:
+        yield f"{where}: mesh {strategy.mesh} does not hold {plan.group_size} devices"
         return
     parts = (("assignments", strategy.assignments, layer.ops), ("inputs", strategy.inputs, layer.inputs),
              ("outputs", strategy.outputs, layer.outputs), ("storage", strategy.storage, layer.held))  # fmt: skip

@@ -15,10 +15,11 @@ from typing import Any, cast
 
 from autopar.errors import PlanFormatError
 from autopar.placement import Layout, format_layout, parse_layout
+from autopar.schedule import schedule_problem, stage_group
 
-__all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer"]
+__all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer", "Stage"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,40 @@ class PlannedLayer:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: the layers ``start`` to ``stop - 1``, run by one device group, and what that is predicted to take.
+
+    Args:
+        start: index of its first layer.
+        stop: one more than the index of its last layer.
+        group: the device group that runs it: ranks ``group * n`` to ``group * n + n - 1``, n being `Plan.group_size`.
+        forward_s: seconds of the forward of one microbatch.
+        backward_s: seconds of its whole backward.
+        weight_s: the part of `backward_s` that gives gradients of parameters.
+        step_s: seconds that the stage takes once per step: gathers and reductions of parameters, the optimizer.
+        send_forward_s: seconds to send its outputs to the next stage.
+        send_backward_s: seconds to send the gradients of its inputs to the stage before.
+        peak_memory_bytes: predicted peak bytes of a device of its group (of all the group's stages together).
+    """
+
+    start: int
+    stop: int
+    group: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weight_s: float = 0.0
+    step_s: float = 0.0
+    send_forward_s: float = 0.0
+    send_backward_s: float = 0.0
+    peak_memory_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """A complete decision for one program on one number of devices.
+
+    Without stages every layer runs on all devices.  With stages the devices fall into `num_groups` groups of
+    consecutive ranks, every layer runs on one group, and all meshes are those of a group.
 
     Args:
         fingerprint: of the program that it is for.
@@ -120,6 +153,8 @@ class Plan:
         constraints: what the user asked for.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
+        stages: the pipeline stages in order; ``()`` without a pipeline.
+        schedule: one of `autopar.schedule.SCHEDULES`; "" without a pipeline.
     """
 
     fingerprint: str
@@ -140,6 +175,18 @@ class Plan:
     constraints: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     planning_s: tuple[tuple[str, float], ...] = ()
+    stages: tuple[Stage, ...] = ()
+    schedule: str = ""
+
+    @property
+    def num_groups(self) -> int:
+        """Device groups; 1 without stages."""
+        return 1 + max((stage.group for stage in self.stages), default=0)
+
+    @property
+    def group_size(self) -> int:
+        """Devices of a group: what every mesh of the plan holds."""
+        return self.world_size // self.num_groups
 
     def __str__(self) -> str:
         """The plan as a table for people."""
@@ -213,6 +260,7 @@ def _decode(data: dict[str, Any]) -> Plan:
         constraints=tuple(data["constraints"]),
         notes=tuple(data["notes"]),
         planning_s=tuple(data["planning_s"].items()),
+        stages=tuple(Stage(**part) for part in _checked_parts(Stage, data, "stages")),
     )
     _check_consistency(plan)
     return plan
@@ -294,11 +342,11 @@ def _check_consistency(plan: Plan) -> None:
             raise PlanFormatError(
                 f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh {plan.shared_mesh}"
             )
+    _check_stages(plan)
     for index, strategy in enumerate(plan.strategies):
-        if math.prod(strategy.mesh) != plan.world_size:
-            raise PlanFormatError(
-                f"strategies[{index}]: mesh {strategy.mesh} does not hold world_size {plan.world_size}"
-            )
+        if math.prod(strategy.mesh) != plan.group_size:
+            of = f"the {plan.group_size} devices of a stage" if plan.stages else f"world_size {plan.world_size}"
+            raise PlanFormatError(f"strategies[{index}]: mesh {strategy.mesh} does not hold {of}")
         layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(x for _, x in strategy.copies))
         for row in (*layouts, *strategy.assignments):
             if len(row) != len(strategy.mesh):
@@ -306,3 +354,31 @@ def _check_consistency(plan: Plan) -> None:
                     f"strategies[{index}]: {' '.join(map(str, row))!r} has {len(row)} parts, "
                     f"but mesh {strategy.mesh} has {len(strategy.mesh)} axes"
                 )
+
+
+def _check_stages(plan: Plan) -> None:
+    if not plan.stages:
+        if plan.schedule:
+            raise PlanFormatError(f"schedule {plan.schedule!r} without stages: give stages, or leave schedule empty")
+        return
+    groups = plan.num_groups
+    if plan.world_size % groups:
+        raise PlanFormatError(f"stages: {plan.world_size} devices don't fall into {groups} equal groups")
+    problem = schedule_problem(plan.schedule, groups, len(plan.stages), plan.num_microbatches)
+    if problem:
+        raise PlanFormatError(f"stages: {problem}")
+    start = 0
+    for index, stage in enumerate(plan.stages):
+        if stage.start != start or stage.stop <= stage.start:
+            raise PlanFormatError(
+                f"stages[{index}] has the layers {stage.start} to {stage.stop - 1}, but starts after layer {start - 1}: "
+                "stages follow each other without gaps, and each has a layer"
+            )
+        if stage.group != stage_group(plan.schedule, index, groups):
+            raise PlanFormatError(
+                f"stages[{index}] is on group {stage.group}, but {plan.schedule} on {groups} groups runs it on group "
+                f"{stage_group(plan.schedule, index, groups)}"
+            )
+        start = stage.stop
+    if start != len(plan.layers):
+        raise PlanFormatError(f"stages end at layer {start - 1} of {len(plan.layers)} layers")
