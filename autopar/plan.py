@@ -101,7 +101,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: the layers ``start`` to ``stop - 1``, run by one device group, and what that is predicted to take.
+    """A pipeline stage: the layers ``start`` to ``stop - 1``, run by one device group, with what is predicted of it.
 
     Args:
         start: index of its first layer.
@@ -371,7 +371,7 @@ def _check_stages(plan: Plan) -> None:
     for index, stage in enumerate(plan.stages):
         if stage.start != start or stage.stop <= stage.start:
             raise PlanFormatError(
-                f"stages[{index}] has the layers {stage.start} to {stage.stop - 1}, but starts after layer {start - 1}: "
+                f"stages[{index}] has the layers {stage.start} to {stage.stop - 1}, but must start at layer {start}: "
                 "stages follow each other without gaps, and each has a layer"
             )
         if stage.group != stage_group(plan.schedule, index, groups):
