@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.communicator import Communicator
 from autopar.lower.compat import local_tensor, scale_in_place, tensor_norms
-from autopar.lower.parameters import Stored
+from autopar.lower.store import Stored
 from autopar.placement import Axis, mesh_axes
 
 __all__ = ["clip_gradients"]

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.lower.compat import call_function, local_tensor, run_backward
-from autopar.lower.execution import Executor, LayerUse
+from autopar.lower.execution import Executor
+from autopar.lower.layer_runner import LayerUse
 from autopar.lower.parameters import Gathering
 
 __all__ = ["run_microbatches"]
@@ -55,7 +56,7 @@ def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: i
 def _trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
     """The parameters that get gradients, each once."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for runner in executor.runners:
+    for runner in executor.runners.values():
         for name, parameter in zip(runner.parameters.names, runner.parameters.current(), strict=True):
             if parameter.requires_grad:
                 found.setdefault(id(parameter), (name, parameter))

@@ -15,17 +15,19 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.agreement import agree, agree_equal, digest_inputs
 from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
-from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
-from autopar.lower.execution import Executable, Executor, LayerRunner, check_plan
+from autopar.lower.compat import local_tensor
+from autopar.lower.execution import Executor, check_plan
 from autopar.lower.gradients import clip_gradients
 from autopar.lower.layer_program import LayerProgram
+from autopar.lower.layer_runner import LayerRunner
+from autopar.lower.lowering import Executable
 from autopar.lower.microbatch import run_microbatches
 from autopar.lower.naming import format_code
-from autopar.lower.parameters import ParameterStore, Stored, local_part, storage_layouts
 from autopar.lower.random import agree_base_seed
 from autopar.lower.reshard_ops import apply_forward
-from autopar.lower.skeleton import canonical_names, copy_skeleton
-from autopar.placement import REPLICATE, Layout, refine_mesh, reshard
+from autopar.lower.stage_map import StageMap
+from autopar.lower.store import local_part, make_store
+from autopar.placement import REPLICATE, reshard
 from autopar.plan import Plan
 from autopar.program import Program
 
@@ -119,7 +121,9 @@ class ParallelModule(nn.Module):
         self._eval_factory = eval_factory
         self._eval_executor: Executor | None = None
         self._compile_layers = compile_layers
-        self._store = _make_store(self, executable, module, communicator, mesh)
+        self._store = make_store(
+            self, module, StageMap(executable.program, executable.plan, communicator.rank), communicator, mesh
+        )
         self._executor = Executor(executable, self._store, communicator, compile_layers)
         self._agreed: set[int] = set()
         self.training = module.training
@@ -137,7 +141,7 @@ class ParallelModule(nn.Module):
     @property
     def layer_runners(self) -> tuple[LayerRunner, ...]:
         """The lowered layers in order, for tools that watch them run."""
-        return tuple(self._executor.runners)
+        return tuple(self._executor.runners.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward on the whole batch.
@@ -272,46 +276,3 @@ class ParallelModule(nn.Module):
             value.detach().to(self._communicator.device), stored.layout, self._store.mesh, self._communicator
         )
         return self._store.wrap(name, part)
-
-
-def _make_store(
-    target: nn.Module, executable: Executable, module: nn.Module, communicator: Communicator, mesh: DeviceMesh
-) -> ParameterStore:
-    """Fill `target` with this rank's parts of the parameters of `module`, under the same names."""
-    program, plan = executable.program, executable.plan
-    sizes = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
-    device_mesh = _refined_device_mesh(mesh, sizes, communicator)
-    layouts = storage_layouts(program, plan, sizes)
-    groups = canonical_names(module)
-    unknown = sorted(set(program.parameters.values()) - groups.keys() - {n for n, _ in module.named_buffers()})
-    if unknown:
-        raise PlanMismatchError(f"the program reads {unknown[:3]}, which {type(module).__name__} does not have")
-    layout_of: dict[str, Layout] = {groups[name]: layout for name, layout in layouts.items()}
-    whole: Layout = (REPLICATE,) * len(sizes)
-    stored = {
-        name: Stored(name, layout_of.get(first, whole), tuple(p.shape), _row_major(p))
-        for name, first in groups.items()
-        for p in [module.get_parameter(name)]
-    }
-
-    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        entry = stored[name]
-        part = local_part(parameter.detach().to(communicator.device), entry.layout, sizes, communicator)
-        dtensor = make_dtensor(part.contiguous(), device_mesh, entry.layout, entry.shape, entry.stride)
-        return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-
-    copy_skeleton(module, target, make_parameter, lambda b: b.detach().to(communicator.device, copy=True))
-    return ParameterStore(sizes, device_mesh, target, stored)
-
-
-def _row_major(parameter: Tensor) -> tuple[int, ...]:
-    return torch.empty(parameter.shape, device="meta").stride()
-
-
-def _refined_device_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], communicator: Communicator) -> DeviceMesh:
-    if tuple(mesh.shape) == sizes:
-        return mesh
-    ranks = [int(rank) for rank in mesh.mesh.flatten()]
-    if isinstance(communicator, ProcessGroupCommunicator):
-        return make_mesh(sizes, ranks, mesh.device_type)
-    return make_mesh(sizes, ranks, mesh.device_type, rank=communicator.rank)

@@ -1,101 +1,26 @@
-"""Where parameters are stored, how a layer gets its compute copies of them, and how their gradients come
-back.
+"""How a layer gets its compute copies of stored parameters, and how their gradients come back.
 
-Storage is a DTensor per parameter, all on one mesh.  `LayerParameters` knows for one layer the moves from
-there to the copy layouts; `Gathering` is one use of a layer's parameters: it gathers them, frees them
-(ZeRO-3) and gathers them anew, and reduces their gradients.
+`LayerParameters` knows for one layer the moves from storage (`store`) to the copy layouts; `Gathering` is one use of a
+layer's parameters: it gathers them, frees them (ZeRO-3) and gathers them anew, and reduces their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.lower.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import call_function, dtensor_like, local_tensor, make_dtensor, module_tables
-from autopar.lower.reshard_ops import apply_forward
-from autopar.placement import REPLICATE, Layout, Step, refine_layout, refine_mesh, reshard
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.lower.compat import call_function, dtensor_like, local_tensor
+from autopar.lower.store import ParameterStore
+from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 
-__all__ = [
-    "Gathering",
-    "LayerParameters",
-    "ParameterStore",
-    "Stored",
-    "gather_parameters",
-    "local_part",
-    "storage_layouts",
-]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One parameter between steps: its name in the module, and its layout on the store's mesh."""
-
-    name: str
-    layout: Layout
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ParameterStore:
-    """All parameters and buffers of a model on this rank, by their (untied) name.
-
-    `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes.
-     Buffers are whole on every rank.
-    """
-
-    mesh: tuple[int, ...]
-    device_mesh: DeviceMesh
-    module: nn.Module
-    stored: Mapping[str, Stored]
-
-    def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
-        """Where the parameter is registered: to look it up each step without walking the module's tree."""
-        path, _, last = name.rpartition(".")
-        return module_tables(self.module.get_submodule(path)).parameters, last
-
-    def buffer(self, name: str) -> Tensor:
-        """The buffer as it is registered now."""
-        return self.module.get_buffer(name)
-
-    def wrap(self, name: str, local: Tensor) -> DTensor:
-        """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
-        stored = self.stored[name]
-        return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
-
-
-def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict[str, Layout]:
-    """Parameter name -> its storage layout, written for `mesh`, a refinement of the plan's meshes.
-
-    Parameters that no layer reads are whole.
-    """
-    found: dict[str, Layout] = {}
-    for layer, planned in zip(program.layers, plan.layers, strict=True):
-        strategy = plan.strategies[planned.strategy]
-        for value, layout in zip(layer.held, strategy.storage, strict=True):
-            if program.values[value].role == "parameter":
-                found.setdefault(program.parameters[value], refine_layout(layout, strategy.mesh, mesh))
-    for name, layout in plan.shared_storage:
-        found[name] = refine_layout(layout, plan.shared_mesh, mesh)
-    return found
-
-
-def local_part(whole: Tensor, layout: Layout, mesh: tuple[int, ...], communicator: Communicator) -> Tensor:
-    """A fresh copy of this rank's part of a tensor that every rank holds whole."""
-    steps = reshard((REPLICATE,) * len(mesh), layout, mesh)
-    part = apply_forward(whole, steps, communicator)
-    return part.clone(memory_format=torch.preserve_format) if part.data_ptr() == whole.data_ptr() else part
+__all__ = ["Gathering", "LayerParameters", "gather_parameters"]
 
 
 class LayerParameters:

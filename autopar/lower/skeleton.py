@@ -23,16 +23,17 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 def copy_skeleton(
     source: nn.Module,
     target: nn.Module,
-    make_parameter: Callable[[str, nn.Parameter], nn.Parameter],
+    make_parameter: Callable[[str, nn.Parameter], nn.Parameter | None],
     make_buffer: Callable[[Tensor], Tensor],
 ) -> None:
     """Give `target` the submodules, parameters and buffers of `source` in the same order, as plain
     ``nn.Module`` s.
 
-    Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name.
+    Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name; where it
+    returns None, the name stays without a parameter.
     """
     modules: dict[int, nn.Module] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter | None] = {}
     buffers: dict[int, Tensor] = {}
 
     def fill(old: nn.Module, new: nn.Module, prefix: str) -> None:
