@@ -7,7 +7,7 @@ is cut out of, or merged into, any dim of a tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -34,8 +34,9 @@ ReduceOp = Literal["sum", "max"]
 class Collective:
     """One collective that ran.
 
-    `kind` is a collective of `autopar.placement.Step`, or ``"broadcast"``.  `num_bytes` is the size of one
-    member's buffer on its larger side (`Step.fraction` times the bytes of the global tensor).
+    `kind` is a collective of `autopar.placement.Step`, ``"broadcast"``, or ``"send"`` (on the sender only).
+    `num_bytes` is the size of one member's buffer on its larger side (`Step.fraction` times the bytes of the global
+    tensor).
     """
 
     kind: str
@@ -184,6 +185,24 @@ class BaseCommunicator(ABC):
         self._note("broadcast", axis, x.nbytes)
         return self._start_broadcast(x.detach().contiguous(), axis, source)
 
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
+        """See `Communicator.start_send`."""
+        self._check_peer(axis, to)
+        self._note("send", axis, x.nbytes)
+        return self._start_send(x.detach().contiguous(), axis, to)
+
+    def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
+        """See `Communicator.start_receive`."""
+        self._check_peer(axis, source)
+        return self._start_receive(tuple(shape), dtype, axis, source)
+
+    def _check_peer(self, axis: Axis, coordinate: int) -> None:
+        if not 0 <= coordinate < axis.size or coordinate == axis.coordinate(self.rank):
+            raise ValueError(
+                f"rank {self.rank}, coordinate {axis.coordinate(self.rank)} of {axis}, can't exchange messages with "
+                f"coordinate {coordinate}"
+            )
+
     def _note(self, kind: str, axis: Axis, num_bytes: int) -> None:
         for record in self._records:
             record.append(Collective(kind, axis, num_bytes))
@@ -211,6 +230,14 @@ class BaseCommunicator(ABC):
     @abstractmethod
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         """``[...] -> [...]``, the tensor of coordinate `source`; must not write to `x`."""
+
+    @abstractmethod
+    def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
+        """Send `x` to coordinate `to`; keeps it until it is sent, also if nobody keeps the handle."""
+
+    @abstractmethod
+    def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
+        """``[...]``, what coordinate `source` sends next."""
 
 
 def _unmoved(x: Tensor) -> Handle:

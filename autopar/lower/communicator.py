@@ -6,7 +6,7 @@ process.  Both know `Axis` objects, never process groups by name, so a program i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -100,4 +100,16 @@ class Communicator(Protocol):
 
     def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
         """`broadcast`, not waited for."""
+        ...
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
+        """Send `x` to coordinate `to`, whose next receive from here along `axis` gets it.
+
+        No other member takes part.  `x` must not be written to until the handle has been waited for, which must
+        happen some time; its result is `x`.
+        """
+        ...
+
+    def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
+        """Receive what coordinate `source` sends here next along `axis`, of that shape and dtype."""
         ...

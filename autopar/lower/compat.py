@@ -40,7 +40,9 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_broadcast",
+    "start_receive",
     "start_reduce_scatter",
+    "start_send",
     "storage_key",
     "tensor_norms",
     "to_parted_placements",
@@ -77,6 +79,16 @@ def start_all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> dist.Work:
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
     """Overwrite `x` by that of process `source`."""
     return _dist.broadcast(x, source, group=group, async_op=True)
+
+
+def start_send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
+    """Send `x`, contiguous, to process `to`."""
+    return _dist.isend(x, to, group=group)
+
+
+def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Overwrite `x`, contiguous, by what process `source` sends next."""
+    return _dist.irecv(x, source, group=group)
 
 
 def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.ProcessGroup:

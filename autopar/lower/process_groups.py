@@ -62,6 +62,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
             )
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _Group] = {}
+        self._sending: list[_Sending] = []
 
     def prepare(self, axes: Iterable[Axis]) -> None:
         """See `Communicator.prepare`."""
@@ -136,10 +137,42 @@ class ProcessGroupCommunicator(BaseCommunicator):
         work = compat.start_broadcast(result, group.members[source], group.process_group)
         return _Received(work, result, x, None).handle
 
+    def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
+        group = self._group(axis)
+        work = compat.start_send(self._carried(x), group.members[to], group.process_group)
+        sending = _Sending(work, x)
+        self._sending = [*(other for other in self._sending if not other.is_done()), sending]
+        return sending.handle
+
+    def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
+        group = self._group(axis)
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        work = compat.start_receive(self._carried(buffer), group.members[source], group.process_group)
+        return _Received(work, buffer, buffer, None).handle
+
     def _carried(self, x: Tensor) -> Tensor:
         if not self._is_gloo or x.dtype in _GLOO_DTYPES:
             return x
         return x.unsqueeze(-1).view(torch.uint8)
+
+
+class _Sending:
+    """A message on its way.  The communicator keeps it: gloo drops a message whose work is let go of."""
+
+    def __init__(self, work: dist.Work, x: Tensor) -> None:
+        self._work = work
+        self._x = x
+        self._is_waited_for = False
+        self.handle = Handle(self._finish)
+
+    def is_done(self) -> bool:
+        # gloo calls a send completed only after it was waited for
+        return self._is_waited_for or self._work.is_completed()
+
+    def _finish(self) -> Tensor:
+        self._work.wait()
+        self._is_waited_for = True
+        return self._x
 
 
 class _Received:

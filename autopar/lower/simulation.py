@@ -1,8 +1,9 @@
 """All ranks in one process: every rank is a thread, collectives are meetings of threads.
 
 Used to rehearse programs without a cluster.  Results are deterministic: sums run in coordinate order, and no
-rank sees another's tensor after the meeting.  What would hang a cluster raises here: members that come to a
-meeting with different collectives, and ranks that all wait for somebody who never comes.
+rank sees another's tensor after the meeting.  Messages lie in mailboxes until they are received, so no sender waits.
+What would hang a cluster raises here: members that come to a meeting with different collectives, ranks that all wait
+for somebody who never comes or sends, and messages that nobody receives.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,24 @@ class _Meeting:
         return len(self.brought) == len(self.group)
 
 
+@dataclass
+class _Mailbox:
+    """What one rank sends to another along one axis: receive number n gets message number n."""
+
+    messages: dict[int, tuple[str, Tensor]] = field(default_factory=dict[int, tuple[str, Tensor]])
+    num_sent: int = 0
+    num_receives: int = 0
+    awaited: int = -1  # the message for which the receiver waits
+
+
+class _Road(NamedTuple):
+    """Which mailbox: messages of `source` to `to` along `axis`."""
+
+    axis: Axis
+    source: int
+    to: int
+
+
 class _Room:
     """Where the ranks of one simulation meet.  Every field is guarded by `changed`."""
 
@@ -54,7 +73,8 @@ class _Room:
         self.deadline_s = deadline_s
         self.changed = threading.Condition()
         self.open: dict[tuple[int, ...], _Meeting] = {}
-        self.waiting: dict[int, _Meeting] = {}
+        self.mailboxes: dict[_Road, _Mailbox] = {}
+        self.waiting: dict[int, str] = {}  # rank -> what for
         self.done: set[int] = set()
         self.error: BaseException | None = None
 
@@ -73,11 +93,57 @@ class _Room:
                     self.waiting.pop(member, None)
                 self.changed.notify_all()
             else:
-                self.waiting[rank] = meeting
+                self.waiting[rank] = f"{what} with ranks {group}"
                 self.check_stuck()
                 while not meeting.is_complete:
                     self._wait()
         return [meeting.brought[member] for member in group]
+
+    def send(self, road: _Road, what: str, x: Tensor) -> None:
+        """Leave a copy of `x` in the mailbox."""
+        copy = x.clone()
+        with self.changed:
+            self.check()
+            mailbox = self.mailboxes.setdefault(road, _Mailbox())
+            mailbox.messages[mailbox.num_sent] = (what, copy)
+            if mailbox.awaited == mailbox.num_sent:
+                self.waiting.pop(road.to)
+                self.changed.notify_all()
+            mailbox.num_sent += 1
+
+    def start_receive(self, road: _Road) -> int:
+        """The number of the message that this receive will get."""
+        with self.changed:
+            mailbox = self.mailboxes.setdefault(road, _Mailbox())
+            mailbox.num_receives += 1
+            return mailbox.num_receives - 1
+
+    def receive(self, road: _Road, number: int, what: str) -> Tensor:
+        """Wait for message `number`, and take it out."""
+        with self.changed:
+            self.check()
+            mailbox = self.mailboxes[road]
+            if number not in mailbox.messages:
+                mailbox.awaited = number
+                self.waiting[road.to] = f"a receive of {what} from rank {road.source}"
+                self.check_stuck()
+                while number not in mailbox.messages:
+                    self._wait()
+            sent, x = mailbox.messages.pop(number)
+            if sent != what:
+                self.fail(
+                    CollectiveMismatchError(f"rank {road.source} sends {sent}, rank {road.to} receives {what} from it")
+                )
+            return x
+
+    def check_mailboxes(self) -> None:
+        """Fail when a message was sent for which no receive was started."""
+        for road, mailbox in self.mailboxes.items():
+            if mailbox.num_sent > mailbox.num_receives:
+                what, _ = mailbox.messages[mailbox.num_receives]
+                self.fail(
+                    CollectiveMismatchError(f"rank {road.source} sends {what}, which rank {road.to} never receives")
+                )
 
     def _wait(self) -> None:
         left_s = self.deadline_s - time.monotonic()
@@ -99,17 +165,18 @@ class _Room:
             return
 
     def check_stuck(self) -> None:
-        """Fail when every rank waits or has returned: nobody is left who could complete a meeting."""
+        """Fail when every rank waits or has returned: nobody is left who could complete a meeting or send."""
         if self.waiting and len(self.waiting) + len(self.done) == self.world_size:
             self.fail(CollectiveMismatchError(f"every rank waits for another that never comes; {self.describe()}"))
+        if len(self.done) == self.world_size:
+            self.check_mailboxes()
 
     def describe(self) -> str:
         """Where each rank stands."""
         lines: list[str] = []
         for rank in range(self.world_size):
-            meeting = self.waiting.get(rank)
-            if meeting is not None:
-                lines.append(f"rank {rank} waits in {meeting.what[rank]} with ranks {meeting.group}")
+            if rank in self.waiting:
+                lines.append(f"rank {rank} waits in {self.waiting[rank]}")
             else:
                 lines.append(f"rank {rank} {'has returned' if rank in self.done else 'is computing'}")
         return "; ".join(lines)
@@ -139,8 +206,18 @@ class ThreadCommunicator(BaseCommunicator):
     def prepare(self, axes: Iterable[Axis]) -> None:
         """See `Communicator.prepare`; threads need nothing."""
 
+    def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
+        road = _Road(axis, self.rank, axis.group(self.rank)[to])
+        self._room.send(road, f"{_describe(x.shape, x.dtype)} on {axis}", x)
+        return _ready(x)
+
+    def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
+        road = _Road(axis, axis.group(self.rank)[source], self.rank)
+        number = self._room.start_receive(road)
+        return Handle(lambda: self._room.receive(road, number, f"{_describe(shape, dtype)} on {axis}"))
+
     def _meet(self, kind: str, axis: Axis, x: Tensor) -> list[Tensor]:
-        what = f"{kind} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {axis}"
+        what = f"{kind} of {_describe(x.shape, x.dtype)} on {axis}"
         return self._room.meet(self.rank, axis.group(self.rank), what, x)
 
     def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
@@ -162,6 +239,10 @@ class ThreadCommunicator(BaseCommunicator):
         return _ready(self._meet(f"broadcast (from {source})", axis, x)[source].clone())
 
 
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
 def _ready(x: Tensor) -> Handle:
     return Handle(lambda: x)
 
@@ -177,7 +258,8 @@ def simulate(
     The threads inherit whether gradients are enabled.
 
     Raises:
-        CollectiveMismatchError: ranks met with different collectives, or all wait for one that never comes.
+        CollectiveMismatchError: ranks met with different collectives, or all wait for one that never comes, or a
+            message differs from what its receiver wants or has none.
         TimeoutError: not finished after `timeout_s`.
         BaseException: what `fn` raised on the first rank that failed, with a note naming that rank.
 

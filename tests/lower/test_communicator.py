@@ -169,6 +169,112 @@ def test_a_simulation_that_takes_too_long_says_where_each_rank_is():
     stop.set()
 
 
+def messages(rank: int) -> list[torch.Tensor]:
+    """What `rank` sends to everybody: each dtype, a large one, a scalar, an empty one."""
+    one_of_each = [brought(rank, dtype) for dtype in DTYPES]
+    return [*one_of_each, brought(rank, torch.float32, 1 << 16), torch.tensor(rank), torch.ones(0, 3)]
+
+
+def exchange(c: Communicator, axis: Axis) -> None:
+    own = axis.coordinate(c.rank)
+    others = [coordinate for coordinate in range(axis.size) if coordinate != own]
+    with c.recording() as record:
+        sent = [c.start_send(x, axis, to) for x in messages(c.rank) for to in others]
+        received = {
+            source: [c.start_receive(x.shape, x.dtype, axis, source) for x in messages(c.rank)] for source in others
+        }
+    assert record == [Collective("send", axis, x.nbytes) for x in messages(c.rank) for _ in others]
+    for source in reversed(others):
+        expected = messages(axis.group(c.rank)[source])
+        for handle, x in reversed(list(zip(received[source], expected, strict=True))):  # in any order
+            got = handle.wait()
+            assert got.dtype is x.dtype
+            assert got.is_contiguous()
+            assert torch.equal(got, x)
+    for handle in sent:
+        handle.wait()
+
+
+@pytest.mark.parametrize("axis", [PAIR, INNER, OUTER], ids=["world", "inner", "outer"])
+def test_simulated_messages_arrive_in_order(axis: Axis):
+    simulate(4, lambda c: exchange(c, axis))
+
+
+def test_a_sender_does_not_wait_and_may_overwrite_what_it_sent_and_waited_for():
+    def run(c: Communicator) -> list[float]:
+        if c.rank == 0:
+            x = torch.zeros(2)
+            for number in range(3):
+                c.start_send(x, INNER, 1).wait()
+                x.fill_(number + 1)
+            return []
+        return [c.start_receive((2,), torch.float32, INNER, 0).wait()[1].item() for _ in range(3)]
+
+    assert simulate(2, run) == [[], [0.0, 1.0, 2.0]]
+
+
+def test_messages_along_different_axes_do_not_mix():
+    def run(c: Communicator) -> tuple[float, float]:
+        if c.rank == 0:
+            c.start_send(torch.tensor(1.0), PAIR, 1)
+            c.start_send(torch.tensor(2.0), INNER, 1)
+            return 2.0, 1.0
+        if c.rank > 1:
+            return 2.0, 1.0
+        inner, pair = (c.start_receive((), torch.float32, axis, 0).wait().item() for axis in (INNER, PAIR))
+        return inner, pair
+
+    assert simulate(4, run) == [(2.0, 1.0)] * 4
+
+
+def test_a_message_that_nobody_sends_is_found():
+    def run(c: Communicator) -> None:
+        if c.rank == 0:
+            c.start_receive((2,), torch.int64, INNER, 1).wait()
+        elif c.rank == 1:
+            c.all_reduce(torch.ones(2), Axis(2, 1))
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 waits in a receive of int64 \[2\] .* from rank 1"):
+        simulate(2, run, timeout_s=30)
+
+
+def test_receivers_in_a_ring_that_nobody_starts_are_found():
+    def run(c: Communicator) -> None:
+        before, after = (c.rank - 1) % 4, (c.rank + 1) % 4
+        x = c.start_receive((2,), torch.float32, PAIR, before).wait()
+        c.start_send(x, PAIR, after)
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 3 waits in a receive .* from rank 2"):
+        simulate(4, run, timeout_s=30)
+
+
+def test_a_message_that_nobody_receives_is_found():
+    def run(c: Communicator) -> None:
+        if c.rank == 0:
+            c.start_send(torch.ones(2), INNER, 1)
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 sends float32 \[2\] .*which rank 1 never receives"):
+        simulate(2, run, timeout_s=30)
+
+
+@pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(2, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_a_message_that_differs_from_what_is_wanted_names_both(sent: torch.Tensor):
+    def run(c: Communicator) -> None:
+        if c.rank == 0:
+            c.start_send(sent, INNER, 1)
+        else:
+            c.start_receive((2,), torch.float32, INNER, 0).wait()
+
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 sends .*, rank 1 receives float32 \[2\]"):
+        simulate(2, run, timeout_s=30)
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_there_are_no_messages_to_oneself_or_outside_the_axis(peer: int):
+    with pytest.raises(ValueError, match=r"rank 0, coordinate 0 of .*, can't exchange messages"):
+        simulate(2, lambda c: None if c.rank else c.start_send(torch.ones(2), INNER, peer))
+
+
 def test_simulated_ranks_inherit_the_grad_mode():
     with torch.no_grad():
         assert simulate(2, lambda c: torch.is_grad_enabled()) == [False, False]
@@ -189,6 +295,7 @@ def gloo_run(ranks: tuple[int, ...]) -> int:
             check_all_kinds(c.rank, run_all_kinds(c, axis, dtype), axis, dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.int16):  # beyond what goes directly
             check_all_kinds(c.rank, run_all_kinds(c, axis, dtype, 1 << 16), axis, dtype, 1 << 16)
+        exchange(c, axis)
     overlapping = [c.start_all_reduce(torch.full((3,), float(i)), axis) for i, axis in enumerate(axes)]
     assert [handle.wait()[0].item() for handle in overlapping] == [0, 2, 4]
     return c.rank
@@ -198,6 +305,23 @@ def gloo_run(ranks: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=["in order", "permuted"])
 def test_gloo_collectives_follow_their_definition(ranks: tuple[int, ...]):
     assert run_ranks(gloo_run, 4, ranks) == [ranks.index(process) for process in range(4)]
+
+
+def gloo_message_without_handle() -> float:
+    c = ProcessGroupCommunicator()
+    inner = Axis(2, 1)
+    if c.rank == 0:
+        c.start_send(torch.full((1 << 20,), 3.0), inner, 1)  # nobody keeps the handle
+        c.start_receive((), torch.float32, inner, 1).wait()
+        return 3.0
+    x = c.start_receive((1 << 20,), torch.float32, inner, 0).wait()
+    c.start_send(torch.tensor(0.0), inner, 0).wait()
+    return x.mean().item()
+
+
+@pytest.mark.slow
+def test_gloo_sends_also_when_nobody_keeps_the_handle():
+    assert run_ranks(gloo_message_without_handle, 2, timeout_s=30) == [3.0, 3.0]
 
 
 def gloo_subset() -> float | str:
