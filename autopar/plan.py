@@ -60,8 +60,10 @@ class LayerStrategy:
 class LayerCost:
     """Predicted cost of one layer on one device for one whole step (all microbatches).
 
-    Seconds add up to the layer's share of the step; bytes are per device, `saved_bytes` for the microbatch in
-    flight.
+    The first six fields are seconds and add up to the layer's share of the step.  The last three say when parts of
+    them are spent: of the communication, what belongs to the forwards of microbatches (`forward_comm_s`) and what runs
+    once a step (`step_comm_s`); of what is left, which all belongs to the backwards, what gives gradients of parameters
+    alone (`weight_s`).  Bytes are per device, `saved_bytes` for one microbatch in flight.
     """
 
     forward_s: float = 0.0
@@ -75,6 +77,9 @@ class LayerCost:
     optimizer_bytes: float = 0.0
     saved_bytes: float = 0.0
     transient_bytes: float = 0.0
+    forward_comm_s: float = 0.0
+    step_comm_s: float = 0.0
+    weight_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -85,9 +90,32 @@ class LayerCost:
         )  # fmt: skip
 
     @property
+    def in_forward_s(self) -> float:
+        """The part of `total_s` in the forwards of all microbatches."""
+        return self.forward_s + self.forward_comm_s
+
+    @property
+    def in_step_s(self) -> float:
+        """The part of `total_s` that is spent once per step."""
+        return self.step_comm_s + self.optimizer_s
+
+    @property
+    def in_backward_s(self) -> float:
+        """The part of `total_s` in the backwards of all microbatches."""
+        return (
+            self.backward_s + self.recompute_s
+            + (self.activation_comm_s + self.parameter_comm_s - self.forward_comm_s - self.step_comm_s)
+        )  # fmt: skip
+
+    @property
+    def static_bytes(self) -> float:
+        """What the layer holds all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
     def persistent_bytes(self) -> float:
         """What the layer holds at the moment of the step's peak, transients apart."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+        return self.static_bytes + self.saved_bytes
 
 
 @dataclass(frozen=True)

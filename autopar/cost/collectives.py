@@ -16,7 +16,11 @@ reduce_scatter (n-1)/n              (m-1)/m / g
 all_reduce     2 (n-1)/n            2 (m-1)/m / g
 all_to_all     (g-1)/n              (n-g)/n
 broadcast      1                    1 / g
+send           1                    1
 ============== ==================== =======================
+
+A send goes from each rank of an axis to the next one, as between the stages of a pipeline.  If some neighbours share a
+node and others don't, it is priced as between nodes: the slowest hop is what a pipeline waits for.
 
 All the groups of an axis run the same collective at the same time.  That is why the rate between nodes is
 one per
@@ -34,7 +38,7 @@ from autopar.placement import Axis
 
 __all__ = ["COLLECTIVES", "CollectiveTerms", "collective_terms", "traffic_share"]
 
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", "send")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def traffic_share(kind: str, size: int) -> float:
     """What one of `size` devices sends, relative to the buffer: the NCCL tests' factor of the bus
     bandwidth."""
     check_kind(kind)
-    if kind == "broadcast":
+    if kind in ("broadcast", "send"):
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (size - 1) / size
 
@@ -77,6 +81,10 @@ def collective_terms(cluster: Cluster, kind: str, axis: Axis) -> CollectiveTerms
         return CollectiveTerms(0.0, 0.0, 0.0, 1.0)
     per_node = min(axis.size, max(1, cluster.devices_per_node // axis.stride))
     num_nodes = math.ceil(axis.size / per_node)
+    if kind == "send" and num_nodes > 1:
+        return _terms_across(cluster, kind, 2, 1, 2)
+    if kind == "send":
+        return _terms_within(cluster, kind, 2)
     if num_nodes == 1:
         return _terms_within(cluster, kind, axis.size)
     return _terms_across(cluster, kind, axis.size, per_node, num_nodes)
@@ -124,7 +132,7 @@ def _num_hops(kind: str, num_nodes: int) -> int:
 def _rate(link: Link, kind: str) -> float:
     if kind == "all_reduce":
         return link.all_reduce_bytes_per_s
-    return link.exchange_bytes_per_s if kind == "all_to_all" else link.gather_bytes_per_s
+    return link.exchange_bytes_per_s if kind in ("all_to_all", "send") else link.gather_bytes_per_s
 
 
 def _rate_within(cluster: Cluster, kind: str, size: int) -> float:

@@ -215,7 +215,8 @@ def add_storage(running: LayerCost, storage: LayerCost) -> LayerCost:
         running.forward_s, running.backward_s, running.recompute_s, running.activation_comm_s,
         running.parameter_comm_s + storage.parameter_comm_s, storage.optimizer_s, storage.parameter_bytes,
         storage.gradient_bytes, storage.optimizer_bytes, running.saved_bytes,
-        running.transient_bytes + storage.transient_bytes,
+        running.transient_bytes + storage.transient_bytes, running.forward_comm_s + storage.forward_comm_s,
+        storage.step_comm_s, running.weight_s + storage.weight_s,
     )  # fmt: skip
 
 
@@ -226,13 +227,14 @@ def running_costs(
     training = own_training(placed.program, placed.layer, training)
     count = placed.view.num_microbatches
     forward_s = [0.0] * len(placed.states)
-    backward_s = 0.0
+    backward_s = weight_s = 0.0
     for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
         differentiable = is_differentiable(placed.program, op, training)
         time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
         forward_s[index] = count * time.forward_s
         backward_s += count * time.backward_s
-    activation_s = parameter_s = again_s = 0.0
+        weight_s += count * time.backward_s * weight_share(placed.program, op)
+    activation_s = parameter_s = again_s = ahead_s = 0.0
     runs = list(_running_collectives(replace(placed, recompute="full"), training))
     for run in runs:
         seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
@@ -240,8 +242,10 @@ def running_costs(
             again_s += seconds
         elif run.purpose == "parameter":
             parameter_s += seconds
+            weight_s += seconds if run.phase == "backward" else 0.0
         else:
             activation_s += seconds
+        ahead_s += seconds if run.phase == "forward" else 0.0
     memory = activation_memory(placed, hows, training)
     found: dict[str, LayerCost] = {}
     for how, (saved_bytes, transient_bytes) in memory.items():
@@ -249,7 +253,8 @@ def running_costs(
         recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s + (again_s if how == "full" else 0.0), activation_s,
-            parameter_s, saved_bytes=saved_bytes, transient_bytes=transient_bytes,
+            parameter_s, saved_bytes=saved_bytes, transient_bytes=transient_bytes, forward_comm_s=ahead_s,
+            weight_s=weight_s,
         )  # fmt: skip
     return found
 
@@ -259,20 +264,43 @@ def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) ->
     the optimizer, and the memory of parameters.
     """
     training = own_training(placed.program, placed.layer, training)
-    seconds = 0.0
+    count = placed.view.num_microbatches
+    seconds = ahead_s = once_s = weight_s = 0.0
     for flow in placed.read_flows():
         if flow.is_parameter:
             for run in _storage_collectives(placed, flow, training):
-                seconds += run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+                each_s = prices.collective_s(run.kind, run.axis, run.num_bytes)
+                seconds += run.times * each_s
+                if run.phase == "forward" and placed.zero == 3:
+                    ahead_s += count * each_s
+                elif run.phase == "backward" and placed.zero >= 2:
+                    weight_s += run.times * each_s
+                else:
+                    once_s += run.times * each_s
     memory = held_memory(placed, training)
     return LayerCost(
         parameter_comm_s=seconds,
+        forward_comm_s=ahead_s,
+        step_comm_s=once_s,
+        weight_s=weight_s,
         optimizer_s=_optimizer_seconds(placed, prices, training),
         parameter_bytes=memory.parameter_bytes,
         gradient_bytes=memory.gradient_bytes,
         optimizer_bytes=memory.optimizer_bytes,
         transient_bytes=memory.transient_bytes,
     )
+
+
+def weight_share(program: Program, op: Op) -> float:
+    """The estimated part of an op's backward that gives gradients of parameters.
+
+    Half if something else takes a gradient as well: a product's two gradients are products of equal size.
+    """
+    taking = [program.values[name] for name in op.operands if program.values[name].requires_grad]
+    weights = sum(value.role == "parameter" for value in taking)
+    if not weights:
+        return 0.0
+    return 1.0 if weights == len(taking) else 0.5
 
 
 def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
