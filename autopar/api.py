@@ -27,7 +27,16 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.search.prices import Prices
-from autopar.trace import Traced, copy_with, default_example_inputs, trace
+from autopar.trace import (
+    LossFunction,
+    Traced,
+    copy_with,
+    default_example_inputs,
+    put_loss_inside,
+    require_target,
+    trace,
+    without_target,
+)
 
 __all__ = ["build", "parallelize", "plan", "trace_model"]
 
@@ -41,6 +50,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     mesh: DeviceMesh,
     example_inputs: ExampleInputs | None = None,
     *,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
     plan: Plan | str | Path | None = None,
     memory: float | str | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
@@ -64,6 +75,12 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments.  A model
             with
             ``dummy_inputs`` may go without.
+        loss_fn: for a model that returns outputs, not a loss: what the training loop calls as
+            ``loss_fn(outputs, target)``, any callable.  The parallel module is then called with the target as well,
+            ``loss = model(*inputs, target=target)``.  In eval mode it gives the loss where there is a target, the
+            model's outputs where there is none.
+        example_target: for `loss_fn`, the target that belongs to `example_inputs`: a tensor, a tuple (several
+            positional arguments of `loss_fn`) or a dict (keyword arguments).
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
         optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the
@@ -83,9 +100,16 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
 
     Example:
         >>> model = autopar.parallelize(model, init_device_mesh("cuda", (8,)), {"input_ids": ids, "labels": ids})
+
+        With the loss outside, ``loss = criterion(model(x), y)`` becomes ``loss = model(x, target=y)``:
+
+        >>> criterion = nn.CrossEntropyLoss()
+        >>> model = autopar.parallelize(model, mesh, (x,), loss_fn=criterion, example_target=y)
     """
     communicator = ProcessGroupCommunicator(_ranks(mesh), mesh.device_type)
     group = communicator.process_group
+    given_model, given_inputs = model, example_inputs
+    model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
     agree(group, lambda: check_materialized(model))
     setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
@@ -116,11 +140,13 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     )
 
 
-def plan(
+def plan(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     cluster: Cluster | DeviceMesh,
     example_inputs: ExampleInputs | None = None,
     *,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
     memory: float | str | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
@@ -133,6 +159,8 @@ def plan(
         model: as in `parallelize`.
         cluster: the devices and links, or a DeviceMesh to read them from.
         example_inputs: as in `parallelize`.
+        loss_fn: as in `parallelize`.
+        example_target: as in `parallelize`.
         memory: as in `parallelize`.
         optimizer: as in `parallelize`.
         precision: as in `parallelize`.
@@ -146,6 +174,7 @@ def plan(
         InfeasibleError: nothing fits; the message names the smallest memory that would do.
         AutoparError: the model, inputs, constraints or cluster can't be used.
     """
+    model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
     where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     return _search(traced.program, where.world_size, replace(setup, prices=ClusterPrices(where, profile)))
@@ -257,9 +286,9 @@ def trace_model(
     For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
     """
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
-    if isinstance(inputs, Mapping):
-        return trace(model, (), dict(inputs), training=training, dtype=dtype)
-    return trace(model, tuple(inputs), {}, training=training, dtype=dtype)
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    traced = trace(model, args, kwargs, training=training, dtype=dtype)
+    return require_target(model, traced) if training else traced
 
 
 def build(
@@ -277,16 +306,19 @@ def build(
     setup = setup or Setup()
     twin = _without_parameters(model)
     example = map_leaves(_without_values, example_inputs)
+    outputs_example = without_target(twin, example)
 
-    def lower_for_evaluation() -> tuple[Any, ...]:
-        evaluated = trace_model(twin, example, training=False, dtype=setup.dtype)
+    def lower_for_evaluation(inputs: ExampleInputs | None = example) -> tuple[Any, ...]:
+        evaluated = trace_model(twin, inputs, training=False, dtype=setup.dtype)
         return (evaluated.program, _plan_evaluation(evaluated.program, plan, communicator, setup), evaluated.constants,
                 evaluated.flatten_inputs, evaluated.unflatten_outputs)  # fmt: skip
 
     return lower(
         traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
         unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh,
-        compute_dtype=setup.dtype, eval_factory=lower_for_evaluation, compile_layers=compile_layers,
+        compute_dtype=setup.dtype, eval_factory=lower_for_evaluation,
+        outputs_factory=(lambda: lower_for_evaluation(outputs_example)) if outputs_example is not None else None,
+        compile_layers=compile_layers,
     )  # fmt: skip
 
 

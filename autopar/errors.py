@@ -9,6 +9,7 @@ __all__ = [
     "ExampleInputsError",
     "InfeasibleError",
     "InputShapeError",
+    "LossError",
     "MaterializationError",
     "MeshError",
     "MissingPriceError",
@@ -39,6 +40,10 @@ class OutputError(AutoparError):
 
 class InputShapeError(AutoparError):
     """A call's inputs differ from what the plan was made for, or don't divide over the devices."""
+
+
+class LossError(AutoparError):
+    """A loss function (`loss_fn`) can't be used, or its target is missing."""
 
 
 class MaterializationError(AutoparError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from autopar.lower.communicator import Communicator, simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
-from autopar.program import Op, TensorType, Value
+from autopar.program import Op, Program, TensorType, Value
 from autopar.trace import Traced
 
 __all__ = [
@@ -196,6 +196,10 @@ class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used li
             if func in self._CASTS:
                 return args[0]
             args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
+            if (
+                getattr(func, "__module__", "") == "torch.nn.functional"
+            ):  # which takes all of one dtype: a loss's class weights
+                args, kwargs = map_leaves(_widen_float, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -203,12 +207,16 @@ def _widen_dtype(x: Any) -> Any:
     return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
 
 
+def _widen_float(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 and not x.requires_grad else x
+
+
 def keep_double_program(traced: Traced) -> Traced:
     """`traced` computing in float64, and taking inputs of its own dtypes.
 
-    Parameters, buffers, inputs and all that is computed from them become float64, casts between them included;
-    constants and what is computed from them or from integers stays as it is, as it would in a model whose parameters
-    are float64.
+    Parameters, buffers, inputs and all that is computed from them become float64, casts between them included, and
+    so do constants that only these meet; what is computed from constants or from integers stays as it is, as it would
+    in a model whose parameters are float64.
     """
     program = traced.program
     wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
@@ -216,6 +224,8 @@ def keep_double_program(traced: Traced) -> Traced:
         for op in layer.ops:
             if any(name in wide and program.values[name].type.is_floating for name in op.operands):
                 wide.update(op.results)
+    met = _met_by_wide(program, wide)
+    wide |= met
     values = {name: _widen_value(value) if name in wide else value for name, value in program.values.items()}
     layers = tuple(
         replace(layer, ops=tuple(_widen_op(op) if wide.intersection(op.results) else op for op in layer.ops))
@@ -226,7 +236,19 @@ def keep_double_program(traced: Traced) -> Traced:
         tensors = traced.flatten_inputs(args, kwargs)
         return [x.double() if x.is_floating_point() else x for x in tensors]
 
-    return replace(traced, program=replace(program, values=values, layers=layers), flatten_inputs=flatten_inputs)
+    constants = {name: _widen_float(x) if name in met else x for name, x in traced.constants.items()}
+    program = replace(program, values=values, layers=layers)
+    return replace(traced, program=program, constants=constants, flatten_inputs=flatten_inputs)
+
+
+def _met_by_wide(program: Program, wide: Set[str]) -> set[str]:
+    """Constants that are only read beside values in `wide`; some ops take all of one dtype (a loss with weights)."""
+    constants = {name for name, value in program.values.items() if value.role == "constant"}
+    for layer in program.layers:
+        for op in layer.ops:
+            if wide.isdisjoint(op.operands):
+                constants.difference_update(op.operands)
+    return constants
 
 
 def _widen_value(value: Value) -> Value:

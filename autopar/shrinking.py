@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.lower.compat import leaves_of, map_leaves
 from autopar.placement import mesh_axes, refine_mesh
 from autopar.plan import Plan
 
@@ -78,14 +79,8 @@ def _cut(x: Tensor, multiple: int, num_dims: int | None) -> Tensor:
 
 
 def _cut_all(inputs: Inputs, multiple: int, num_dims: int | None) -> Inputs:
-    def cut(x: Any) -> Any:
-        return _cut(x, multiple, num_dims) if isinstance(x, Tensor) else x
-
-    if isinstance(inputs, Mapping):
-        return {name: cut(x) for name, x in inputs.items()}
-    return tuple(map(cut, inputs))
+    return map_leaves(lambda x: _cut(x, multiple, num_dims) if isinstance(x, Tensor) else x, inputs)
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    return [x for x in values if isinstance(x, Tensor)]
+    return [x for x in leaves_of(inputs) if isinstance(x, Tensor)]

@@ -20,10 +20,11 @@ from autopar.api import ExampleInputs, trace_model
 from autopar.diagnosis import first_difference
 from autopar.errors import AutoparError, PlanMismatchError, VerificationError
 from autopar.fit import check_fit
+from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
 from autopar.rehearsal import MakeOptimizer, Run, keep_double, keep_double_program, run_parallel, run_single
 from autopar.shrinking import shrink_inputs, shrink_plan
-from autopar.trace import Traced, default_example_inputs
+from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside
 
 __all__ = ["VerificationReport", "compare", "verify"]
 
@@ -76,6 +77,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     plan: Plan,
     example_inputs: ExampleInputs | None = None,
     *,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
     steps: int = 3,
     shrink: bool = True,
     make_optimizer: MakeOptimizer = torch.optim.AdamW,
@@ -94,6 +97,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         model: the model that the plan is for, with real parameters; it is not changed.
         plan: what to rehearse.
         example_inputs: as in `autopar.parallelize`.
+        loss_fn: as in `autopar.parallelize`.
+        example_target: as in `autopar.parallelize`.
         steps: optimizer steps.
         shrink: False rehearses with all devices and the whole batch.
         make_optimizer: parameters -> optimizer.
@@ -109,6 +114,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
+    model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
     batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])
@@ -151,12 +157,7 @@ def _first_that_fits(model: nn.Module, plan: Plan, batches: Iterator[ExampleInpu
 
 
 def _as_double(inputs: ExampleInputs) -> ExampleInputs:
-    def cast(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    if isinstance(inputs, Mapping):
-        return {name: cast(x) for name, x in inputs.items()}
-    return tuple(map(cast, inputs))
+    return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
 
 
 def compare(expected: Run, found: Run, world_size: int) -> VerificationReport:

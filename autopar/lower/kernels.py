@@ -83,7 +83,7 @@ def cross_entropy(
     losses = torch.nn.functional.cross_entropy(
         rows,
         target.reshape(-1),
-        weight,
+        None if weight is None else weight.to(logits.dtype),  # a loss's own weights stay wide in mixed precision
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction="none" if is_narrow else reduction,

@@ -67,6 +67,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     mesh: DeviceMesh,
     compute_dtype: torch.dtype | None = None,
     eval_factory: EvalFactory | None = None,
+    outputs_factory: EvalFactory | None = None,
     compile_layers: bool = False,
 ) -> ParallelModule:
     """Bind a plan to a module and to this rank's communicator.
@@ -85,6 +86,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
         eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of
             the model
             traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
+        outputs_factory: for a model with a loss function: the same for eval calls that have no ``target``.
         compile_layers: compile each distinct layer program with ``torch.compile``.
 
     Raises:
@@ -97,7 +99,8 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
         raise PlanMismatchError(
             f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
         )
-    return ParallelModule(executable, module, communicator, mesh, eval_factory, compile_layers)
+    factories = (eval_factory, outputs_factory)
+    return ParallelModule(executable, module, communicator, mesh, factories, compile_layers)
 
 
 class ParallelModule(nn.Module):
@@ -112,14 +115,14 @@ class ParallelModule(nn.Module):
         module: nn.Module,
         communicator: Communicator,
         mesh: DeviceMesh,
-        eval_factory: EvalFactory | None,
+        eval_factories: tuple[EvalFactory | None, EvalFactory | None],
         compile_layers: bool,
     ) -> None:
-        """See `lower`."""
+        """See `lower`; `eval_factories` are those of calls with and without a target."""
         super().__init__()
         self._communicator = communicator
-        self._eval_factory = eval_factory
-        self._eval_executor: Executor | None = None
+        self._eval_factories = eval_factories
+        self._eval_executors: dict[EvalFactory | None, Executor] = {}
         self._compile_layers = compile_layers
         self._store = make_store(
             self, module, StageMap(executable.program, executable.plan, communicator.rank), communicator, mesh
@@ -151,7 +154,7 @@ class ParallelModule(nn.Module):
                 waits.
             MeshError: ranks got different batches (looked at in the first call).
         """
-        executor = self._current()
+        executor = self._current(has_target=kwargs.get("target") is not None)
         executable = executor.executable
         tensors = self._flatten(executor, args, kwargs)
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
@@ -221,24 +224,26 @@ class ParallelModule(nn.Module):
         self._agreed.add(id(executor))
         return tensors
 
-    def _current(self) -> Executor:
-        """The executor of the current mode; that of eval mode is made when first needed."""
+    def _current(self, *, has_target: bool) -> Executor:
+        """The executor of the current mode; those of eval mode are made when first needed."""
         trained = self._executor.executable
         if self.training == trained.program.training or not trained.program.training:
             return self._executor
-        if self._eval_executor is None:
-            self._eval_executor = self._make_eval_executor(trained)
-        return self._eval_executor
+        with_target, without_target = self._eval_factories
+        factory = with_target if has_target else without_target or with_target
+        if factory not in self._eval_executors:
+            self._eval_executors[factory] = self._make_eval_executor(trained, factory)
+        return self._eval_executors[factory]
 
-    def _make_eval_executor(self, trained: Executable) -> Executor:
-        if self._eval_factory is None:
+    def _make_eval_executor(self, trained: Executable, factory: EvalFactory | None) -> Executor:
+        if factory is None:
             if self._executor.is_random or trained.program.updates:
                 raise AutoparError(
                     "this module was lowered for training only: it draws random numbers or updates "
                     "buffers, so eval() needs an eval_factory"
                 )
             return self._executor
-        made = tuple(self._eval_factory())
+        made = tuple(factory())
         executable = Executable(*made, *trained[len(made) :])
         return Executor(executable, self._store, self._communicator, self._compile_layers)
 

@@ -5,7 +5,17 @@
 """
 
 from autopar.trace.capture import copy_with
+from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.pipeline import Traced, trace
 from autopar.trace.signature import default_example_inputs
 
-__all__ = ["Traced", "copy_with", "default_example_inputs", "trace"]
+__all__ = [
+    "LossFunction",
+    "Traced",
+    "copy_with",
+    "default_example_inputs",
+    "put_loss_inside",
+    "require_target",
+    "trace",
+    "without_target",
+]

@@ -256,6 +256,14 @@ def test_whole_cross_entropy_and_its_denominator_make_the_mean(name: str):
     assert_near(total / denominator, expected)
 
 
+def test_class_weights_stay_wide_beside_narrow_logits() -> None:
+    logits, target, weight = torch.randn(16, 6), torch.arange(16) % 6, torch.rand(6)
+    expected = torch_cross_entropy(logits, target, weight, reduction="sum")
+    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float64, 1e-6)):
+        found = OPS["autopar.cross_entropy"](logits.to(dtype), target, weight)
+        assert_near(found, expected.to(found.dtype), tolerance)
+
+
 def test_whole_cross_entropy_without_any_position_dim():
     logits = torch.randn(8)
     got = OPS["autopar.cross_entropy"](logits, torch.tensor(3), None, 0, -100, 0.0, "none")
