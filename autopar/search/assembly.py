@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.placement import Layout
 from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
 from autopar.program import Layer, Program
 from autopar.search.candidates import Candidate, Scene
-from autopar.search.crossings import Crossing, crossing_s
+from autopar.search.crossings import Crossing, crossing_parts_s
 from autopar.search.labels import axis_labels
 from autopar.search.layer_cost import TrainingSpec, is_differentiable, layer_cost
 from autopar.search.layer_memory import ParameterMemory
 from autopar.search.placed import place
 from autopar.search.prices import Prices
 
-__all__ = ["Choice", "assemble_plan", "boundary_seconds", "layer_costs"]
+__all__ = ["Choice", "SharedCost", "assemble_plan", "boundary_seconds", "first_readers", "layer_costs"]
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
     """One candidate per layer.
 
-    `shared_cost` are the optimizer seconds and the memory of parameters that several layers read; both are
-    counted at the first layer that reads one.
+    Args:
+        scene: what all layers share.
+        candidates: one per layer.
+        crossings: all values that cross from layer to layer.
+        shared_mesh: the mesh of shared parameters' storage.
+        world_size: number of all devices.
+        shared_costs: per shared parameter what it takes, counted at the first layer of each device group that reads it.
+        num_samples: rows of the global batch.
+        group_of: per layer the device group that runs it.
     """
 
     scene: Scene
@@ -31,17 +39,29 @@ class Choice:
     crossings: tuple[Crossing, ...]
     shared_mesh: tuple[int, ...]
     world_size: int
-    shared_cost: tuple[float, ParameterMemory]
+    shared_costs: Mapping[str, SharedCost]
     num_samples: int
+    group_of: tuple[int, ...]
 
 
-def boundary_seconds(choice: Choice) -> list[float]:
-    """Per layer, the seconds to bring what crosses to it from where it was produced."""
-    seconds = [0.0] * len(choice.candidates)
+@dataclass(frozen=True)
+class SharedCost:
+    """What a parameter that several layers read takes on a device group with such a layer: optimizer seconds, memory,
+    and the seconds to send its gradient to one other group.
+    """
+
+    step_s: float
+    memory: ParameterMemory
+    exchange_s: float
+
+
+def boundary_seconds(choice: Choice) -> list[tuple[float, float]]:
+    """Per layer, the seconds to bring what crosses to it from where it was produced, and the gradients back."""
+    seconds = [(0.0, 0.0)] * len(choice.candidates)
     for crossing in choice.crossings:
         source = choice.candidates[crossing.producer].strategy
         target = choice.candidates[crossing.reader].strategy
-        seconds[crossing.reader] += crossing_s(
+        ahead_s, back_s = crossing_parts_s(
             choice.scene.prices,
             crossing.tensor,
             crossing.requires_grad and choice.scene.training.is_training,
@@ -49,6 +69,8 @@ def boundary_seconds(choice: Choice) -> list[float]:
             (source.mesh, source.outputs[crossing.output]),
             (target.mesh, target.inputs[crossing.input]),
         )
+        before = seconds[crossing.reader]
+        seconds[crossing.reader] = before[0] + ahead_s, before[1] + back_s
     return seconds
 
 
@@ -68,21 +90,40 @@ def layer_costs(choice: Choice) -> list[LayerCost]:
         for c in {id(candidate): candidate for candidate in choice.candidates}.values()
     }
     costs = [
-        replace(known[id(candidate)], activation_comm_s=known[id(candidate)].activation_comm_s + seconds)
-        for candidate, seconds in zip(choice.candidates, boundary_seconds(choice), strict=True)
-    ]
-    layers = choice.scene.program.layers
-    first = next((i for i, layer in enumerate(layers) if set(layer.held) & set(choice.scene.shared)), -1)
-    if first >= 0:
-        seconds, memory = choice.shared_cost
-        costs[first] = replace(
-            costs[first],
-            optimizer_s=costs[first].optimizer_s + seconds,
-            parameter_bytes=costs[first].parameter_bytes + memory.parameter_bytes,
-            gradient_bytes=costs[first].gradient_bytes + memory.gradient_bytes,
-            optimizer_bytes=costs[first].optimizer_bytes + memory.optimizer_bytes,
+        replace(
+            known[id(candidate)],
+            activation_comm_s=known[id(candidate)].activation_comm_s + ahead_s + back_s,
+            forward_comm_s=known[id(candidate)].forward_comm_s + ahead_s,
         )
+        for candidate, (ahead_s, back_s) in zip(choice.candidates, boundary_seconds(choice), strict=True)
+    ]
+    for name, shared in choice.shared_costs.items():
+        readers = first_readers(choice, name)
+        for index in readers:
+            costs[index] = _add_shared(costs[index], shared, len(readers) - 1)
     return costs
+
+
+def first_readers(choice: Choice, name: str) -> tuple[int, ...]:
+    """The first layer of each device group that reads the shared parameter of this name."""
+    first: dict[int, int] = {}
+    for index, layer in enumerate(choice.scene.program.layers):
+        if name in layer.held:
+            first.setdefault(choice.group_of[index], index)
+    return tuple(first.values())
+
+
+def _add_shared(cost: LayerCost, shared: SharedCost, num_others: int) -> LayerCost:
+    exchange_s = num_others * shared.exchange_s
+    return replace(
+        cost,
+        optimizer_s=cost.optimizer_s + shared.step_s,
+        parameter_comm_s=cost.parameter_comm_s + exchange_s,
+        step_comm_s=cost.step_comm_s + exchange_s,
+        parameter_bytes=cost.parameter_bytes + shared.memory.parameter_bytes,
+        gradient_bytes=cost.gradient_bytes + shared.memory.gradient_bytes,
+        optimizer_bytes=cost.optimizer_bytes + shared.memory.optimizer_bytes,
+    )
 
 
 def assemble_plan(choice: Choice, program: Program, prices: Prices, training: TrainingSpec) -> Plan:

@@ -136,33 +136,42 @@ def path_costs(chain: Chain, paths: Indices) -> Array:
     return costs
 
 
-def fastest_paths(chain: Chain) -> Paths:
-    """A pool of fast paths for every amount of memory."""
+def fastest_paths(
+    chain: Chain, *, max_prices: int = _MAX_PRICES, max_caps: int = _MAX_CAPS, mixes: bool = True
+) -> Paths:
+    """A pool of fast paths for every amount of memory.
+
+    Args:
+        chain: the problem.
+        max_prices: most points of the hull for each cap on transients.
+        max_caps: most caps on transients.
+        mixes: whether paths that begin as one point of the hull and end as the next are in the pool.
+    """
     pool = Paths(chain)
     below = max(float(table.transient_bytes.min()) for table in chain.tables)
-    for cap in _caps(chain, below):
-        hull = _follow_hull(pool, cap)
+    for cap in _caps(chain, below, max_caps):
+        hull = _follow_hull(pool, cap, max_prices)
         pool.sweeps.append((below, hull))
         below = cap
-        for one, other in itertools.pairwise(hull):
+        for one, other in itertools.pairwise(hull) if mixes else ():
             _mix(pool, one.path, other.path)
             _mix(pool, other.path, one.path)
     return pool
 
 
-def _caps(chain: Chain, smallest: float) -> list[float]:
+def _caps(chain: Chain, smallest: float, max_caps: int) -> list[float]:
     """Caps on transients: from the least that some path needs to no cap at all."""
     distinct = {id(table): table for table in chain.tables}
     levels = np.unique(np.concatenate([table.transient_bytes for table in distinct.values()]))
     levels = levels[levels >= smallest]
-    if len(levels) > _MAX_CAPS:
+    if len(levels) > max_caps:
         low, high = (max(float(level), 1.0) for level in (levels[0], levels[-1]))
-        wanted = low * (high / low) ** (np.arange(_MAX_CAPS) / (_MAX_CAPS - 1))
+        wanted = low * (high / low) ** (np.arange(max_caps) / (max_caps - 1))
         levels = np.unique(levels[np.clip(np.searchsorted(levels, wanted * (1 - 1e-12)), 0, len(levels) - 1)])
     return [float(level) for level in levels]
 
 
-def _follow_hull(pool: Paths, cap: float) -> list[_Sweep]:
+def _follow_hull(pool: Paths, cap: float, max_prices: int) -> list[_Sweep]:
     """Sweeps along the lower convex hull of (persistent bytes, seconds), by price."""
     points: dict[float, tuple[_Sweep, float, float]] = {}
 
@@ -172,7 +181,7 @@ def _follow_hull(pool: Paths, cap: float) -> list[_Sweep]:
         return points[price]
 
     pairs = [(visit(0.0), visit(_DEAREST_S_PER_BYTE))]
-    while pairs and len(points) < _MAX_PRICES:
+    while pairs and len(points) < max_prices:
         # The pair with the most memory between its ends first: there a missing point hurts most.
         pairs.sort(key=lambda pair: pair[0][2] - pair[1][2])
         fast, small = pairs.pop()

@@ -8,6 +8,11 @@ text                               meaning
 ``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``
 ``microbatches=8``                 the batch runs in 8 microbatches
 ``mesh=2x4``                       every layer has this mesh, outermost axis first
+``pipeline=2``                     the devices form 2 groups, each with its own stages; 1: no stages.  Degrees and
+                                   ``mesh`` then speak about one group
+``stages=4``                       there are 4 pipeline stages
+``cuts=3,6``                       the stages but the first begin at layers 3 and 6: numbers, or names of layers
+``schedule=1f1b``                  the pipeline runs so: one of `autopar.schedule.SCHEDULES`
 ``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of
                                    this name; a degree, ``zero`` or ``recompute``
 ``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
@@ -26,15 +31,18 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
+from autopar.schedule import SCHEDULES
 
-__all__ = ["DEGREES", "Constraints", "LayerDemands", "demands_on", "parse_constraints"]
+__all__ = ["DEGREES", "Constraints", "LayerDemands", "check_degrees", "demands_on", "parse_constraints"]
 
 DEGREES = ("data", "tensor", "sequence")
 _RECOMPUTE = ("none", "selective", "full")
 _SCOPED = (*DEGREES, "zero", "recompute", "replicate")
-_GLOBAL = (*DEGREES, "zero", "recompute", "microbatches", "mesh")
+_COUNTS = ("microbatches", "pipeline", "stages")
+_GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
+_CHOICES = {"recompute": _RECOMPUTE, "schedule": SCHEDULES}
 
-Setting = int | str | tuple[int, ...]
+Setting = int | str | tuple[int, ...] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -89,9 +97,13 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
     """
     found: dict[str, tuple[Setting, str]] = {}
     scoped: list[Scoped] = []
-    for text in texts:
+    devices = world_size
+    # How many devices a group has must be known before what speaks about a group.
+    for text in sorted(texts, key=lambda text: not text.strip().startswith("pipeline")):
         pattern, separator, rest = text.rpartition(":")
-        key, value = _parse_setting(rest.strip(), text, _SCOPED if separator else _GLOBAL, world_size)
+        key, value = _parse_setting(rest.strip(), text, _SCOPED if separator else _GLOBAL, devices)
+        if key == "pipeline" and isinstance(value, int):
+            devices = world_size // value
         if separator:
             scoped.append(Scoped(text, pattern.strip(), key, value))
         elif key in found and found[key][0] != value:
@@ -99,7 +111,7 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
         else:
             found[key] = (value, text)
     constraints = Constraints(tuple((key, value) for key, (value, _) in found.items()), tuple(scoped))
-    _check_product(constraints, world_size)
+    check_degrees(constraints, devices)
     return constraints
 
 
@@ -120,12 +132,14 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
 
 
 def _parse_value(key: str, value: str, text: str, world_size: int) -> Setting:
-    if key == "recompute":
-        if value not in _RECOMPUTE:
-            near = difflib.get_close_matches(value, _RECOMPUTE, 1)
+    if key in _CHOICES:
+        if value not in _CHOICES[key]:
+            near = difflib.get_close_matches(value, _CHOICES[key], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {', '.join(_RECOMPUTE)}{hint}")
+            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {', '.join(_CHOICES[key])}{hint}")
         return value
+    if key == "cuts":
+        return tuple(part.strip() for part in value.split(","))
     parts = value.split("x") if key == "mesh" else [value]
     if not all(part.strip().isdecimal() for part in parts):
         form = "sizes such as 2x4" if key == "mesh" else "a whole number"
@@ -133,23 +147,27 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Setting:
     numbers = tuple(int(part) for part in parts)
     if key == "mesh":
         if math.prod(numbers) != world_size:
-            raise ConstraintError(f"constraint {text!r}: {math.prod(numbers)} devices, but there are {world_size}")
+            raise ConstraintError(
+                f"constraint {text!r}: {math.prod(numbers)} devices, but there are {world_size}; with pipeline stages "
+                "the mesh is that of one device group: say how many groups there are, such as 'pipeline=2'"
+            )
         return numbers
     if key == "zero" and numbers[0] > 3:
         raise ConstraintError(f"constraint {text!r}: the ZeRO level is 0, 1, 2 or 3")
-    if key in (*DEGREES, "microbatches") and numbers[0] < 1:
+    if key in (*DEGREES, *_COUNTS) and numbers[0] < 1:
         raise ConstraintError(f"constraint {text!r}: must be at least 1")
-    if key in DEGREES and world_size % numbers[0]:
+    if key in (*DEGREES, "pipeline") and world_size % numbers[0]:
         raise ConstraintError(f"constraint {text!r}: {numbers[0]} does not divide the {world_size} devices")
     return numbers[0]
 
 
-def _check_product(constraints: Constraints, world_size: int) -> None:
+def check_degrees(constraints: Constraints, num_devices: int) -> None:
+    """Raise `ConstraintError` if the degrees together don't divide `num_devices`."""
     degrees = {key: int(str(value)) for key, value in constraints.settings if key in DEGREES}
     product = math.prod(degrees.values())
-    if product and world_size % product:
+    if product and num_devices % product:
         texts = ", ".join(f"{key}={value}" for key, value in degrees.items())
-        raise ConstraintError(f"{texts} need a multiple of {product} devices, but there are {world_size}")
+        raise ConstraintError(f"{texts} need a multiple of {product} devices, but there are {num_devices}")
 
 
 def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands, ...]:

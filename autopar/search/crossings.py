@@ -25,7 +25,7 @@ from autopar.search.flows import find_flows, time_view
 from autopar.search.prices import Prices
 from autopar.search.reshard_tables import LOCAL
 
-__all__ = ["Crossing", "crossing_matrix", "crossing_s", "crossing_steps", "find_crossings"]
+__all__ = ["Crossing", "crossing_matrix", "crossing_parts_s", "crossing_s", "crossing_steps", "find_crossings"]
 
 Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
 
@@ -97,12 +97,26 @@ def crossing_s(
     target: Placed,
 ) -> float:
     """Seconds per step to move a value of this (microbatch's) type, and its gradient back."""
-    seconds = 0.0
+    return sum(crossing_parts_s(prices, tensor, has_gradient, num_microbatches, source, target))
+
+
+def crossing_parts_s(
+    prices: Prices,
+    tensor: TensorType,
+    has_gradient: bool,
+    num_microbatches: int,
+    source: Placed,
+    target: Placed,
+) -> tuple[float, float]:
+    """`crossing_s` in its two parts: for the value, for its gradient."""
+    ahead_s = back_s = 0.0
     for step in crossing_steps(source, target):
-        for kind in (step.forward, step.backward) if has_gradient else (step.forward,):
-            if kind not in LOCAL:
-                seconds += prices.collective_s(kind, step.axis, tensor.num_bytes * step.fraction)
-    return num_microbatches * seconds
+        num_bytes = tensor.num_bytes * step.fraction
+        if step.forward not in LOCAL:
+            ahead_s += prices.collective_s(step.forward, step.axis, num_bytes)
+        if has_gradient and step.backward not in LOCAL:
+            back_s += prices.collective_s(step.backward, step.axis, num_bytes)
+    return num_microbatches * ahead_s, num_microbatches * back_s
 
 
 def crossing_matrix(

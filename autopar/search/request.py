@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.schedule import ScheduleSource
 from autopar.search.layer_cost import TrainingSpec
 
 __all__ = ["SearchRequest"]
@@ -20,6 +21,7 @@ class SearchRequest:
         constraints: the user's texts, see `autopar.search.constraints`.
         max_microbatches: the largest number of microbatches that is tried.
         max_axes: the largest number of mesh axes of a layer.
+        schedules: where the action lists of pipeline schedules come from; None: no pipeline is considered.
     """
 
     memory_limit_bytes: float | None = None
@@ -27,3 +29,4 @@ class SearchRequest:
     constraints: tuple[str, ...] = ()
     max_microbatches: int = 16
     max_axes: int = 2
+    schedules: ScheduleSource | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopar.search import SearchRequest, TrainingSpec, across, candidates, chain, layer_cost, search
+from autopar.search import SearchRequest, TrainingSpec, candidates, chain, layer_cost, search, trials
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
@@ -18,7 +18,7 @@ COUNTED = (
     (candidates, "running_costs"),
     (candidates, "storage_cost"),
     (layer_cost, "placed_cost"),
-    (across, "fastest_paths"),
+    (trials, "fastest_paths"),
     (chain, "_shortest"),
 )
 

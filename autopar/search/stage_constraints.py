@@ -1,0 +1,146 @@
+"""What constraints demand of a pipeline: device groups, stages, where they begin, and the schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.errors import ConstraintError
+from autopar.program import Program
+from autopar.schedule import SCHEDULES, schedule_problem
+from autopar.search.constraints import Constraints
+
+__all__ = ["PipelineDemands", "Shape", "pipeline_demands"]
+
+_MAX_ROUNDS = 3  # stages per device group that are tried
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a pipeline runs, apart from where it is cut."""
+
+    schedule: str
+    num_groups: int
+    num_stages: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class PipelineDemands:
+    """What is demanded; 0, ``()`` and ``""`` stand for anything.
+
+    Args:
+        groups: number of device groups, 1 for no pipeline.
+        stages: number of stages.
+        cuts: first layers of the stages but the first.
+        schedule: the schedule.
+    """
+
+    groups: int = 0
+    stages: int = 0
+    cuts: tuple[int, ...] = ()
+    schedule: str = ""
+
+    @property
+    def needs_pipeline(self) -> bool:
+        """Whether a plan without stages would break the demands."""
+        return self.groups > 1 or bool(self.stages > 1 or self.schedule)
+
+    def group_counts(self, world_size: int, num_layers: int) -> Iterator[int]:
+        """The numbers of device groups, 2 or more, that may be used."""
+        for groups in range(2, min(world_size, self.stages or num_layers) + 1):
+            if world_size % groups == 0 and (not self.groups or groups == self.groups):
+                yield groups
+
+    def shapes(self, groups: int, num_layers: int, num_microbatches: int, *, has_loss: bool) -> Iterator[Shape]:
+        """The ways to run a pipeline on so many device groups."""
+        for schedule in SCHEDULES if has_loss else ("gpipe",):
+            if self.schedule and schedule != self.schedule:
+                continue
+            for stages in (self.stages,) if self.stages else range(groups, (_MAX_ROUNDS + 1) * groups, groups):
+                fits = stages <= num_layers and not schedule_problem(schedule, groups, stages, num_microbatches)
+                if fits and not (schedule == "interleaved_zero_bubble" and stages == groups and not self.schedule):
+                    yield Shape(schedule, groups, stages, num_microbatches)
+
+
+def pipeline_demands(constraints: Constraints, program: Program, world_size: int) -> PipelineDemands:
+    """Read what `constraints` demand of the pipeline.
+
+    Raises:
+        ConstraintError: they contradict each other, or can't be met whatever else is chosen.
+    """
+    groups, stages, schedule = (constraints.get(key) for key in ("pipeline", "stages", "schedule"))
+    groups, stages = (value if isinstance(value, int) else 0 for value in (groups, stages))
+    schedule = schedule if isinstance(schedule, str) else ""
+    cuts = _read_cuts(constraints, program)
+    if cuts and stages and len(cuts) + 1 != stages:
+        raise ConstraintError(f"cuts={len(cuts)} cuts make {len(cuts) + 1} stages, not stages={stages}")
+    demands = PipelineDemands(groups, len(cuts) + 1 if cuts else stages, cuts, schedule)
+    _check(demands, program, world_size)
+    return demands
+
+
+def _check(demands: PipelineDemands, program: Program, world_size: int) -> None:
+    groups, stages, schedule = demands.groups, demands.stages, demands.schedule
+    num_layers = len(program.layers)
+    if groups == 1 and (stages > 1 or schedule):
+        raise ConstraintError("pipeline=1 allows no stages: leave it out, or leave out stages=, cuts= and schedule=")
+    if stages == 1 and (groups > 1 or schedule):
+        raise ConstraintError("stages=1 is no pipeline: leave out pipeline= and schedule=, or ask for more stages")
+    if max(groups, stages) > num_layers:
+        raise ConstraintError(f"{max(groups, stages)} stages of {num_layers} layers: each needs a layer")
+    if schedule and schedule != "gpipe" and not program.loss:
+        raise ConstraintError(
+            f"schedule={schedule} needs the loss inside the model, as its backward passes begin before all forward "
+            "passes have ended: give loss_fn=, or ask for schedule=gpipe"
+        )
+    if not demands.needs_pipeline:
+        return
+    if world_size == 1:
+        raise ConstraintError("a pipeline needs at least 2 devices, but there is 1")
+    possible = [
+        shape
+        for count in demands.group_counts(world_size, num_layers)
+        # A multiple of everything stands for whatever number of microbatches there will be.
+        for shape in demands.shapes(count, num_layers, 8 * count * num_layers, has_loss=bool(program.loss))
+    ]
+    if not possible:
+        raise ConstraintError(_explain(demands, world_size))
+
+
+def _explain(demands: PipelineDemands, world_size: int) -> str:
+    wanted = ", ".join(
+        f"{name}={value}"
+        for name, value in (("pipeline", demands.groups), ("stages", demands.stages), ("schedule", demands.schedule))
+        if value
+    )
+    return (
+        f"{wanted} can't be met on {world_size} devices: the device groups must be equal, gpipe and 1f1b have one "
+        "stage per group, zbv two, interleaved_1f1b two or more, and no group has more than "
+        f"{_MAX_ROUNDS} unless stages= says so"
+    )
+
+
+def _read_cuts(constraints: Constraints, program: Program) -> tuple[int, ...]:
+    given = constraints.get("cuts")
+    if not isinstance(given, tuple):
+        return ()
+    cuts = tuple(_layer_index(str(part), program) for part in given)
+    limits = (0, *cuts, len(program.layers))
+    if any(after <= before for before, after in itertools.pairwise(limits)):
+        raise ConstraintError(
+            f"cuts={','.join(map(str, given))}: they must ascend and lie between 1 and {len(program.layers) - 1}, "
+            f"the last layer, but are layers {', '.join(map(str, cuts))}"
+        )
+    return cuts
+
+
+def _layer_index(part: str, program: Program) -> int:
+    names = [layer.name for layer in program.layers]
+    if part in names:
+        return names.index(part)
+    if part.isdecimal():
+        return int(part)
+    shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+    raise ConstraintError(f"cuts: {part!r} is neither a number nor one of the {len(names)} layers {shown}")

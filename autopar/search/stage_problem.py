@@ -1,0 +1,214 @@
+"""A pipeline's problem as numbers: candidates of every layer on one device group, and what lies between layers.
+
+Seconds are those of one microbatch, but for ``step_s``, which is spent once per step.  A *path* has the index of one
+candidate for each layer; `measure` says what a path, cut somewhere, makes of the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.plan import Stage
+from autopar.schedule import ScheduleActions, stage_group
+from autopar.search.chain import Chain, LayerTable, Skip
+from autopar.search.stage_constraints import Shape
+from autopar.search.stage_prediction import LayerParts, predict_stages
+
+__all__ = ["Move", "StageProblem", "StageTable", "Tie", "Traveller", "layer_parts", "measure", "restrict"]
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """The candidates of one layer, one entry each; states index the boundary states."""
+
+    forward_s: Array
+    backward_s: Array
+    weight_s: Array
+    step_s: Array
+    static_bytes: Array
+    saved_bytes: Array
+    transient_bytes: Array
+    state_in: Indices
+    state_out: Indices
+
+    def take(self, rows: Indices) -> StageTable:
+        """The candidates of these indices."""
+        return StageTable(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Seconds to bring what the layer `producer` makes to `reader`, and its gradient back, by their states."""
+
+    producer: int
+    reader: int
+    forward_s: Array
+    backward_s: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Traveller:
+    """A value that is sent if a cut lies between the layer `producer` and one of `readers`, by the producer's state.
+
+    `num_bytes` is what a device then holds of it.
+    """
+
+    producer: int
+    readers: tuple[int, ...]
+    forward_s: Array
+    backward_s: Array
+    num_bytes: Array
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that the layers `readers` share: each device group with one of them stores it, steps it
+    (`step_s`), and sends its gradient to each of the other such groups (`exchange_s` each).
+    """
+
+    readers: tuple[int, ...]
+    static_bytes: float
+    step_s: float
+    exchange_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class StageProblem:
+    """The problem for one number of device groups and of microbatches; tables and moves may repeat.
+
+    `moves` has one entry or none (None) between each layer and the next; `skips` the others.
+    """
+
+    num_microbatches: int
+    num_states: int
+    tables: tuple[StageTable, ...]
+    moves: tuple[Move | None, ...]
+    skips: tuple[Move, ...] = ()
+    travellers: tuple[Traveller, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    broadcast_s: float = 0.0
+    limit_bytes: float = np.inf
+
+    def chain(self, in_flight: int) -> Chain:
+        """All layers on one group, each with so many microbatches in flight."""
+        count = self.num_microbatches
+        tables = {id(table): _layer_table(table, count, in_flight) for table in self.tables}
+        nothing = np.zeros((self.num_states, self.num_states))
+        known: dict[int, Array] = {}
+
+        def seconds(move: Move | None) -> Array:
+            if move is None:
+                return nothing
+            if id(move.forward_s) not in known:
+                known[id(move.forward_s)] = count * (move.forward_s + move.backward_s)
+            return known[id(move.forward_s)]
+
+        return Chain(
+            self.num_states,
+            tuple(tables[id(table)] for table in self.tables),
+            tuple(map(seconds, self.moves)),
+            tuple(Skip(move.producer, move.reader, seconds(move)) for move in self.skips),
+        )
+
+
+def _layer_table(table: StageTable, count: int, in_flight: int) -> LayerTable:
+    return LayerTable(
+        count * (table.forward_s + table.backward_s) + table.step_s,
+        table.static_bytes + in_flight * table.saved_bytes,
+        table.transient_bytes,
+        table.state_in,
+        table.state_out,
+    )
+
+
+def layer_parts(problem: StageProblem, path: Sequence[int]) -> LayerParts:
+    """What each layer takes on this path, moves to it included, ties not."""
+    chosen = list(zip(problem.tables, path, strict=True))
+    columns = {name: np.array([float(getattr(table, name)[row]) for table, row in chosen])
+               for name in LayerParts.__dataclass_fields__}  # fmt: skip
+    for move in (*problem.moves, *problem.skips):
+        if move is not None:
+            source = chosen[move.producer][0].state_out[path[move.producer]]
+            target = chosen[move.reader][0].state_in[path[move.reader]]
+            columns["forward_s"][move.reader] += move.forward_s[source, target]
+            columns["backward_s"][move.reader] += move.backward_s[source, target]
+    return LayerParts(**columns)
+
+
+def measure(
+    problem: StageProblem, shape: Shape, bounds: Sequence[int], path: Sequence[int], actions: ScheduleActions
+) -> tuple[Stage, ...]:
+    """The stages that this path makes if it is cut at `bounds` (first layers, then the number of layers)."""
+    parts = layer_parts(problem, path)
+    stage_of = np.searchsorted(np.array(bounds), np.arange(len(path)), side="right") - 1
+    for tie in problem.ties:
+        first: dict[int, int] = {}
+        for reader in tie.readers:
+            first.setdefault(stage_group(shape.schedule, int(stage_of[reader]), shape.num_groups), reader)
+        for reader in first.values():
+            parts.static_bytes[reader] += tie.static_bytes
+            parts.step_s[reader] += tie.step_s + (len(first) - 1) * tie.exchange_s
+    sends = np.zeros((shape.num_stages, 2))
+    relayed = np.zeros(shape.num_stages)
+    for traveller in problem.travellers:
+        state = int(problem.tables[traveller.producer].state_out[path[traveller.producer]])
+        reading = {int(stage_of[reader]) for reader in traveller.readers}
+        for stage in range(int(stage_of[traveller.producer]), max(reading)):
+            sends[stage] += traveller.forward_s[state], traveller.backward_s[state]
+            if stage > stage_of[traveller.producer] and stage not in reading:
+                relayed[stage] += traveller.num_bytes[state]
+    return predict_stages(
+        shape, bounds, parts, [(float(a), float(b)) for a, b in sends], relayed.tolist(), problem.broadcast_s, actions
+    )
+
+
+def restrict(problem: StageProblem, paths: Indices) -> tuple[StageProblem, tuple[Indices, ...]]:
+    """The problem with those candidates alone that a path uses in a layer like it, and their old indices per layer."""
+    used: dict[int, set[int]] = {}
+    for layer, table in enumerate(problem.tables):
+        used.setdefault(id(table), set()).update(paths[:, layer].tolist())
+    rows = {key: np.array(sorted(chosen), dtype=np.intp) for key, chosen in used.items()}
+    tables = {id(table): table.take(rows[id(table)]) for table in problem.tables}
+    kept = np.unique(np.concatenate([np.concatenate([t.state_in, t.state_out]) for t in tables.values()]))
+    number = np.zeros(problem.num_states, dtype=np.intp)
+    number[kept] = np.arange(len(kept))
+    square = np.ix_(kept, kept)
+    matrices: dict[int, Array] = {}
+
+    def smaller(matrix: Array) -> Array:
+        if id(matrix) not in matrices:
+            matrices[id(matrix)] = matrix[square]
+        return matrices[id(matrix)]
+
+    def move(each: Move) -> Move:
+        return Move(each.producer, each.reader, smaller(each.forward_s), smaller(each.backward_s))
+
+    renumbered = {
+        key: StageTable(
+            t.forward_s, t.backward_s, t.weight_s, t.step_s, t.static_bytes, t.saved_bytes, t.transient_bytes,
+            number[t.state_in], number[t.state_out],
+        )
+        for key, t in tables.items()
+    }  # fmt: skip
+    found = StageProblem(
+        problem.num_microbatches,
+        len(kept),
+        tuple(renumbered[id(table)] for table in problem.tables),
+        tuple(None if each is None else move(each) for each in problem.moves),
+        tuple(map(move, problem.skips)),
+        tuple(
+            Traveller(t.producer, t.readers, t.forward_s[kept], t.backward_s[kept], t.num_bytes[kept])
+            for t in problem.travellers
+        ),
+        problem.ties,
+        problem.broadcast_s,
+        problem.limit_bytes,
+    )
+    return found, tuple(rows[id(table)] for table in problem.tables)

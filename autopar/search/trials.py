@@ -1,0 +1,353 @@
+"""What a search across layers works on: for a number of microbatches and a storage of shared parameters, the candidates
+of every layer, what lies between layers, and the chain that these make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import ConstraintError
+from autopar.placement import REPLICATE, Axis, Layout, local_shape, refine_mesh, shard
+from autopar.program import Layer, Program
+from autopar.search.assembly import Choice, SharedCost
+from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
+from autopar.search.candidates import Candidate, Scene, layer_candidates
+from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths
+from autopar.search.constraints import Constraints, LayerDemands
+from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
+from autopar.search.layer_cost import SharedStorage, optimizer_s_per_element
+from autopar.search.layer_memory import parameter_memory
+from autopar.search.meshes import mesh_shapes
+from autopar.search.prices import Prices
+from autopar.search.request import SearchRequest
+
+__all__ = ["CandidateCache", "Setting", "Task", "Trial", "batch_size", "make_setting", "make_trial", "shared_menu"]
+
+Array = npt.NDArray[np.float64]
+State = tuple[tuple[int, ...], Policy]
+CandidateCache = dict[tuple[object, ...], tuple[Candidate, ...]]
+
+
+class Task:
+    """One search: what is asked, and what its trials share.
+
+    `notes` grows while it works.  `settled` has for each class of layers the demands that its first trial could
+    meet: later trials must meet as much, so that more microbatches never excuse a plan from a constraint.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        num_devices: int,
+        prices: Prices,
+        request: SearchRequest,
+        constraints: Constraints,
+        demands: tuple[LayerDemands, ...],
+        num_groups: int = 1,
+    ) -> None:
+        """`num_devices` are those that every layer runs on, `demands` has one entry per layer; see `search`."""
+        self.program = program
+        self.num_devices = num_devices
+        self.prices = prices
+        self.request = request
+        self.constraints = constraints
+        self.demands = demands
+        self.num_groups = num_groups
+        self.notes: list[str] = []
+        self.settled: dict[int, LayerDemands] = {}
+
+    @property
+    def pipeline_axis(self) -> Axis:
+        """The axis on which device groups talk to each other."""
+        return Axis(self.num_groups, self.num_devices)
+
+    @cached_property
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """The meshes that layers may use."""
+        mesh = self.constraints.get("mesh")
+        if isinstance(mesh, tuple):
+            return (tuple(int(size) for size in mesh),)
+        # A demanded degree for each of several names, and room for an axis more, takes as many axes.
+        demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
+        max_axes = max(self.request.max_axes, min(3, demanded + 1))
+        return mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
+
+    @cached_property
+    def shared_mesh(self) -> tuple[int, ...]:
+        """The refinement of all meshes."""
+        return refine_mesh(*self.meshes)
+
+    @cached_property
+    def shared_names(self) -> tuple[str, ...]:
+        """Parameters that several layers read."""
+        count: dict[str, int] = {}
+        for layer in self.program.layers:
+            for name in layer.held:
+                count[name] = count.get(name, 0) + 1
+        return tuple(n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter")
+
+    @cached_property
+    def memory_price_s_per_byte(self) -> float:
+        """A usual price of memory: half of the ideal step time for all of a device's memory."""
+        types = self.program.type_of
+        seconds = 0.0
+        for layer in self.program.kinds:
+            repeats = sum(other.kind == layer.kind for other in self.program.layers)
+            for op in layer.ops:
+                differentiable = any(self.program.values[name].requires_grad for name in op.results)
+                each = self.prices.op_s(
+                    op, tuple(map(types, op.operands)), tuple(map(types, op.results)), differentiable
+                )
+                seconds += repeats * (each.forward_s + each.backward_s)
+        return 0.5 * seconds / self.num_devices / self.prices.memory_bytes
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """Per layer, the index of the first layer that has the same candidates."""
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(first.setdefault(self._signature(index), index) for index in range(len(self.program.layers)))
+
+    def _signature(self, index: int) -> tuple[object, ...]:
+        layer, program = self.program.layers[index], self.program
+        crossing = {name for other in program.layers for name in other.inputs}
+        return (
+            layer.kind,
+            self.demands[index],
+            tuple(name in self.shared_names for name in layer.held),
+            tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
+            tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
+        )
+
+
+def batch_size(program: Program) -> int:
+    """Rows of the global batch."""
+    shapes = [program.type_of(name).shape for name in program.inputs]
+    return next((shape[0] for shape in shapes if shape), 1)
+
+
+def shared_menu(task: Task) -> Iterator[SharedStorage]:
+    """Where shared parameters may be stored: all whole, all cut in dim 0, all cut in dim 1."""
+    mesh = task.shared_mesh
+    seen: list[SharedStorage] = []
+    for dim in (-1, 0, 1) if task.shared_names else (-1,):
+        shared = {
+            name: (mesh, boundary_layout(_wish(dim, mesh), task.program.type_of(name), mesh))
+            for name in task.shared_names
+        }
+        if shared not in seen:
+            seen.append(shared)
+            yield shared
+
+
+def _wish(dim: int, mesh: tuple[int, ...]) -> Layout:
+    return (shard(dim) if dim >= 0 else REPLICATE,) * len(mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The candidates of all layers for one number of microbatches and storage of shared parameters.
+
+    `states` numbers the boundary states, `tables` has the numbers of each class of layers, `crossings` all values that
+    cross from layer to layer, `shared_costs` what each shared parameter takes.
+    """
+
+    task: Task
+    scene: Scene
+    by_class: dict[int, tuple[Candidate, ...]]
+    crossings: tuple[Crossing, ...]
+    states: dict[State, int]
+    tables: dict[int, LayerTable]
+    shared_costs: dict[str, SharedCost]
+
+    @property
+    def candidates(self) -> tuple[tuple[Candidate, ...], ...]:
+        """The candidates of every layer."""
+        return tuple(self.by_class[first] for first in self.task.classes)
+
+    def choice(self, path: Sequence[int], group_of: tuple[int, ...]) -> Choice:
+        """The candidates of these indices, one per layer, each on its device group."""
+        task = self.task
+        chosen = tuple(each[index] for each, index in zip(self.candidates, path, strict=True))
+        return Choice(
+            self.scene, chosen, self.crossings, task.shared_mesh, task.num_devices * task.num_groups,
+            self.shared_costs, batch_size(task.program), group_of,
+        )  # fmt: skip
+
+    def chain(self) -> Chain:
+        """All layers in one chain, on the same devices."""
+        moves, skips = _moves(self)
+        return Chain(
+            len(self.states), tuple(self.tables[first] for first in self.task.classes), moves, skips,
+            sum(cost.step_s for cost in self.shared_costs.values()),
+            sum(cost.memory.persistent_bytes for cost in self.shared_costs.values()),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A setting and the paths of its chain."""
+
+    setting: Setting
+    paths: Paths
+
+    def choice(self, path: int) -> Choice:
+        """The path of this index as candidates."""
+        return self.setting.choice(self.paths.paths[path].tolist(), (0,) * len(self.setting.candidates))
+
+    def smallest(self) -> Choice:
+        """The path that takes the least memory."""
+        return self.choice(self.paths.smallest())
+
+
+def make_trial(
+    task: Task, count: int, factors: dict[int, tuple[str, ...]], shared: SharedStorage, cache: CandidateCache
+) -> Trial | None:
+    """The trial, or None if some layer has no strategy with so many microbatches that meets what is settled."""
+    setting = make_setting(task, count, factors, shared, cache)
+    return None if setting is None else Trial(setting, fastest_paths(setting.chain()))
+
+
+def make_setting(
+    task: Task, count: int, factors: dict[int, tuple[str, ...]], shared: SharedStorage, cache: CandidateCache
+) -> Setting | None:
+    """The setting, or None as `make_trial`."""
+    scene = Scene(
+        task.program, task.prices, task.request.training, count, factors, shared, task.memory_price_s_per_byte
+    )
+    by_class = {first: _class_candidates(task, scene, first, cache) for first in dict.fromkeys(task.classes)}
+    if not all(by_class.values()):
+        return None
+    states: dict[State, int] = {}
+    tables = {first: _table(candidates, states) for first, candidates in by_class.items()}
+    crossings = find_crossings(task.program, factors, count)
+    return Setting(task, scene, by_class, crossings, states, tables, _shared_costs(task, scene))
+
+
+def _class_candidates(
+    task: Task, scene: Scene, first: int, cache: dict[tuple[object, ...], tuple[Candidate, ...]]
+) -> tuple[Candidate, ...]:
+    """All candidates of a class of layers; demands that no mesh can meet are given up, with a note.
+
+    Empty if what the first trial settled on can't be met in this one.
+    """
+    layer = task.program.layers[first]
+    relevant = tuple((name, scene.shared[name]) for name in layer.held if name in scene.shared)
+    key = (first, scene.num_microbatches, relevant)
+    if key not in cache:
+        settled = task.settled.get(first)
+        cache[key] = (
+            _search_class(task, scene, layer, first)
+            if settled is None
+            else layer_candidates(scene, layer, task.meshes, settled)
+        )
+    return cache[key]
+
+
+def _search_class(task: Task, scene: Scene, layer: Layer, first: int) -> tuple[Candidate, ...]:
+    demands = task.demands[first]
+    for wanted in _relaxed(demands):
+        found = layer_candidates(scene, layer, task.meshes, wanted)
+        if found:
+            given_up = [f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees]
+            if given_up:
+                task.notes.append(f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can")
+            task.settled[first] = wanted
+            return found
+    raise ConstraintError(f"no strategy for layer {layer.name} meets the constraints: relax those that match it")
+
+
+def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
+    """The demands, then with fewer degrees."""
+    for count in range(len(demands.degrees), -1, -1):
+        for degrees in itertools.combinations(demands.degrees, count):
+            yield replace(demands, degrees=degrees)
+
+
+def _table(candidates: tuple[Candidate, ...], states: dict[State, int]) -> LayerTable:
+    def state(candidate: Candidate, policy: Policy) -> int:
+        return states.setdefault((candidate.strategy.mesh, policy), len(states))
+
+    return LayerTable(
+        np.array([c.cost.total_s for c in candidates]),
+        np.array([c.cost.persistent_bytes for c in candidates]),
+        np.array([c.cost.transient_bytes for c in candidates]),
+        np.array([state(c, c.policy_in) for c in candidates], dtype=np.intp),
+        np.array([state(c, c.policy_out) for c in candidates], dtype=np.intp),
+    )
+
+
+def _moves(setting: Setting) -> tuple[tuple[Array, ...], tuple[Skip, ...]]:
+    """Matrices of boundary moves between neighbours, and the skips; equal ones are the same object."""
+    task, scene, tables, states = setting.task, setting.scene, setting.tables, setting.states
+    between: dict[tuple[int, int], list[Crossing]] = {}
+    for crossing in setting.crossings:
+        between.setdefault((crossing.producer, crossing.reader), []).append(crossing)
+    known: dict[tuple[object, ...], Array] = {}
+    nothing = np.zeros((len(states), len(states)))
+
+    def matrix(producer: int, reader: int) -> Array:
+        crossing = between.get((producer, reader), [])
+        if not crossing:
+            return nothing
+        ends = task.classes[producer], task.classes[reader]
+        key = (*ends, *(each.signature for each in crossing))
+        if key not in known:
+            sources = np.unique(tables[ends[0]].state_out)
+            targets = np.unique(tables[ends[1]].state_in)
+            known[key] = sum((_move_matrix(scene, c, states, sources, targets) for c in crossing), nothing)
+        return known[key]
+
+    last = len(task.program.layers) - 1
+    moves = tuple(matrix(index, index + 1) for index in range(last))
+    # Many skips are free: what is whole everywhere crosses for nothing.
+    skips = tuple(Skip(p, r, matrix(p, r)) for p, r in between if r > p + 1 and matrix(p, r).any())
+    return moves, skips
+
+
+def _move_matrix(
+    scene: Scene,
+    crossing: Crossing,
+    states: dict[State, int],
+    sources: npt.NDArray[np.intp],
+    targets: npt.NDArray[np.intp],
+) -> Array:
+    """Seconds to bring one value from each source state to each target state."""
+    where = list(states)
+    has_gradient = crossing.requires_grad and scene.training.is_training
+
+    def placed(state: int) -> tuple[tuple[int, ...], Layout]:
+        mesh, policy = where[state]
+        return mesh, arrival_layout(scene.program, crossing.value, policy, mesh, crossing.tensor)
+
+    matrix = np.zeros((len(states), len(states)))
+    matrix[np.ix_(sources, targets)] = crossing_matrix(
+        scene.prices, crossing.tensor, has_gradient, scene.num_microbatches,
+        [placed(int(s)) for s in sources], [placed(int(t)) for t in targets],
+    )  # fmt: skip
+    return matrix
+
+
+def _shared_costs(task: Task, scene: Scene) -> dict[str, SharedCost]:
+    """What each shared parameter takes on a device group that reads it."""
+    training = scene.training
+    found: dict[str, SharedCost] = {}
+    for name, (mesh, layout) in scene.shared.items():
+        value = task.program.values[name]
+        dtype = value.type.dtype
+        stored = math.prod(local_shape(value.type.shape, layout, mesh))
+        memory = parameter_memory(dtype, stored, stored, 0, value.requires_grad, training)
+        step_s = exchange_s = 0.0
+        if value.requires_grad and training.is_training:
+            step_s = stored * optimizer_s_per_element(task.program, dtype, task.num_devices, task.prices, training)
+            if task.num_groups > 1:
+                num_bytes = stored * training.gradient_itemsize(dtype)
+                exchange_s = task.prices.collective_s("send", task.pipeline_axis, num_bytes)
+        found[name] = SharedCost(step_s, memory, exchange_s)
+    return found
