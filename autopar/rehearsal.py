@@ -80,9 +80,9 @@ def run_parallel(
             raise VerificationError(f"rank {number} has losses {run.losses}, rank 0 has {runs[0].losses}")
     return Run(
         losses=runs[0].losses,
-        gradients=_join_all([run.gradients for run in runs]),
-        parameters=_join_all([run.parameters for run in runs]),
-        buffers=_join_all([run.buffers for run in runs]),
+        gradients=_join_groups([run.gradients for run in runs], plan.num_groups),
+        parameters=_join_groups([run.parameters for run in runs], plan.num_groups),
+        buffers=_join_groups([run.buffers for run in runs], plan.num_groups),
     )
 
 
@@ -123,6 +123,16 @@ def loss_of(output: Any) -> Tensor:
     leaves = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     scalars = [x for x in leaves if x.dim() == 0]
     return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
+
+
+def _join_groups(parts: Sequence[Mapping[str, Tensor]], num_groups: int) -> dict[str, Tensor]:
+    """What the device groups hold, joined within each; a tensor that several hold must be the same on all."""
+    size = len(parts) // num_groups
+    found: dict[str, Tensor] = {}
+    for group in range(num_groups):
+        for name, tensor in _join_all(parts[group * size : (group + 1) * size]).items():
+            _check_replicas([found.setdefault(name, tensor), tensor], name)
+    return found
 
 
 def _join_all(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -5,13 +5,16 @@ None of them is sensible; all of them must compute what one device computes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopar.placement import REPLICATE, Layout, refine_mesh, shard
-from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
+from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer, Stage
 from autopar.program import Layer, Op, Option, Program
+from autopar.schedule import stage_group
 from autopar.search.meshes import mesh_shapes
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from autopar.search.storage import storage_layout
@@ -46,6 +49,21 @@ def random_plan(program: Program, world_size: int, seed: int, num_microbatches: 
         samples_per_step=1,
         optimality_gap=math.inf,
     )
+
+
+def random_pipeline(
+    program: Program, world_size: int, seed: int, num_groups: int, schedule: str, num_microbatches: int
+) -> Plan:
+    """A legal plan with stages: random strategies on each device group, random cuts."""
+    rng = random.Random(seed)
+    plan = random_plan(program, world_size // num_groups, seed, num_microbatches)
+    num_stages = {"gpipe": 1, "1f1b": 1, "interleaved_zero_bubble": rng.choice((1, 2))}.get(schedule, 2) * num_groups
+    cuts = sorted(rng.sample(range(1, len(program.layers)), num_stages - 1))
+    bounds = itertools.pairwise([0, *cuts, len(program.layers)])
+    stages = tuple(
+        Stage(start, stop, stage_group(schedule, index, num_groups)) for index, (start, stop) in enumerate(bounds)
+    )
+    return replace(plan, world_size=world_size, stages=stages, schedule=schedule)
 
 
 def shared_parameters(program: Program) -> tuple[str, ...]:

@@ -72,7 +72,8 @@ _REPORTS: WeakKeyDictionary[Subject, dict[tuple[object, ...], VerificationReport
 def report_on(who: Subject, plan: Plan) -> VerificationReport:
     """How far training by `plan` is from one device; plans that run alike run once."""
     known = _REPORTS.setdefault(who, {})
-    key = (plan.num_microbatches, plan.layers, plan.strategies, plan.shared_mesh, plan.shared_storage)
+    pipeline = (plan.stages, plan.schedule)
+    key = (plan.num_microbatches, plan.layers, plan.strategies, plan.shared_mesh, plan.shared_storage, pipeline)
     if key not in known:
         found = run_parallel(who.model, who.traced, plan, who.inputs, STEPS)
         known[key] = compare(who.alone, found, plan.world_size)

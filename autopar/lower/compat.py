@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -22,10 +23,14 @@ from autopar.placement import Layout
 
 __all__ = [
     "ModuleTables",
+    "before_backward",
     "call_function",
     "compile_program",
     "dtensor_like",
+    "edge_of",
+    "gradients_of",
     "leaves_of",
+    "local_part_of",
     "local_tensor",
     "make_dtensor",
     "make_mesh",
@@ -34,6 +39,7 @@ __all__ = [
     "on_gradient",
     "open_group",
     "run_backward",
+    "run_backward_from",
     "run_twice",
     "scale_in_place",
     "start_all_gather",
@@ -193,6 +199,11 @@ def local_tensor(x: DTensor) -> Tensor:
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]
 
 
+def local_part_of(x: Tensor) -> Tensor:
+    """`local_tensor` of a DTensor; a plain tensor itself, outside autograd."""
+    return local_tensor(x) if isinstance(x, DTensor) else x.detach()
+
+
 def storage_key(x: Tensor) -> int:
     """The same number for two tensors that live at the same time exactly if they share memory."""
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
@@ -264,3 +275,27 @@ def module_tables(module: nn.Module) -> ModuleTables:
     """The registers themselves: names keep their order, repeats and ``None``, and clash with no attribute."""
     untyped: Any = module
     return ModuleTables(untyped._parameters, untyped._buffers, untyped._modules, untyped._non_persistent_buffers_set)
+
+
+def edge_of(x: Tensor) -> GradientEdge:
+    """Where the gradient of `x` enters the graph; keeps the graph alive, not the tensor."""
+    return get_gradient_edge(x)
+
+
+def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Any:
+    """Call `action` with the gradients that arrive at `node` before it runs; what it returns takes their place."""
+    return node.register_prehook(action)  # pyright: ignore[reportArgumentType]
+
+
+def gradients_of(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of `inputs` when `roots` have `gradients`; the graph stays for another pass."""
+    untyped: Any = torch.autograd
+    return list(untyped.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True))
+
+
+def run_backward_from(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Backward from several places with these gradients, adding up in the leaves' ``grad``."""
+    untyped: Any = torch.autograd
+    untyped.backward(list(roots), list(gradients))

@@ -50,6 +50,7 @@ class Executor:
         check_plan(program, plan, communicator.world_size)
         self.num_microbatches = plan.num_microbatches if program.loss or plan.stages else 1
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
+        self.whole_outputs = False
         self.kept = set(program.outputs) | set(program.updates.values())
         self.stages = StageMap(program, plan, communicator.rank)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages)
@@ -137,6 +138,18 @@ class Executor:
         steps = lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh)
         return reshard_tensor(value, steps, self.communicator)
 
+    def share_across_groups(self, name: str, value: Tensor | None) -> Tensor:
+        """A value that the group of its stage has whole, on every rank; others pass None."""
+        if not self.stages.is_pipeline or name not in self.stages.stage_of:
+            assert value is not None
+            return value
+        wanted = self.executable.program.type_of(name)
+        if self.stages.group_of(name) != self.stages.group:
+            dtype: torch.dtype = getattr(torch, wanted.dtype)
+            value = torch.empty(wanted.shape, dtype=dtype, device=self.communicator.device)
+        assert value is not None
+        return self.communicator.broadcast(value, self.stages.axis, self.stages.group_of(name))
+
     def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
         """`value` made whole along `dim` only."""
         lies = self.lies[name]
@@ -170,7 +183,9 @@ class Executor:
     def stays_cut(self, name: str) -> bool:
         """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""
         program = self.executable.program
-        return bool(program.loss) and name != program.loss and self._is_on_store_mesh(self.lies[name].mesh)
+        if self.whole_outputs or not program.loss or name == program.loss:
+            return False
+        return self._is_on_store_mesh(self.lies[name].mesh)
 
     def _lies_joined(self, name: str) -> Lies:
         """Where an output lies when its microbatches have been joined."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.communicator import Communicator
 from autopar.lower.compat import local_tensor, scale_in_place, tensor_norms
+from autopar.lower.stage_map import StageMap
 from autopar.lower.store import Stored
 from autopar.placement import Axis, mesh_axes
 
@@ -20,6 +21,7 @@ __all__ = ["clip_gradients"]
 def clip_gradients(
     gradients: Sequence[tuple[Stored, Tensor]],
     mesh: tuple[int, ...],
+    stages: StageMap,
     communicator: Communicator,
     max_norm: float,
     norm_type: float,
@@ -37,7 +39,7 @@ def clip_gradients(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}: it must be positive (inf for the largest entry)")
-    total = _total_norm(gradients, mesh, communicator, norm_type)
+    total = _total_norm(gradients, mesh, stages, communicator, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of the gradients is {total.item()}, so they can't be clipped. Pass "
@@ -62,19 +64,30 @@ def _local(gradient: Tensor) -> Tensor:
 def _total_norm(
     gradients: Sequence[tuple[Stored, Tensor]],
     mesh: tuple[int, ...],
+    stages: StageMap,
     communicator: Communicator,
     norm_type: float,
 ) -> Tensor:
-    """Gradients sharded on the same axes are summed together over exactly these axes."""
+    """Gradients sharded on the same axes are summed together over exactly these axes, and then all over the stages.
+
+    A parameter that is tied across stages counts on the first group that has it.
+    """
     groups: dict[tuple[Axis, ...], list[Tensor]] = {}
     for stored, gradient in gradients:
+        if stored.groups[0] != stages.group:
+            continue
         axes = tuple(a for a, p in zip(mesh_axes(mesh), stored.layout, strict=True) if p.is_shard and a.size > 1)
         groups.setdefault(axes, []).append(_local(gradient))
     totals = [_group_power(groups[axes], axes, communicator, norm_type) for axes in sorted(groups)]
-    if not totals:
-        return torch.zeros((), device=communicator.device)
-    joint = torch.stack([t.to(totals[0].dtype) for t in totals])
-    return joint.max() if math.isinf(norm_type) else joint.sum().pow(1 / norm_type)
+    is_largest = math.isinf(norm_type)
+    # float64 across stages, whatever the dtypes of each.
+    joint = torch.zeros((), device=communicator.device, dtype=torch.float64 if stages.is_pipeline else torch.float32)
+    if totals:
+        joined = torch.stack([t.to(totals[0].dtype) for t in totals])
+        joint = joined.max() if is_largest else joined.sum()
+    if stages.is_pipeline:
+        joint = communicator.all_reduce(joint.double(), stages.axis, "max" if is_largest else "sum")
+    return joint if is_largest else joint.pow(1 / norm_type)
 
 
 def _group_power(locals_: list[Tensor], axes: tuple[Axis, ...], communicator: Communicator, norm_type: float) -> Tensor:

@@ -23,8 +23,10 @@ from autopar.lower.layer_runner import LayerRunner
 from autopar.lower.lowering import Executable
 from autopar.lower.microbatch import run_microbatches
 from autopar.lower.naming import format_code
+from autopar.lower.pipeline import run_pipeline
 from autopar.lower.random import agree_base_seed
 from autopar.lower.reshard_ops import apply_forward
+from autopar.lower.skeleton import state_names
 from autopar.lower.stage_map import StageMap
 from autopar.lower.store import local_part, make_store
 from autopar.placement import REPLICATE, reshard
@@ -106,8 +108,16 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
 class ParallelModule(nn.Module):
     """Runs a model on all devices: call it, train it and save it as the original.
 
-    Every rank passes the whole batch.  Parameters are DTensors under the original names.
+    Every rank passes the whole batch.  Parameters are DTensors under the original names; with pipeline stages a rank
+    has those of its own stages only.
+
+    Attributes:
+        whole_outputs: set it to get outputs beside the loss as whole plain tensors on every rank.  Otherwise they are
+            DTensors that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other
+            stages.
     """
+
+    whole_outputs: bool
 
     def __init__(
         self,
@@ -129,6 +139,7 @@ class ParallelModule(nn.Module):
         )
         self._executor = Executor(executable, self._store, communicator, compile_layers)
         self._agreed: set[int] = set()
+        self.whole_outputs = False
         self.training = module.training
 
     @property
@@ -155,10 +166,13 @@ class ParallelModule(nn.Module):
             MeshError: ranks got different batches (looked at in the first call).
         """
         executor = self._current(has_target=kwargs.get("target") is not None)
+        executor.whole_outputs = self.whole_outputs
         executable = executor.executable
         tensors = self._flatten(executor, args, kwargs)
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
-        if executor.num_microbatches > 1:
+        if executor.stages.is_pipeline:
+            values = run_pipeline(executor, tensors, seed)
+        elif executor.num_microbatches > 1:
             values = run_microbatches(executor, tensors, seed)
         else:
             values = executor.run(tensors, seed)
@@ -182,20 +196,33 @@ class ParallelModule(nn.Module):
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
         gradients = [(self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
-        return clip_gradients(gradients, self._store.mesh, self._communicator, max_norm, norm_type, error_if_nonfinite)
+        return clip_gradients(
+            gradients,
+            self._store.mesh,
+            self._executor.stages,
+            self._communicator,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` with whole plain tensors, on every rank.  Every rank must call it."""
-        found: dict[int, Tensor] = {}
-        state = self.state_dict(keep_vars=True)
-        for name, value in state.items():
-            if id(value) not in found:
-                found[id(value)] = self._whole(name, value)
-        return {name: found[id(value)] for name, value in state.items()}
+        """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it."""
+        own = self.state_dict(keep_vars=True)
+        found: dict[str, Tensor] = {}
+        for name in state_names(self, self._store.stored):
+            first = self._store.first_name.get(name, name)
+            found[name] = found[first] if first in found else self._whole(name, own.get(name))
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors."""
-        fitted = {name: self._fit(name, value) for name, value in state_dict.items()}
+        """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors.
+
+        Entries of parameters that other stages hold are passed over.
+        """
+        group, stored = self._executor.stages.group, self._store.stored
+        mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
+        fitted = {name: self._fit(name, value) for name, value in mine.items()}
         return super().load_state_dict(fitted, strict=strict, assign=assign)
 
     def extra_repr(self) -> str:
@@ -251,25 +278,40 @@ class ParallelModule(nn.Module):
     def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
         program = executor.executable.program
         for buffer, new in program.updates.items():
-            whole = executor.make_whole(new, values[new].detach())
+            own = values.get(new)
+            whole = executor.share_across_groups(new, None if own is None else executor.make_whole(new, own.detach()))
             self.get_buffer(program.parameters[buffer]).copy_(whole)
 
-    def _outputs(self, executor: Executor, values: Mapping[str, Tensor]) -> list[Tensor]:
-        program = executor.executable.program
-        joined = executor.num_microbatches > 1
-        made: dict[str, Tensor] = {}
-        for name in dict.fromkeys(program.outputs):
-            is_done = joined and name == program.loss
-            made[name] = values[name] if is_done else executor.make_output(name, values[name])
-        return [made[name] for name in program.outputs]
+    def _outputs(self, executor: Executor, values: Mapping[str, Tensor]) -> list[Tensor | None]:
+        names = executor.executable.program.outputs
+        made = {name: self._output(executor, name, values.get(name)) for name in dict.fromkeys(names)}
+        return [made[name] for name in names]
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        if not isinstance(value, DTensor):
+    def _output(self, executor: Executor, name: str, value: Tensor | None) -> Tensor | None:
+        """What the caller gets of an output of which `value` is this rank's part (None: another stage has it)."""
+        program = executor.executable.program
+        is_loss = name == program.loss
+        is_done = executor.num_microbatches > 1 and is_loss
+        if executor.stages.is_pipeline and (is_loss or not program.loss):
+            return value
+        made = value if is_done or value is None else executor.make_output(name, value)
+        return executor.share_across_groups(name, made) if self.whole_outputs else made
+
+    def _whole(self, name: str, value: Tensor | None) -> Tensor:
+        """A parameter or buffer whole on every rank; `value` is this rank's, None if other device groups hold it."""
+        stored = self._store.stored.get(name)
+        if stored is None:
+            assert value is not None
             return value.detach().clone()
-        layout = self._store.stored[name].layout
-        steps = reshard(layout, (REPLICATE,) * len(layout), self._store.mesh)
-        whole = apply_forward(local_tensor(value), steps, self._communicator)
-        return whole if steps else whole.clone()
+        stages = self._executor.stages
+        owner = stored.groups[0]
+        if isinstance(value, DTensor) and stages.group in stored.groups:
+            steps = reshard(stored.layout, (REPLICATE,) * len(stored.layout), self._store.mesh)
+            whole = apply_forward(local_tensor(value), steps, self._communicator)
+            whole = whole if steps else whole.clone()
+        else:
+            whole = torch.empty(stored.shape, dtype=stored.dtype, device=self._communicator.device)
+        return self._communicator.broadcast(whole, stages.axis, owner)
 
     def _fit(self, name: str, value: Any) -> Any:
         stored = self._store.stored.get(name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from torch import Tensor, nn
 
 from autopar.lower.compat import module_tables
 
-__all__ = ["canonical_names", "copy_skeleton"]
+__all__ = ["canonical_names", "copy_skeleton", "state_names"]
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
@@ -56,3 +56,20 @@ def copy_skeleton(
             target.children[name] = None if child is None else modules[id(child)]
 
     fill(source, target, "")
+
+
+def state_names(module: nn.Module, parameters: Container[str]) -> list[str]:
+    """The names of ``state_dict`` in its order; `parameters` are those that this or another device group holds."""
+    found: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        tables = module_tables(module)
+        saved = [name for name, buffer in tables.buffers.items() if buffer is not None and name not in tables.not_saved]
+        found.extend(prefix + name for name in tables.parameters if prefix + name in parameters)
+        found.extend(prefix + name for name in saved)
+        for name, child in tables.children.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return found

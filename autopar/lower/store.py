@@ -44,13 +44,14 @@ class ParameterStore:
 
     `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes, over the
     ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
-    `module`.  Buffers are whole on every rank.
+    `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
     """
 
     mesh: tuple[int, ...]
     device_mesh: DeviceMesh
     module: nn.Module
     stored: Mapping[str, Stored]
+    first_name: Mapping[str, str]
 
     def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where the parameter is registered: to look it up each step without walking the module's tree."""
@@ -112,7 +113,7 @@ def make_store(
         return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
     copy_skeleton(module, target, make_parameter, lambda b: b.detach().to(communicator.device, copy=True))
-    return ParameterStore(sizes, device_mesh, target, stored)
+    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module))
 
 
 def _stored(

@@ -1,0 +1,179 @@
+"""The gradients of one step whose backward passes run inside the forward call, until ``loss.backward()`` asks for them.
+
+ZeRO-0 and 1 add up gradients of the compute copies and reduce them once; ZeRO-2 and 3 reduce after every
+microbatch. Levels 0 to 2 gather parameters once a step, level 3 for each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.lower.compat import call_function, local_tensor
+from autopar.lower.execution import Executor
+from autopar.lower.layer_runner import LayerUse
+from autopar.lower.parameters import Gathering
+
+__all__ = ["StepGradients", "release_later", "trained_parameters"]
+
+
+def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
+    """The parameters that get gradients, each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for runner in executor.runners.values():
+        for name, parameter in zip(runner.parameters.names, runner.parameters.current(), strict=True):
+            if parameter.requires_grad:
+                found.setdefault(id(parameter), (name, parameter))
+    return dict(found.values())
+
+
+class StepGradients:
+    """One step's parameters and the gradients that its microbatches add up."""
+
+    def __init__(self, executor: Executor, split: Iterable[int] = ()) -> None:
+        """`split` are the layers whose backward runs in two parts, first for inputs, then for parameters.
+
+        There every parameter must be a leaf of its own, so ZeRO-2 reduces by hand; ZeRO-3 can't be split.
+        """
+        self._executor = executor
+        self._split = frozenset(split)
+        self._shared: dict[int, LayerUse] = {}
+        self._leaves: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, list[Tensor | None]] = {}
+
+    def open_layer(self, index: int) -> LayerUse:
+        """The layer's parameters as leaves that collect gradients."""
+        if index in self._shared:
+            return self._shared[index]
+        runner = self._executor.runners[index]
+        zero = runner.strategy.zero
+        stored = runner.parameters.current()
+        if zero < 2 or index in self._split:
+            values = Gathering(runner.parameters, stored).values()
+            leaves = [_leaf(v, p.requires_grad) for v, p in zip(values, stored, strict=True)]
+            self._shared[index] = LayerUse(fixed=leaves)
+            self._leaves[index] = leaves
+            return self._shared[index]
+        if index not in self._leaves:
+            locals_ = [local_tensor(p) if isinstance(p, DTensor) else p for p in stored]
+            self._leaves[index] = [_leaf(x, p.requires_grad) for x, p in zip(locals_, stored, strict=True)]
+        use = LayerUse(Gathering(runner.parameters, self._leaves[index], is_freed=zero == 3, prefetch=True))
+        if zero == 2:
+            self._shared[index] = use
+        return use
+
+    def is_split(self, indices: range) -> bool:
+        """Whether the backward of these layers runs in two parts."""
+        return self._split.issuperset(indices)
+
+    def leaves(self, index: int) -> list[Tensor]:
+        """The leaves of a layer of `split` that collect gradients."""
+        return [leaf for leaf in self._leaves[index] if leaf.requires_grad]
+
+    def finish_microbatch(self, indices: range) -> None:
+        """Take what the backward of one microbatch has left in these layers' leaves, where it can't stay there.
+
+        ZeRO-2 reduces it, if autograd did not; what was computed in a narrower dtype is added up in the stored one.
+        """
+        for index in indices:
+            runner = self._executor.runners[index]
+            stored, leaves = runner.parameters.current(), self._leaves[index]
+            by_hand = index in self._split and runner.strategy.zero == 2
+            if by_hand or any(leaf.dtype != p.dtype for leaf, p in zip(leaves, stored, strict=True)):
+                terms = [leaf.grad for leaf in leaves]
+                if by_hand:
+                    terms = runner.parameters.reduce(terms)
+                sums = self._sums.setdefault(index, [None] * len(leaves))
+                for position, (term, parameter) in enumerate(zip(terms, stored, strict=True)):
+                    if term is not None:
+                        sums[position] = _add(sums[position], term.to(parameter.dtype))
+                    leaves[position].grad = None
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
+        """The step's gradient of each parameter, as DTensors."""
+        found: dict[int, Tensor] = {}
+        for index, leaves in self._leaves.items():
+            runner = self._executor.runners[index]
+            sums = self._sums.get(index, [None] * len(leaves))
+            local = [leaf.grad if s is None else s for leaf, s in zip(leaves, sums, strict=True)]
+            if runner.strategy.zero < 2:
+                local = runner.parameters.reduce(local)
+            for parameter, gradient in zip(runner.parameters.current(), local, strict=True):
+                if gradient is not None:
+                    found[id(parameter)] = _add(found.get(id(parameter)), gradient)
+        store = self._executor.store
+        return [
+            store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None for name, p in parameters.items()
+        ]
+
+
+def _add(total: Tensor | None, term: Tensor) -> Tensor:
+    return term if total is None else total.add_(term)
+
+
+def _leaf(value: Tensor, requires_grad: bool) -> Tensor:
+    return value.detach().requires_grad_(requires_grad)
+
+
+def release_later(
+    loss: Tensor,
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[nn.Parameter],
+    agree_finite: Callable[[bool], bool] | None = None,
+) -> Tensor:
+    """`loss` with a backward that gives `gradients` to `parameters`, scaled by the gradient that comes in.
+
+    Args:
+        loss: a scalar outside autograd.
+        gradients: one per parameter.
+        parameters: where they go; there may be none, and the loss is differentiable all the same.
+        agree_finite: whether gradients are finite here -> whether they are on every rank.  Called if they are scaled
+            (by a gradient scaler); where some rank has an overflow all get one, so that all skip the same step.
+    """
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    return call_function(_Release, loss, _Waiting(list(gradients), agree_finite), anchor, *parameters)
+
+
+class _Waiting:
+    """Gradients that wait for ``loss.backward()``; they can be taken once."""
+
+    def __init__(self, gradients: list[Tensor | None], agree_finite: Callable[[bool], bool] | None) -> None:
+        self._gradients: list[Tensor | None] | None = gradients
+        self._agree_finite = agree_finite
+
+    def take(self, scale: Tensor) -> list[Tensor | None]:
+        if self._gradients is None:
+            raise AutoparError(
+                "the gradients of this step were already released by an earlier backward(): with "
+                "microbatches, call the model again before each backward()"
+            )
+        gradients, self._gradients = self._gradients, None
+        locals_ = [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients if g is not None]
+        for local in locals_:
+            local.mul_(scale.to(local.dtype))
+        if self._agree_finite is not None and float(scale) != 1.0:
+            is_finite = all(bool(torch.isfinite(local).all()) for local in locals_)
+            if not self._agree_finite(is_finite):
+                for local in locals_:
+                    local.view(-1)[:1] = torch.inf
+        return gradients
+
+
+class _Release(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, waiting: _Waiting, anchor: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.waiting = waiting
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Any, ...]:
+        return None, None, None, *ctx.waiting.take(gradients[0])
