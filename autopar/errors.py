@@ -14,6 +14,7 @@ __all__ = [
     "MeshError",
     "MissingPriceError",
     "OutputError",
+    "PipelineError",
     "PlanFormatError",
     "PlanMismatchError",
     "RuleError",
@@ -36,6 +37,10 @@ class TraceError(AutoparError):
 
 class OutputError(AutoparError):
     """The model returns something that can't be carried out of a parallel program."""
+
+
+class PipelineError(AutoparError):
+    """An action of a pipeline's schedule failed: this rank's stage, or its peer in a transfer, can't go on."""
 
 
 class InputShapeError(AutoparError):
