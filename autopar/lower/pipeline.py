@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
+from autopar.errors import AutoparError
 from autopar.lower.collectives import Handle
 from autopar.lower.compat import call_function, edge_of, local_part_of, run_backward_from
 from autopar.lower.execution import Executor
@@ -404,12 +405,22 @@ def _run_under_autograd(step: _PipelineStep, actions: ScheduleActions) -> dict[s
 
 @dataclass
 class _BackwardHalf:
+    """The backward actions of a step whose loss is the caller's; run once."""
+
     step: _PipelineStep
     names: Sequence[str]
     actions: ScheduleActions
     parameters: Sequence[str] = ()
+    has_run: bool = False
 
     def run(self, gradients: Sequence[Tensor | None]) -> list[Any]:
+        """The gradients of the parameters when these are those of the outputs."""
+        if self.has_run:
+            raise AutoparError(
+                "backward() has already run through the stages of this forward pass: call the model again before each "
+                "backward(), or add the losses up and call it once"
+            )
+        self.has_run = True
         given = zip(self.names, gradients, strict=True)
         self.step.output_gradients = {name: g for name, g in given if g is not None}
         self.step.run(self.actions)
