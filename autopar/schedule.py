@@ -6,8 +6,10 @@ classes); the search simulates them here and the runtime executes the same lists
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 __all__ = [
@@ -150,7 +152,25 @@ def simulate_schedule(actions: ScheduleActions, stages: tuple[StageTimes, ...]) 
     Raises:
         ValueError: the lists wait for each other for ever.
     """
-    raise NotImplementedError
+    wiring = _wire(actions)
+    seconds = [s for times in stages for s in _seconds(times)]
+    starts = [0.0] * (wiring.num_actions + 1)  # the last one is what nobody waits for
+    stops = [0.0] * (wiring.num_actions + 1)
+    clocks = [0.0] * len(actions)
+    free = [0.0] * wiring.num_links
+    for event, index, actor, cost, read in wiring.events:
+        if event == _COMPUTE:
+            start = max(clocks[actor], stops[read])
+            clocks[actor] = stops[index] = start + seconds[cost]
+            starts[index] = start
+        elif event == _REACH:
+            starts[index] = stops[index] = clocks[actor]
+        else:
+            start = max(starts[index], stops[read], free[actor])
+            free[actor] = stops[index] = start + seconds[cost]
+            starts[index] = start
+    timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
+    return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
 
 
 def peak_held(
@@ -163,4 +183,135 @@ def peak_held(
         held_bytes: per stage, what one microbatch keeps from its F on.
         weight_bytes: per stage, the part of this that only W gives up; the rest goes with I (B gives up all).
     """
-    raise NotImplementedError
+    changes = {
+        "F": held_bytes,
+        "B": [-held for held in held_bytes],
+        "I": [weight - held for held, weight in zip(held_bytes, weight_bytes, strict=True)],
+        "W": [-weight for weight in weight_bytes],
+    }
+    peaks: list[float] = []
+    for listed in actions:
+        now = (changes[kind][stage] for stage, kind, _ in listed if kind in changes)
+        peaks.append(max(itertools.accumulate(now, initial=0.0)))
+    return tuple(peaks)
+
+
+# Events of a wiring, which are tuples (event, index, actor, cost, read).
+_COMPUTE = 0  # F, B, I or W `index` on group `actor`, taking seconds `cost`, after RECV `read`
+_REACH = 1  # group `actor` comes to SEND or RECV `index`
+_TRANSFER = 2  # RECV `index` over link `actor`, taking seconds `cost`, after SEND `read`
+
+_COMPUTED = ("F", "B", "I", "W")
+_COSTS = {"F": 0, "B": 1, "I": 2, "W": 3, "SEND_F": 4, "SEND_B": 5}
+_AFTER = {"W": "B", "SEND_F": "F", "SEND_B": "B"}  # what of its own stage an action comes after
+
+
+def _seconds(times: StageTimes) -> tuple[float, ...]:
+    """In the order of `_COSTS`."""
+    inputs_s = times.backward_s - times.weight_s
+    sends_s = (times.send_forward_s, times.send_backward_s)
+    return (times.forward_s, times.backward_s, inputs_s, times.weight_s, *sends_s)
+
+
+class _Wiring(NamedTuple):
+    """Everything about lists of actions that doesn't depend on seconds.
+
+    `events` are in an order in which each comes after what it waits for.  An action's `index` counts through all lists.
+    """
+
+    events: list[tuple[int, int, int, int, int]]
+    num_actions: int
+    num_links: int
+
+
+@lru_cache(maxsize=16)
+def _wire(actions: ScheduleActions) -> _Wiring:
+    return _Wirer(actions).wire()
+
+
+class _Wirer:
+    """Works through all lists at once, each as far as it goes, until another list has done what it waits for."""
+
+    def __init__(self, actions: ScheduleActions) -> None:
+        self.actions = actions
+        self.group_of = {action.stage: group for group, listed in enumerate(actions) for action in listed}
+        self.last_stage = max(self.group_of, default=0)
+        self.num_actions = sum(map(len, actions))
+        self.offsets = list(itertools.accumulate(map(len, actions), initial=0))
+        self.positions = [0] * len(actions)
+        self.indices: dict[Action, int] = {}  # of the SENDs and RECVs that have been reached
+        self.there: set[Action] = set()  # what may be read: computed, or transferred
+        self.links: dict[tuple[int, int], int] = {}
+        self.events: list[tuple[int, int, int, int, int]] = []
+        self.waiting: dict[Action, int] = {}
+
+    def wire(self) -> _Wiring:
+        """The wiring, or ValueError if some list can't go on."""
+        to_visit = list(reversed(range(len(self.actions))))
+        while to_visit:
+            self._advance(to_visit.pop(), to_visit)
+        if self.waiting:
+            stuck = "; ".join(
+                f"group {group} waits in {self.actions[group][self.positions[group]]} for {wanted}"
+                for wanted, group in self.waiting.items()
+            )
+            raise ValueError(f"the schedule never ends: {stuck}")
+        return _Wiring(self.events, self.num_actions, len(self.links))
+
+    def _advance(self, group: int, to_visit: list[int]) -> None:
+        listed = self.actions[group]
+        for position in range(self.positions[group], len(listed)):
+            action = listed[position]
+            missing = [wanted for wanted in self._reads(action, group) if wanted not in self.there]
+            if missing:
+                self.positions[group] = position
+                self.waiting[missing[0]] = group
+                return
+            happen = self._compute if action.kind in _COMPUTED else self._reach
+            arrived = happen(action, group, self.offsets[group] + position)
+            if arrived is None:
+                continue
+            self.there.add(arrived)
+            if arrived in self.waiting:
+                to_visit.append(self.waiting.pop(arrived))
+
+    def _reads(self, action: Action, group: int) -> tuple[Action, ...]:
+        """What must be there before `action`."""
+        stage, kind, microbatch = action
+        if kind == "F":
+            return () if stage == 0 else (self._input(stage, "F", microbatch, group),)
+        if kind in ("B", "I"):
+            own = Action(stage, "F", microbatch)
+            return (own,) if stage == self.last_stage else (own, self._input(stage, "B", microbatch, group))
+        return (Action(stage, _AFTER[kind], microbatch),) if kind in _AFTER else ()
+
+    def _input(self, stage: int, direction: str, microbatch: int, group: int) -> Action:
+        """What gives a stage what its F (or its B) reads."""
+        neighbour = stage - 1 if direction == "F" else stage + 1
+        if self.group_of.get(neighbour) == group:
+            return Action(neighbour, direction, microbatch)
+        return Action(stage, f"RECV_{direction}", microbatch)
+
+    def _compute(self, action: Action, group: int, index: int) -> Action:
+        """Returns what is there now, I counting as B."""
+        stage, kind, microbatch = action
+        received = Action(stage, "RECV_F" if kind == "F" else "RECV_B", microbatch)
+        read = self.num_actions if kind == "W" else self.indices.get(received, self.num_actions)
+        self.events.append((_COMPUTE, index, group, len(_COSTS) * stage + _COSTS[kind], read))
+        return Action(stage, "B", microbatch) if kind == "I" else action
+
+    def _reach(self, action: Action, group: int, index: int) -> Action | None:
+        """Returns the RECV that is there now, if both sides have been reached."""
+        stage, kind, microbatch = action
+        self.events.append((_REACH, index, group, 0, 0))
+        self.indices[action] = index
+        way, direction = kind.split("_")
+        step = 1 if (way == "SEND") == (direction == "F") else -1
+        other = Action(stage + step, f"{'RECV' if way == 'SEND' else 'SEND'}_{direction}", microbatch)
+        if other not in self.indices:
+            return None
+        sent, received = (action, other) if way == "SEND" else (other, action)
+        link = self.links.setdefault((self.group_of[sent.stage], self.group_of[received.stage]), len(self.links))
+        cost = len(_COSTS) * sent.stage + _COSTS[sent.kind]
+        self.events.append((_TRANSFER, self.indices[received], link, cost, self.indices[sent]))
+        return received
