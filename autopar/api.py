@@ -23,6 +23,7 @@ from autopar.lower import ParallelModule, lower
 from autopar.lower.agreement import agree, agree_equal, digest_state, share
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import map_leaves
+from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
@@ -220,7 +221,7 @@ def _prepare(
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     assert setup.prices is not None
-    request = SearchRequest(setup.memory_bytes, setup.training, setup.constraints)
+    request = SearchRequest(setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions)
     found = search(program, world_size, setup.prices, request)
     return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
 

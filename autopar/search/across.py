@@ -7,6 +7,7 @@ pool does not depend on the memory limit, so more memory never gives a slower pl
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +18,15 @@ from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.assembly import assemble_plan
-from autopar.search.constraints import demands_on, parse_constraints
+from autopar.search.constraints import Constraints, demands_on, parse_constraints
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.search.pipelines import PipelineSearch
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
+from autopar.search.stage_assembly import assemble_staged
+from autopar.search.stage_constraints import PipelineDemands, pipeline_demands
+from autopar.search.stages import Found
 from autopar.search.trials import CandidateCache, Task, Trial, batch_size, make_trial, shared_menu
 
 __all__ = ["search"]
@@ -32,6 +37,8 @@ _WORTH = 0.01  # share of time or memory that more microbatches must gain for st
 def search(program: Program, world_size: int, prices: Prices, request: SearchRequest) -> Plan:
     """The fastest plan for `program` on `world_size` devices that fits and meets the request.
 
+    With `request.schedules`, plans with pipeline stages are considered too.
+
     Raises:
         ConstraintError: a constraint can't be read, contradicts another, matches nothing or can't be met.
         InfeasibleError: no plan fits; the message names the smallest memory that would do, and what fills it.
@@ -39,24 +46,50 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     """
     started = time.perf_counter()
     constraints = parse_constraints(request.constraints, world_size)
-    task = Task(program, world_size, prices, request, constraints, demands_on(program, constraints))
+    layer_demands = demands_on(program, constraints)
+    demands = pipeline_demands(constraints, program, world_size)
+    task = Task(program, world_size, prices, request, constraints, layer_demands)
     limit = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-    trials = tuple(_trials(task))
-    best = _best_trial(trials, limit)
-    if best is None:
-        raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes)
-    lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials)
-    if best.setting.scene.num_microbatches > 1:
-        task.notes.append(_note_outputs(program))
-    plan = assemble_plan(best.choice(best.paths.best(limit)), program, prices, request.training)
+    trials = () if demands.needs_pipeline else tuple(_trials(task))
+    flat = _best_trial(trials, limit)
+    flat_s = flat.paths.time_s[flat.paths.best(limit)] if flat else math.inf
+    found = Found()
+    if _considers_pipelines(request, constraints, demands):
+        assert request.schedules is not None
+        pipelines = PipelineSearch(
+            program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit
+        )
+        found = pipelines.run(flat_s)
+    staged = found.best
+    if flat is None and staged is None:
+        raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes, found.smallest)
+    lower_s = min([found.lower_s, *(trial.paths.lower_bound_s(limit) for trial in trials)])
+    if staged is not None and staged.step_s < flat_s:
+        assert request.schedules is not None
+        notes = staged.setting.task.notes
+        plan = assemble_staged(staged, program, prices, request.training, request.schedules)
+    else:
+        assert flat is not None
+        notes = task.notes
+        plan = assemble_plan(flat.choice(flat.paths.best(limit)), program, prices, request.training)
+    if plan.num_microbatches > 1:
+        notes = [*notes, _note_outputs(program)]
     return replace(
         plan,
         memory_limit_bytes=float(limit),
         optimality_gap=max(0.0, plan.step_time_s / lower_s - 1) if lower_s > 0 else 0.0,
         constraints=request.constraints,
-        notes=(*program.notes, *filter(None, dict.fromkeys(task.notes))),
+        notes=(*program.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),
     )
+
+
+def _considers_pipelines(request: SearchRequest, constraints: Constraints, demands: PipelineDemands) -> bool:
+    if demands.needs_pipeline and request.schedules is None:
+        raise ConstraintError("a pipeline is demanded, but this search has no schedules: SearchRequest.schedules")
+    # A mesh of all devices leaves none for another group.
+    is_whole = constraints.get("mesh") is not None and demands.groups < 2
+    return request.schedules is not None and demands.groups != 1 and not is_whole
 
 
 def _note_outputs(program: Program) -> str:

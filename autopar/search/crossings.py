@@ -25,7 +25,15 @@ from autopar.search.flows import find_flows, time_view
 from autopar.search.prices import Prices
 from autopar.search.reshard_tables import LOCAL
 
-__all__ = ["Crossing", "crossing_matrix", "crossing_parts_s", "crossing_s", "crossing_steps", "find_crossings"]
+__all__ = [
+    "Crossing",
+    "Placed",
+    "crossing_matrix",
+    "crossing_parts_s",
+    "crossing_s",
+    "crossing_steps",
+    "find_crossings",
+]
 
 Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
 

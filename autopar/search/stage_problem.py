@@ -6,7 +6,7 @@ candidate for each layer; `measure` says what a path, cut somewhere, makes of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,17 @@ class StageProblem:
     ties: tuple[Tie, ...] = ()
     broadcast_s: float = 0.0
     limit_bytes: float = np.inf
+
+    def moves_at(self, start: int, stop: int) -> Iterator[Move]:
+        """The moves to the layer `start` from before it, and from the layer ``stop - 1`` to behind it."""
+        neighbours = (
+            self.moves[start - 1] if start else None,
+            self.moves[stop - 1] if stop <= len(self.moves) else None,
+        )
+        yield from (move for move in neighbours if move is not None)
+        for move in self.skips:
+            if move.reader == start or (move.producer == stop - 1 and move.reader >= stop):
+                yield move
 
     def chain(self, in_flight: int) -> Chain:
         """All layers on one group, each with so many microbatches in flight."""

@@ -22,7 +22,7 @@ from autopar.search.candidates import Candidate, Scene, layer_candidates
 from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths
 from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
-from autopar.search.layer_cost import SharedStorage, optimizer_s_per_element
+from autopar.search.layer_cost import SharedStorage, is_differentiable, optimizer_s_per_element
 from autopar.search.layer_memory import parameter_memory
 from autopar.search.meshes import mesh_shapes
 from autopar.search.prices import Prices
@@ -94,19 +94,24 @@ class Task:
         return tuple(n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter")
 
     @cached_property
-    def memory_price_s_per_byte(self) -> float:
-        """A usual price of memory: half of the ideal step time for all of a device's memory."""
+    def ideal_s(self) -> float:
+        """Seconds of a step if all devices of all groups shared all computing evenly and nothing else took time."""
         types = self.program.type_of
         seconds = 0.0
         for layer in self.program.kinds:
             repeats = sum(other.kind == layer.kind for other in self.program.layers)
             for op in layer.ops:
-                differentiable = any(self.program.values[name].requires_grad for name in op.results)
+                differentiable = is_differentiable(self.program, op, self.request.training)
                 each = self.prices.op_s(
                     op, tuple(map(types, op.operands)), tuple(map(types, op.results)), differentiable
                 )
                 seconds += repeats * (each.forward_s + each.backward_s)
-        return 0.5 * seconds / self.num_devices / self.prices.memory_bytes
+        return seconds / (self.num_devices * self.num_groups)
+
+    @cached_property
+    def memory_price_s_per_byte(self) -> float:
+        """A usual price of memory: half of the ideal step time for all of a device's memory."""
+        return 0.5 * self.ideal_s / self.prices.memory_bytes
 
     @cached_property
     def classes(self) -> tuple[int, ...]:

@@ -1,0 +1,161 @@
+"""Which pipelines are looked at: numbers of device groups and of microbatches, the most promising ones first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.errors import ConstraintError
+from autopar.program import Program
+from autopar.schedule import ScheduleSource
+from autopar.search.constraints import Constraints, LayerDemands, check_degrees
+from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.search.prices import Prices
+from autopar.search.request import SearchRequest
+from autopar.search.stage_constraints import PipelineDemands, Shape
+from autopar.search.stages import Found, search_setting
+from autopar.search.trials import CandidateCache, Task, batch_size, make_setting, shared_menu
+
+__all__ = ["PipelineSearch"]
+
+_FEW = 10  # so many settings are all looked at
+_MAX_SETTINGS = 12
+_BUBBLE = 4  # microbatches per device group with which the search begins
+
+
+@dataclass(eq=False)
+class PipelineSearch:
+    """One search over pipelines; `notes` grows while it works."""
+
+    program: Program
+    world_size: int
+    prices: Prices
+    request: SearchRequest
+    source: ScheduleSource
+    constraints: Constraints
+    layer_demands: tuple[LayerDemands, ...]
+    demands: PipelineDemands
+    limit_bytes: float
+    notes: list[str] = field(default_factory=list[str])
+    assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
+    tasks: dict[int, tuple[Task, CandidateCache]] = field(default_factory=dict[int, "tuple[Task, CandidateCache]"])
+
+    def run(self, known_s: float) -> Found:
+        """The best pipeline, and a lower bound on all that were considered.
+
+        Pipelines that can't be faster than `known_s`, the seconds of a plan without stages, are passed over.
+        """
+        found = Found()
+        settings = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
+        if sum(map(len, settings.values())) <= _FEW:
+            for groups, counts in settings.items():
+                for count in counts:
+                    self._try(found, known_s, groups, count)
+            return found
+        tried: dict[tuple[int, int], float] = {}
+
+        def attempt(groups: int, count: int) -> float:
+            if (groups, count) not in tried and len(tried) < _MAX_SETTINGS:
+                tried[groups, count] = self._try(found, known_s, groups, count)
+            return tried.get((groups, count), np.inf)
+
+        firsts = {groups: _nearest(counts, _BUBBLE * groups) for groups, counts in settings.items() if counts}
+        order = sorted(firsts, key=lambda groups: self._bound_s(groups, firsts[groups]))
+        seconds = {groups: attempt(groups, firsts[groups]) for groups in order[: _MAX_SETTINGS // 2]}
+        for groups in sorted(seconds, key=lambda groups: seconds[groups]):
+            # From the first number of microbatches up, and down, as long as that is faster.
+            for counts in (settings[groups], settings[groups][::-1]):
+                rest = counts[counts.index(firsts[groups]) :]
+                for before, count in itertools.pairwise(rest):
+                    if attempt(groups, count) >= attempt(groups, before):
+                        break
+        return found
+
+    def _group_counts(self) -> Iterator[int]:
+        for groups in self.demands.group_counts(self.world_size, len(self.program.layers)):
+            try:
+                check_degrees(self.constraints, self.world_size // groups)
+            except ConstraintError:
+                if self.demands.groups:
+                    raise
+                continue
+            yield groups
+
+    def _microbatch_counts(self, groups: int) -> Iterator[int]:
+        """The numbers of microbatches that may run on so many device groups."""
+        forced = self.constraints.get("microbatches")
+        if isinstance(forced, int):
+            found = self._assignment(forced)
+            if isinstance(found, str):
+                raise ConstraintError(f"constraint 'microbatches={forced}': {found}")
+            yield forced
+            return
+        batch, most = batch_size(self.program), max(self.request.max_microbatches, _BUBBLE * groups)
+        count = 2
+        while count <= most and batch % count == 0 and not isinstance(self._assignment(count), str):
+            yield count
+            count *= 2
+        # One after the other is rarely any good: only where nothing else is possible and a pipeline is wanted.
+        if count == 2 and self.demands.needs_pipeline:
+            yield 1
+
+    def _assignment(self, count: int) -> TimeAssignment | str:
+        if count not in self.assignments:
+            self.assignments[count] = time_assignment(self.program, count)
+        return self.assignments[count]
+
+    def _task(self, groups: int) -> tuple[Task, CandidateCache]:
+        if groups not in self.tasks:
+            devices = self.world_size // groups
+            task = Task(self.program, devices, self.prices, self.request, self.constraints, self.layer_demands, groups)
+            self.tasks[groups] = (task, {})
+        return self.tasks[groups]
+
+    def _try(self, found: Found, known_s: float, groups: int, count: int) -> float:
+        """Look at all pipelines with so many device groups and microbatches; the seconds of the best of them."""
+        task, cache = self._task(groups)
+        assignment = self._assignment(count)
+        assert not isinstance(assignment, str)
+        num_layers, has_loss = len(self.program.layers), bool(self.program.loss)
+        shapes = [
+            shape
+            for shape in self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
+            if self._shape_bound_s(shape) < min(known_s, found.best_s)
+        ]
+        own = Found()
+        for shared in shared_menu(task) if shapes else ():
+            setting = make_setting(task, count, dict(assignment.factors), shared, cache)
+            if setting is not None:
+                search_setting(setting, shapes, self.demands, self.source, self.limit_bytes, own)
+        found.merge(own, self.limit_bytes)
+        return own.best_s
+
+    def _bound_s(self, groups: int, count: int) -> float:
+        num_layers, has_loss = len(self.program.layers), bool(self.program.loss)
+        shapes = self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
+        return min(map(self._shape_bound_s, shapes), default=np.inf)
+
+    def _shape_bound_s(self, shape: Shape) -> float:
+        """No pipeline of this shape is faster: all devices compute all the time, or wait as `least_share` says."""
+        ideal_s = self._task(shape.num_groups)[0].ideal_s
+        return ideal_s * least_share(shape)
+
+
+def least_share(shape: Shape) -> float:
+    """The step's seconds are at least this multiple of those that all work takes, shared out to all device groups.
+
+    With one stage per group, group g works M t_g, after the forwards and before the backwards of a microbatch in the
+    stages before it: ``M t_g + t_0 + ... + t_(g-1)``.  The largest of these is least if all are equal, which makes the
+    t a geometric series.
+    """
+    groups, count = shape.num_groups, shape.num_microbatches
+    if shape.num_stages > groups or shape.schedule == "interleaved_zero_bubble":
+        return 1.0
+    return groups / count / (1 - (1 - 1 / count) ** groups)
+
+
+def _nearest(counts: list[int], wanted: int) -> int:
+    return min(counts, key=lambda count: abs(count - wanted))
