@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, format_layout, local_shape
-from autopar.plan import LayerStrategy, Plan
+from autopar.plan import LayerStrategy, Plan, stages_problem
 from autopar.program import Layer, Op, Program
 
 __all__ = ["check_fit"]
@@ -49,11 +49,18 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
             f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
             f"here {program.fingerprint})"
         )
+    problem = stages_problem(plan)
+    if problem:
+        yield problem
+        return
+    seen: set[tuple[int, int]] = set()
     for layer, planned_layer in zip(program.layers, plan.layers, strict=True):
         if not 0 <= planned_layer.strategy < len(plan.strategies):
             yield f"layer {layer.name} has strategy {planned_layer.strategy} of {len(plan.strategies)}"
             continue
-        if layer in program.kinds or not same_shapes:
+        pair = planned_layer.kind, planned_layer.strategy
+        if pair not in seen or not same_shapes:
+            seen.add(pair)
             yield from _layer_problems(program, layer, plan.strategies[planned_layer.strategy], plan)
 
 
@@ -67,13 +74,15 @@ def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, pla
         yield f"{where}: mesh {strategy.mesh} does not hold {plan.group_size} devices"
         return
     parts = (("assignments", strategy.assignments, layer.ops), ("inputs", strategy.inputs, layer.inputs),
+             ("factors in time", strategy.time, layer.ops if plan.num_microbatches > 1 else strategy.time),
              ("outputs", strategy.outputs, layer.outputs), ("storage", strategy.storage, layer.held))  # fmt: skip
     for name, given, needed in parts:
         if len(given) != len(needed):
             yield f"{where}: {len(given)} {name} for {len(needed)}"
             return
-    for op, factors in zip(layer.ops, strategy.assignments, strict=True):
-        yield from _op_problems(op, factors, strategy, plan.num_microbatches, where)
+    times = strategy.time if plan.num_microbatches > 1 else ("-",) * len(layer.ops)
+    for op, factors, time in zip(layer.ops, strategy.assignments, times, strict=True):
+        yield from _op_problems(op, factors, strategy.mesh, (time, plan.num_microbatches), where)
     representative = program.kinds[layer.kind]
     layouts = [*zip(layer.inputs, strategy.inputs, strict=True), *zip(layer.outputs, strategy.outputs, strict=True),
                *zip(layer.held, strategy.storage, strict=True)]  # fmt: skip
@@ -84,18 +93,21 @@ def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, pla
 
 
 def _op_problems(
-    op: Op, factors: tuple[str, ...], strategy: LayerStrategy, num_microbatches: int, where: str
+    op: Op, factors: tuple[str, ...], mesh: tuple[int, ...], time: tuple[str, int], where: str
 ) -> Iterator[str]:
-    if len(factors) != len(strategy.mesh):
-        yield f"{where}, {op.name}: {len(factors)} factors for a mesh of {len(strategy.mesh)} axes"
+    """`time` is the factor that microbatches split, and how many there are."""
+    if len(factors) != len(mesh):
+        yield f"{where}, {op.name}: {len(factors)} factors for a mesh of {len(mesh)} axes"
         return
     options = {option.factor: option for option in op.options}
-    unknown = [factor for factor in factors if factor not in options]
+    # Any op may run whole, in "-" and "~".
+    unknown = [factor for factor in (*factors, time[0]) if factor not in options and factor not in "-~"]
     if unknown:
         yield f"{where}, {op.name} ({op.target}): no factor {', '.join(unknown)}; it has {', '.join(options)}"
         return
-    for factor in dict.fromkeys(factors):
-        degree = math.prod(size for size, chosen in zip(strategy.mesh, factors, strict=True) if chosen == factor)
+    splits = [*zip(factors, mesh, strict=True), time]
+    for factor in dict.fromkeys(factor for factor, _ in splits if factor in options):
+        degree = math.prod(size for chosen, size in splits if chosen == factor)
         extent = options[factor].extent
         if extent and extent % degree:
             yield f"{where}, {op.name}: factor {factor} of extent {extent} can't be cut into {degree}"

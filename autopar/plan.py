@@ -17,7 +17,7 @@ from autopar.errors import PlanFormatError
 from autopar.placement import Layout, format_layout, parse_layout
 from autopar.schedule import schedule_problem, stage_group
 
-__all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer", "Stage"]
+__all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
 FORMAT_VERSION = 2
 
@@ -385,28 +385,33 @@ def _check_consistency(plan: Plan) -> None:
 
 
 def _check_stages(plan: Plan) -> None:
-    if not plan.stages:
-        if plan.schedule:
-            raise PlanFormatError(f"schedule {plan.schedule!r} without stages: give stages, or leave schedule empty")
-        return
-    groups = plan.num_groups
-    if plan.world_size % groups:
-        raise PlanFormatError(f"stages: {plan.world_size} devices don't fall into {groups} equal groups")
-    problem = schedule_problem(plan.schedule, groups, len(plan.stages), plan.num_microbatches)
+    problem = stages_problem(plan)
     if problem:
         raise PlanFormatError(f"stages: {problem}")
+
+
+def stages_problem(plan: Plan) -> str:
+    """Why the stages of `plan` don't fit its layers, devices and schedule; "" if they do."""
+    if not plan.stages:
+        without = f"schedule {plan.schedule!r} without stages: give stages, or leave schedule empty"
+        return without if plan.schedule else ""
+    groups = plan.num_groups
+    if plan.world_size % groups:
+        return f"{plan.world_size} devices don't fall into {groups} equal groups"
+    problem = schedule_problem(plan.schedule, groups, len(plan.stages), plan.num_microbatches)
+    if problem:
+        return problem
     start = 0
     for index, stage in enumerate(plan.stages):
         if stage.start != start or stage.stop <= stage.start:
-            raise PlanFormatError(
+            return (
                 f"stages[{index}] has the layers {stage.start} to {stage.stop - 1}, but must start at layer {start}: "
                 "stages follow each other without gaps, and each has a layer"
             )
         if stage.group != stage_group(plan.schedule, index, groups):
-            raise PlanFormatError(
+            return (
                 f"stages[{index}] is on group {stage.group}, but {plan.schedule} on {groups} groups runs it on group "
                 f"{stage_group(plan.schedule, index, groups)}"
             )
         start = stage.stop
-    if start != len(plan.layers):
-        raise PlanFormatError(f"stages end at layer {start - 1} of {len(plan.layers)} layers")
+    return "" if start == len(plan.layers) else f"stages end at layer {start - 1} of {len(plan.layers)} layers"

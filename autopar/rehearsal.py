@@ -99,17 +99,19 @@ def run_ranks(
 
 
 def _train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer) -> Run:
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizers = [make_optimizer(trained)] if trained else []  # pipeline stages may have nothing to train
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
         run_backward(loss)
         losses.append(loss.item())
         if step == 0:
             gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return Run(
         tuple(losses),
         gradients,

@@ -5,6 +5,7 @@ A plan says which axis splits which factor, not how far, so its axes can be shor
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from autopar.lower.compat import leaves_of, map_leaves
 from autopar.placement import mesh_axes, refine_mesh
-from autopar.plan import Plan
+from autopar.plan import Plan, Stage
+from autopar.schedule import schedule_problem, stage_group
 
-__all__ = ["shrink_inputs", "shrink_plan"]
+__all__ = ["merge_stages", "shrink_inputs", "shrink_plan"]
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -25,14 +27,17 @@ def shrink_plan(plan: Plan, max_world_size: int = 8) -> Plan:
     """`plan` with every axis shortened to its smallest factor, on at most `max_world_size` devices where that suffices.
 
     Axes that would make more devices than that are shortened to 1, outermost first, so what they split is whole in the
-    rehearsal; at least one axis stays.  More than one microbatch become two.
+    rehearsal; at least one axis stays.  More than one microbatch become few, without stages two.
+
+    Stages run on as many device groups as fit then, at least two.  With fewer groups neighbouring stages become one,
+    so the cuts that are left are the plan's, and the schedule has as many stages per group as before.
     """
     if plan.world_size <= max_world_size:
         return plan
     refined = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
     sizes = [_smallest_factor(size) for size in refined]
     for index in range(len(sizes) - 1):
-        if math.prod(sizes) > max_world_size:
+        if math.prod(sizes) * min(plan.num_groups, 2) > max_world_size:
             sizes[index] = 1
 
     def shrink(mesh: tuple[int, ...]) -> tuple[int, ...]:
@@ -45,13 +50,36 @@ def shrink_plan(plan: Plan, max_world_size: int = 8) -> Plan:
             for axis in mesh_axes(mesh)
         )
 
-    return replace(
+    small = replace(
         plan,
-        world_size=math.prod(sizes),
-        num_microbatches=min(plan.num_microbatches, 2),
+        world_size=math.prod(sizes) * plan.num_groups,
         strategies=tuple(replace(strategy, mesh=shrink(strategy.mesh)) for strategy in plan.strategies),
         shared_mesh=shrink(plan.shared_mesh),
     )
+    if not plan.stages:
+        return replace(small, num_microbatches=min(plan.num_microbatches, 2))
+    small = merge_stages(small, min(plan.num_groups, max(2, max_world_size // math.prod(sizes))))
+    return replace(small, num_microbatches=_few_microbatches(small))
+
+
+def merge_stages(plan: Plan, num_groups: int) -> Plan:
+    """`plan` with its stages on `num_groups` of its device groups: neighbouring stages become one."""
+    groups, stages = plan.num_groups, plan.stages
+    count = len(stages) // groups * num_groups
+    bounds = [index * len(stages) // count for index in range(count + 1)]
+    merged = tuple(
+        Stage(stages[first].start, stages[stop - 1].stop, stage_group(plan.schedule, index, num_groups))
+        for index, (first, stop) in enumerate(itertools.pairwise(bounds))
+    )
+    return replace(plan, world_size=plan.group_size * num_groups, stages=merged)
+
+
+def _few_microbatches(plan: Plan) -> int:
+    """The fewest that keep all groups busy, if the schedule can run them: a divisor, as the batch divides by it."""
+    groups, most = plan.num_groups, plan.num_microbatches
+    divisors = [count for count in range(1, most + 1) if most % count == 0]
+    possible = [n for n in divisors if not schedule_problem(plan.schedule, groups, len(plan.stages), n)]
+    return next((count for count in possible if count >= groups), possible[-1])
 
 
 def _smallest_factor(size: int) -> int:
