@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -104,14 +105,22 @@ def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.Proce
         MeshError: it should keep an order that does not ascend, but this torch (before 2.13) sorts.
     """
     ranks = list(ranks)
+    timeout = _world_timeout()
     if not keeps_order or ranks == sorted(ranks):
-        return _dist.new_group(sorted(ranks), use_local_synchronization=True)
+        return _dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
     if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
         raise MeshError(
             f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
             "order the devices of the mesh so that ranks ascend along every axis"
         )
-    return _dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+    return _dist.new_group(ranks, timeout, use_local_synchronization=True, sort_ranks=False)
+
+
+def _world_timeout() -> timedelta | None:
+    """How long the default group waits, as the user set it; torch gives further groups its own default."""
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator
 from autopar.lower.compat import compile_program, to_parted_placements, to_torch_placements
+from autopar.lower.failures import naming_failures
 from autopar.lower.layer_ops import LayerContext, draw, redistribute, run_kernel
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.layer_runner import LayerUse
@@ -144,11 +145,13 @@ class Executor:
             assert value is not None
             return value
         wanted = self.executable.program.type_of(name)
-        if self.stages.group_of(name) != self.stages.group:
+        owner = self.stages.group_of(name)
+        if owner != self.stages.group:
             dtype: torch.dtype = getattr(torch, wanted.dtype)
             value = torch.empty(wanted.shape, dtype=dtype, device=self.communicator.device)
         assert value is not None
-        return self.communicator.broadcast(value, self.stages.axis, self.stages.group_of(name))
+        with naming_failures(self.stages.who, f"the broadcast of {name!r} from device group {owner}"):
+            return self.communicator.broadcast(value, self.stages.axis, owner)
 
     def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
         """`value` made whole along `dim` only."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.communicator import Communicator
 from autopar.lower.compat import local_tensor, scale_in_place, tensor_norms
+from autopar.lower.failures import naming_failures
 from autopar.lower.stage_map import StageMap
 from autopar.lower.store import Stored
 from autopar.placement import Axis, mesh_axes
@@ -86,7 +87,8 @@ def _total_norm(
         joined = torch.stack([t.to(totals[0].dtype) for t in totals])
         joint = joined.max() if is_largest else joined.sum()
     if stages.is_pipeline:
-        joint = communicator.all_reduce(joint.double(), stages.axis, "max" if is_largest else "sum")
+        with naming_failures(stages.who, "the sum of gradient norms over the stages"):
+            joint = communicator.all_reduce(joint.double(), stages.axis, "max" if is_largest else "sum")
     return joint if is_largest else joint.pow(1 / norm_type)
 
 

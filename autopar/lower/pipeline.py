@@ -20,12 +20,13 @@ from autopar.errors import AutoparError
 from autopar.lower.collectives import Handle
 from autopar.lower.compat import call_function, edge_of, local_part_of, run_backward_from
 from autopar.lower.execution import Executor
+from autopar.lower.failures import naming_failures
 from autopar.lower.lowering import Lies
 from autopar.lower.microbatch import join_microbatches
 from autopar.lower.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
 from autopar.lower.split_backward import SplitBackward
 from autopar.lower.step import StepGradients, release_later, trained_parameters
-from autopar.schedule import ScheduleActions
+from autopar.schedule import Action, ScheduleActions
 
 __all__ = ["run_pipeline"]
 
@@ -98,7 +99,8 @@ def _agree_finite(executor: Executor) -> Any:
     def agree(is_finite: bool) -> bool:
         talk = executor.communicator
         flag = torch.tensor(float(is_finite), device=talk.device)
-        return bool(talk.all_reduce(-flag, executor.stages.axis, "max") < 0)
+        with naming_failures(executor.stages.who, "the search for overflows in all stages"):
+            return bool(talk.all_reduce(-flag, executor.stages.axis, "max") < 0)
 
     return agree
 
@@ -135,15 +137,17 @@ class _PipelineStep:
         self.works = {stage: _StageWork(self, stage) for stage in executor.stages.own_stages}
         # Per microbatch, by name: what the caller gets.
         self.found: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
-        self.sent: list[Handle] = []
+        self.sent: list[tuple[Action, Handle]] = []
         # Gradients of whole outputs of the whole batch, where the loss is not in the program.
         self.output_gradients: Mapping[str, Tensor] = {}
 
     def run(self, actions: ScheduleActions) -> None:
         """Run this rank's part of `actions`."""
-        run_schedule(actions, self.executor.stages.group, self.works)
-        for handle in self.sent:
-            handle.wait()
+        stages = self.executor.stages
+        run_schedule(actions, stages.group, self.works, rank=stages.rank)
+        for action, handle in self.sent:
+            with naming_failures(stages.who, action):
+                handle.wait()
         self.sent.clear()
 
     def results(self, everywhere: Sequence[str]) -> dict[str, Tensor]:
@@ -163,14 +167,17 @@ class _PipelineStep:
         executor = self.executor
         assert self.gradients is not None
         trained = trained_parameters(executor)
-        found = dict(zip(trained, self.gradients.gradients(trained), strict=True))
+        who = executor.stages.who
+        with naming_failures(who, "the reduction of gradients at the end of the step"):
+            found = dict(zip(trained, self.gradients.gradients(trained), strict=True))
         for name in sorted(found):
             groups = executor.store.stored[name].groups
             if len(groups) > 1:
                 own = found[name]
                 local = local_part_of(trained[name] if own is None else own)
                 local = torch.zeros_like(local) if own is None else local
-                found[name] = executor.store.wrap(name, self._sum_over_groups(local, groups))
+                with naming_failures(who, f"the exchange of the gradients of {name!r}"):
+                    found[name] = executor.store.wrap(name, self._sum_over_groups(local, groups))
         return [found[name] for name in names]
 
     def _sum_over_groups(self, x: Tensor, groups: Sequence[int]) -> Tensor:
@@ -261,7 +268,7 @@ class _StageWork(StageWork):
     def send_forward(self, microbatch: int) -> None:
         """Send what crosses the cut behind this stage."""
         passing = self._passing[microbatch]
-        self._send(passing.outputs, self._stage + 1)
+        self._send(passing.outputs, self._stage + 1, Action(self._stage, "SEND_F", microbatch))
         passing.outputs = {}
 
     # --- backward
@@ -315,7 +322,7 @@ class _StageWork(StageWork):
     def send_backward(self, microbatch: int) -> None:
         """Send the gradients of what came from the stage before."""
         passing = self._passing[microbatch]
-        self._send(passing.gradients, self._stage - 1)
+        self._send(passing.gradients, self._stage - 1, Action(self._stage, "SEND_B", microbatch))
         passing.gradients = {}
 
     def _begin_backward(self, microbatch: int) -> tuple[_Passing, list[GradientEdge], list[Tensor]]:
@@ -363,10 +370,11 @@ class _StageWork(StageWork):
     def _has_gradient(self, name: str) -> bool:
         return self._executor.executable.program.values[name].requires_grad
 
-    def _send(self, tensors: Mapping[str, Tensor], stage: int) -> None:
+    def _send(self, tensors: Mapping[str, Tensor], stage: int, action: Action) -> None:
         stages = self._executor.stages
         for tensor in tensors.values():
-            self._step.sent.append(self._executor.communicator.start_send(tensor, stages.axis, stages.groups[stage]))
+            handle = self._executor.communicator.start_send(tensor, stages.axis, stages.groups[stage])
+            self._step.sent.append((action, handle))
 
     def _start_receiving(self, wanted: Mapping[str, Lies], stage: int) -> dict[str, Handle]:
         executor = self._executor

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from autopar.errors import AutoparError, PipelineError
+from autopar.lower.failures import naming_failures
 from autopar.schedule import Action, ScheduleActions, schedule_problem, stage_group
 
 __all__ = ["StageWork", "backward_actions", "forward_actions", "run_schedule", "schedule_actions"]
@@ -276,18 +276,8 @@ class _DrivenStage(_PlannedStage):
 
     def _run(self, kind: str, microbatch: int, act: Callable[[int], None]) -> list[Any]:
         """Returns the operations that are left to torch: none."""
-        where = f"stage {self.stage_index}, action {Action(self.stage_index, kind, microbatch)}"
-        try:
+        with naming_failures(self._who, Action(self.stage_index, kind, microbatch)):
             act(microbatch)
-        except AutoparError as error:
-            error.add_note(f"raised on {self._who} in {where}")
-            raise
-        except Exception as error:
-            raise PipelineError(
-                f"{self._who} failed in {where}: {type(error).__name__}: {error}\n"
-                "If this is a lost connection or a timeout, another rank failed first: look for its message.  The step "
-                "can't be finished: end all processes and start again from the last checkpoint."
-            ) from error
         return []
 
 

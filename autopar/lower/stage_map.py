@@ -40,6 +40,11 @@ class StageMap:
         return self.rank // self.plan.group_size
 
     @property
+    def who(self) -> str:
+        """This device, for messages."""
+        return f"rank {self.rank} (device group {self.group})"
+
+    @property
     def group_ranks(self) -> range:
         """The ranks of this group."""
         size = self.plan.group_size
