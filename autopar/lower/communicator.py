@@ -106,8 +106,8 @@ class Communicator(Protocol):
         """Send `x` to coordinate `to`, whose next receive from here along `axis` gets it.
 
         No other member takes part.  Two ranks must start the messages between them in one order, those of both
-        directions together (with NCCL they run one after the other).  `x` must not be written to until the handle has been waited for, which must
-        happen some time; its result is `x`.
+        directions together (with NCCL they run one after the other).  `x` must not be written to until the handle has
+        been waited for, which must happen some time; its result is `x`.
         """
         ...
 
