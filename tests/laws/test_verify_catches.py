@@ -13,7 +13,7 @@ from torch import Tensor
 import autopar
 from autopar import placement
 from autopar.errors import VerificationError
-from autopar.lower import execution, kernels, layer_ops, parameters
+from autopar.lower import kernels, layer_ops, layer_runner, parameters
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
 from autopar.rules import options_for
@@ -114,7 +114,7 @@ def test_a_plan_whose_storage_loses_a_tied_gradient(monkeypatch: pytest.MonkeyPa
         is_head = local.calls % len(plan.layers) == 0
         return tuple(copy.detach() if is_head and copy.shape == (64, 32) else copy for copy in copies)
 
-    monkeypatch.setattr(execution, "gather_parameters", drop_in_head)
+    monkeypatch.setattr(layer_runner, "gather_parameters", drop_in_head)
     with pytest.raises(VerificationError, match=r"transformer\.wte\.weight"):
         autopar.verify(model, plan, inputs, shrink=False)
 
