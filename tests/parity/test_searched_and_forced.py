@@ -22,12 +22,16 @@ PARTS = {
     "llama": ("model.layers.*", "lm_head"),
     "gpt2": ("transformer.h.*", "transformer.wte"),
     "bert": ("bert.encoder.layer.*", "cls"),
+    "t5": ("decoder.block.*", "shared"),
+    "bart": ("model.decoder.layers.*", "model.shared"),
     "vit": ("vit.layers.*", "classifier"),
     "plain_gpt": ("blocks.*", "head"),
     "flat": ("weights.2", "weights.0"),
     "unet": ("*", "middle"),
+    "skip_unet": ("downs.*", "head"),
     "contrastive": ("*", "text"),
     "frozen": ("blocks.*", "head"),
+    "crossing": ("blocks.*", "head"),
 }
 FAST = ("llama", "flat", "unet", "contrastive")
 # Constraints that a model can't meet at all, and why.
@@ -35,8 +39,8 @@ REFUSED = {
     ("unet", "microbatches"): "batch_norm.* needs the whole batch",
     ("contrastive", "microbatches"): "matmul.* needs the whole batch",
 }
-# Layers that have no way to cut the sequence (a head over flattened tokens, 17 tokens, no sequence at all): they are
-# left alone, and the plan says so.
+# Layers that have no way to cut the sequence (a head over flattened tokens, 17 tokens, images, no sequence at all), or
+# cut another one besides (a decoder's): they are left alone, and the plan says so.
 NO_SEQUENCE = {
     "bert": {"cls.predictions"},
     "gpt2": {"transformer+lm_head"},
@@ -46,6 +50,9 @@ NO_SEQUENCE = {
     "flat": {"layer3"},
     "unet": {"stem+norm1+..."},
     "contrastive": {"image+text"},
+    "t5": {"decoder.block.0", "decoder+lm_head"},
+    "bart": {"lm_head"},
+    "skip_unet": {"stem", "downs.0", "downs.1", "middle", "ups.0", "ups.1", "head"},
 }
 
 
