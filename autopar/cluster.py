@@ -41,6 +41,10 @@ class Device:
         attention_efficiency: the same for fused attention on long sequences with head dim 128.
         memory_efficiency: part of the peak that a copy reaches.
         launch_s: what one kernel costs besides its work.
+        sustained_fraction: part of its rate in matrix products that the device keeps under minutes of load, when
+            power and heat lower its clock.  Short benchmarks don't show it.
+        new_attention_efficiency: as `attention_efficiency`, for kernels written for this generation of devices
+            (FlashAttention-3, cuDNN's); 0 if there are none.
         reserved_memory_bytes: taken before the program starts: context, communicators, workspaces.
         usable_memory_fraction: part of the rest that a plan may fill; the remainder is for fragmentation.
         sources: where each number comes from, by field name.
@@ -54,6 +58,8 @@ class Device:
     attention_efficiency: float
     memory_efficiency: float
     launch_s: float
+    sustained_fraction: float = 1.0
+    new_attention_efficiency: float = 0.0
     reserved_memory_bytes: float = 0.0
     usable_memory_fraction: float = 0.94
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
@@ -65,9 +71,11 @@ class Device:
             "matmul_efficiency",
             "attention_efficiency",
             "memory_efficiency",
+            "sustained_fraction",
             "usable_memory_fraction",
         )
-        _check_numbers(self, positive=positive, fractions=fractions, others=("launch_s", "reserved_memory_bytes"))
+        others = ("launch_s", "reserved_memory_bytes", "new_attention_efficiency")
+        _check_numbers(self, positive=positive, fractions=fractions, others=others)
         wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not rate > 0}
         if wrong:
             raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {wrong}")
@@ -100,6 +108,8 @@ class Link:
         step_s: further latency of each step from device to device.
         ramp_s: time lost while the pipeline fills, at most.
         ramp_bytes: buffer size at which half of it is lost.
+        nodes_at_half_rate: a link between nodes: how many of them crowd the network so that half of its rate is left;
+            m nodes get ``1 / (1 + m / nodes_at_half_rate)``.
         is_mesh: each pair of devices has a wire of its own, so that a group of n uses (n-1)/(all-1) of the
             bandwidth.
         sources: where each number comes from, by field name.
@@ -113,12 +123,19 @@ class Link:
     step_s: float
     ramp_s: float = 0.0
     ramp_bytes: float = 8 * 2.0**20
+    nodes_at_half_rate: float = 1e9
     is_mesh: bool = False
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
         """Refuse numbers that make prices infinite or negative."""
-        rates = ("all_reduce_bytes_per_s", "gather_bytes_per_s", "exchange_bytes_per_s", "ramp_bytes")
+        rates = (
+            "all_reduce_bytes_per_s",
+            "gather_bytes_per_s",
+            "exchange_bytes_per_s",
+            "ramp_bytes",
+            "nodes_at_half_rate",
+        )
         _check_numbers(self, positive=rates, fractions=(), others=("latency_s", "step_s", "ramp_s"))
 
 
@@ -285,7 +302,7 @@ def _preset_of(found: str) -> str:
     text = found.lower()
     if "a100" in text:
         return "a100-40gb" if "40gb" in text else "a100-80gb"
-    for name in ("h100", "h200", "b200", "mi300x"):
+    for name in ("h100", "h200", "gb200", "gb300", "b200", "mi300x"):
         if name in text and "g" + name not in text:
             return name
     raise MeshError(
@@ -315,6 +332,8 @@ def _gpu_sources(memory: str, matmul: str, attention: str, copy: str) -> dict[st
         "matmul_efficiency": matmul,
         "attention_efficiency": attention,
         "memory_efficiency": copy,
+        "sustained_fraction": "estimate",
+        "new_attention_efficiency": "estimate",
         "launch_s": "estimate: gap between dependent kernels of an eager program that keeps its queue full",
         "reserved_memory_bytes": _SHARE,
         "usable_memory_fraction": "estimate: 6 % for fragmentation",
@@ -337,6 +356,7 @@ def _a100(gib: float, bytes_per_s: float) -> Device:
         attention_efficiency=0.63,
         memory_efficiency=0.775,
         launch_s=4e-6,
+    sustained_fraction=0.85,
         reserved_memory_bytes=2.5e9,
         sources=_gpu_sources(
             _SEEN,
@@ -368,7 +388,9 @@ _H100 = Device(
     attention_efficiency=0.34,
     memory_efficiency=0.75,
     launch_s=4e-6,
+    sustained_fraction=0.85,
     reserved_memory_bytes=2.5e9,
+    new_attention_efficiency=0.55,
     sources=_gpu_sources(_SEEN, _H_MATMUL, _H_ATTENTION, "published: a copy moves 2520 GB/s (HW-0252)"),
 )
 _H200 = Device(
@@ -380,8 +402,18 @@ _H200 = Device(
     attention_efficiency=0.34,
     memory_efficiency=0.75,
     launch_s=4e-6,
+    sustained_fraction=0.85,
     reserved_memory_bytes=2.5e9,
+    new_attention_efficiency=0.55,
     sources=_gpu_sources(_SEEN, _H_MATMUL, _H_ATTENTION, "estimate: as H100"),
+)
+# Products slow down in proportion to the power that a device may draw: its own 500 W instead of 700 W.
+_H100_500W = replace(
+    _H100,
+    name="H100-96GB-500W",
+    memory_bytes=94.5 * _GIB,
+    memory_bytes_per_s=2.4e12,
+    sustained_fraction=0.85 * 500 / 700,
 )
 _B200 = Device(
     name="B200-180GB",
@@ -393,9 +425,11 @@ _B200 = Device(
         "float8_e4m3fn": 4500 * _TFLOPS, "float8_e5m2": 4500 * _TFLOPS,
     },
     matmul_efficiency=0.78,
-    attention_efficiency=0.30,
+    attention_efficiency=0.15,
+    new_attention_efficiency=0.5,
     memory_efficiency=0.725,
     launch_s=4e-6,
+    sustained_fraction=0.85,
     reserved_memory_bytes=3e9,
     sources=_gpu_sources(
         _SEEN,
@@ -405,6 +439,23 @@ _B200 = Device(
         "published: a copy on a GB200 moves 5800 GB/s (HW-0253)",
     ),
 )  # fmt: skip
+_GB200 = replace(
+    _B200,
+    name="GB200-186GB",
+    memory_bytes=184.0 * _GIB,
+    flops_per_s={
+        "bfloat16": 2500 * _TFLOPS, "float16": 2500 * _TFLOPS,
+        "float32": 80 * _TFLOPS, "float64": 40 * _TFLOPS,
+        "float8_e4m3fn": 5000 * _TFLOPS, "float8_e5m2": 5000 * _TFLOPS,
+    },
+    matmul_efficiency=0.76,
+    sources={
+        **_B200.sources,
+        "matmul_efficiency": "published: best shape 1822 of 2500 TFLOP/s (HW-0262), 0.80 without writing the result; "
+        "estimate: 0.76 over usual shapes",
+    },
+)  # fmt: skip
+_GB300 = replace(_GB200, name="GB300-288GB", memory_bytes=277.0 * _GIB)
 _MI300X = Device(
     name="MI300X-192GB",
     memory_bytes=191.5 * _GIB,
@@ -415,9 +466,10 @@ _MI300X = Device(
         "float8_e4m3fn": 2614 * _TFLOPS, "float8_e5m2": 2614 * _TFLOPS,
     },
     matmul_efficiency=0.48,
-    attention_efficiency=0.25,
+    attention_efficiency=0.15,
     memory_efficiency=0.70,
     launch_s=6e-6,
+    sustained_fraction=0.7,
     reserved_memory_bytes=3e9,
     sources=_gpu_sources(
         _SEEN,
@@ -488,13 +540,15 @@ _XGMI = _link(
     },
 )  # fmt: skip
 _NDR = _link(
-    "400 Gb/s per device", 47, 32, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
+    "400 Gb/s per device", 49, 33, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
+    nodes_at_half_rate=256,
     sources={
         "all_reduce_bytes_per_s": "published: HW-0223 (46 to 48 GB/s a NIC); HW-0072 and HW-0077 agree",
         "gather_bytes_per_s": "estimate: between the NIC's rate and HW-0228 (25 GB/s on 32 nodes)",
         "exchange_bytes_per_s": "estimate: as a gather",
         "latency_s": "estimate: fitted to HW-0048 to HW-0072", "step_s": "estimate: the same",
         "ramp_s": "estimate: the same", "ramp_bytes": "estimate: the same",
+        "nodes_at_half_rate": "estimate: fitted to HW-0075 (12 nodes) and HW-0229 (32 nodes)",
     },
 )  # fmt: skip
 _EFA4 = replace(
@@ -505,12 +559,14 @@ _EFA4 = replace(
 )
 _HDR = _link(
     "200 Gb/s per device", 23.5, 20, 17.5, latency_s=50e-6, step_s=15e-6,
-    ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
+    ramp_s=320e-6, ramp_bytes=12 * 2.0**20, nodes_at_half_rate=256,
     sources=dict.fromkeys(
         ("all_reduce_bytes_per_s", "gather_bytes_per_s", "exchange_bytes_per_s"),
         "estimate: half of a 400 Gb/s NIC (data sheet of the usual 8-device node)",
     )
-    | dict.fromkeys(("latency_s", "step_s", "ramp_s", "ramp_bytes"), "estimate: as the 400 Gb/s NIC"),
+    | dict.fromkeys(
+        ("latency_s", "step_s", "ramp_s", "ramp_bytes", "nodes_at_half_rate"), "estimate: as the 400 Gb/s NIC"
+    ),
 )  # fmt: skip
 _LOOPBACK = _link(
     "processes of one machine, over sockets", 1.0, 1.0, 1.0, latency_s=300e-6, step_s=100e-6,
@@ -522,8 +578,11 @@ _DEVICES: dict[str, tuple[Device, Link]] = {
     "a100-40gb": (_a100(39.4, 1.555e12), _NVLINK3),
     "a100-80gb": (_a100(79.2, 2.039e12), _NVLINK3),
     "h100": (_H100, _NVLINK4),
+    "h100-500w": (_H100_500W, _NVLINK4),
     "h200": (_H200, _NVLINK4),
     "b200": (_B200, _NVLINK5),
+    "gb200": (_GB200, _NVLINK5),
+    "gb300": (_GB300, _NVLINK5),
     "mi300x": (_MI300X, _XGMI),
     "cpu": (_CPU, _LOOPBACK),
 }

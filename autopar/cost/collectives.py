@@ -107,7 +107,7 @@ def _terms_across(cluster: Cluster, kind: str, size: int, per_node: int, num_nod
         between.latency_s + between.step_s * _num_hops(kind, num_nodes) + within.step_s * (per_node - 1),
         max(
             share_within / _rate_within(cluster, kind, cluster.devices_per_node),
-            share_between / _rate(between, kind),
+            share_between / _rate(between, kind) * (1 + num_nodes / between.nodes_at_half_rate),
         ),
         _ramp_s(between, kind),
         between.ramp_bytes,

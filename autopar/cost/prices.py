@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from autopar.cluster import Cluster, OpTime
 from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
+from autopar.cost.efficiency import attention_efficiency, product_efficiency
 from autopar.cost.profile import Curve, Profile
 from autopar.cost.work import Work, count_work, packet_name
 from autopar.errors import MissingPriceError
@@ -205,19 +206,5 @@ class ClusterPrices:
                 "add it to Device.flops_per_s"
             )
         if work.kind == "attention":
-            return peak * device.attention_efficiency * attention_fraction(work)
-        return peak * device.matmul_efficiency
-
-
-def attention_fraction(work: Work) -> float:
-    """Which part of its best rate fused attention reaches at this length and head size.
-
-    ``length / (length + 540)`` for causal, ``length / (length + 200)`` for full attention, times 0.87 for
-    heads
-    smaller than 128 and further in proportion below 64: fitted within 6 % to the published sweeps over
-    lengths 512 to
-    16384 on two generations of devices (FlashAttention-2, figures 4 and 7: HW-0324 to HW-0395).
-    """
-    lost = 540 if work.is_causal else 200
-    head = 1.0 if work.head_dim >= 128 else 0.87 * min(1.0, work.head_dim / 64)
-    return max(head, 0.05) * work.length / (work.length + lost)
+            return peak * attention_efficiency(device, work)
+        return peak * product_efficiency(device, work)

@@ -35,6 +35,8 @@ class Work:
         length: attention: how many keys each query meets; else 0.
         head_dim: attention: size of a head; else 0.
         is_causal: attention: whether later keys are skipped.
+        is_new_kernel: attention: by a kernel written for the newest devices.
+        alignment: matmul: the largest of 64, 8 and 1 elements that every row of operands and result is a multiple of.
     """
 
     kind: str
@@ -49,6 +51,8 @@ class Work:
     length: int = 0
     head_dim: int = 0
     is_causal: bool = False
+    is_new_kernel: bool = False
+    alignment: int = 64
 
     @property
     def num_bytes(self) -> float:
@@ -217,7 +221,13 @@ def _matmul(op: Op, operands: Types, results: Types, flops: float, pair: tuple[i
         backward_read_bytes=_sum_bytes(needed) + num_gradients * _sum_bytes(results[:1]),
         backward_write_bytes=_sum_bytes(written),
         num_backward_kernels=num_gradients,
+        alignment=_alignment((first, second, *results[:1])),
     )
+
+
+def _alignment(types: Types) -> int:
+    rows = [t.shape[-1] for t in types if t.shape]
+    return next((size for size in (64, 8) if all(row % size == 0 for row in rows)), 1)
 
 
 def _count_matmul(op: Op, operands: Types, results: Types) -> Work:
@@ -285,6 +295,7 @@ def _count_attention(op: Op, operands: Types, results: Types) -> Work:
         length=length,
         head_dim=query.shape[-1],
         is_causal=is_causal,
+        is_new_kernel="cudnn" in op.target or "flash_attn_3" in op.target,
     )
 
 

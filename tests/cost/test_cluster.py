@@ -16,7 +16,8 @@ def test_every_preset_says_where_each_number_comes_from(name):
                 continue
             source = thing.sources.get(part.name, "")
             unused = part.name.startswith("ramp") and thing.ramp_s == 0.0
-            assert unused or source.startswith(("published", "estimate")), (thing.name, part.name)
+            unused = unused or getattr(thing, part.name) == part.default
+            assert unused or source.startswith(("published", "estimate", "calibrated")), (thing.name, part.name)
 
 
 def test_of_counts_devices():
@@ -103,8 +104,8 @@ def test_from_mesh_knows_devices_by_the_drivers_name(driver, device):
 def test_from_mesh_refuses_what_it_can_not_price():
     with pytest.raises(MeshError, match="'RTX 9090'"):
         Cluster.from_mesh(_mesh(8, "cuda"), devices_per_node=8, device_name="RTX 9090")
-    with pytest.raises(MeshError, match="'NVIDIA GB200'"):
-        Cluster.from_mesh(_mesh(8, "cuda"), devices_per_node=8, device_name="NVIDIA GB200")
+    with pytest.raises(MeshError, match="'NVIDIA GH200'"):
+        Cluster.from_mesh(_mesh(8, "cuda"), devices_per_node=8, device_name="NVIDIA GH200")
     with pytest.raises(MeshError, match="'xpu'"):
         Cluster.from_mesh(_mesh(8, "xpu"))
     with pytest.raises(MeshError, match="no device"):

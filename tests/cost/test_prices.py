@@ -84,9 +84,9 @@ def test_more_bytes_never_travel_faster(kind, axis, cluster, one, other):
     assert 0 < prices.collective_s(kind, axis, few) <= prices.collective_s(kind, axis, many)
 
 
-@given(st.sampled_from([LINEAR, MUL]), st.lists(st.integers(1, 4096), min_size=4, max_size=4), st.integers(0, 2))
+@given(st.sampled_from([LINEAR, MUL]), st.lists(st.integers(1, 64), min_size=4, max_size=4), st.integers(0, 2))
 def test_a_larger_op_is_never_faster(an_op, extents, grown):
-    rows, columns, inner, more = extents
+    rows, columns, inner, more = (64 * extent for extent in extents)  # aligned rows are faster than shorter others
 
     def price(rows: int, columns: int, inner: int):
         if an_op is MUL:

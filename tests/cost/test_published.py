@@ -75,10 +75,16 @@ PRODUCTS = [
 ]
 
 
+def _prices_of_short_runs(name):
+    """Published products run for seconds, which doesn't heat a device up."""
+    cluster = Cluster.of(name)
+    return ClusterPrices(replace(cluster, device=replace(cluster.device, sustained_fraction=1.0)))
+
+
 @pytest.mark.parametrize(("row", "name", "dtype", "rows", "columns", "inner", "tflops"), PRODUCTS)
 def test_matrix_product(row, name, dtype, rows, columns, inner, tflops):
     operands = (tensor(rows, inner, dtype=dtype), tensor(columns, inner, dtype=dtype))
-    time = ClusterPrices(Cluster.of(name)).op_s(LINEAR, operands, (tensor(rows, columns),), False)
+    time = _prices_of_short_runs(name).op_s(LINEAR, operands, (tensor(rows, columns),), False)
     tolerance = 0.28 if (rows, columns) == (4096, 2112) else 0.20
     assert 2 * rows * columns * inner / time.forward_s / 1e12 == pytest.approx(tflops, rel=tolerance)
 
