@@ -17,6 +17,7 @@ __all__ = [
     "PipelineError",
     "PlanFormatError",
     "PlanMismatchError",
+    "QuestionError",
     "RuleError",
     "TraceError",
     "VerificationError",
@@ -73,6 +74,10 @@ class PlanFormatError(AutoparError):
 
 class PlanMismatchError(AutoparError):
     """A plan was made for another model, other input shapes or another number of devices."""
+
+
+class QuestionError(AutoparError):
+    """A question to ``python -m autopar.explain`` can't be read: its target, cluster, or what it varies."""
 
 
 class RuleError(AutoparError):
