@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.cluster import Cluster
+    from autopar.lower.materialize import materialize
     from autopar.plan import Plan
     from autopar.rules import register_rule
     from autopar.verify import verify
 
-__all__ = ["Cluster", "Plan", "parallelize", "plan", "register_rule", "verify"]
+__all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_rule", "verify"]
 
 _HOMES = {
     "Cluster": "autopar.cluster",
     "Plan": "autopar.plan",
+    "materialize": "autopar.lower.materialize",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.rules",

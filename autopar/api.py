@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.arguments import check_materialized, read_bytes, read_dtype, training_spec
+from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import measure_profile
@@ -23,6 +23,8 @@ from autopar.lower import ParallelModule, lower
 from autopar.lower.agreement import agree, agree_equal, digest_state, share
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import map_leaves
+from autopar.lower.materialize import Draws, Initializer, has_meta, record_draws
+from autopar.lower.random import generator_state
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
@@ -53,6 +55,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     *,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
+    initialize: Initializer | None = None,
     plan: Plan | str | Path | None = None,
     memory: float | str | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
@@ -69,7 +72,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     `plan` says it.
 
     Args:
-        model: any ``nn.Module`` with real parameters, equal on every rank; it is left as it was.
+        model: any ``nn.Module``, equal on every rank; it is left as it was.  What is on the meta device is drawn as
+            building the model on one device of the mesh draws it (see `autopar.materialize`), from the state of rank
+            0's generator: each rank holds one whole parameter at a time, and keeps its part.
         mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order
             of
             nearness.
@@ -82,6 +87,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             model's outputs where there is none.
         example_target: for `loss_fn`, the target that belongs to `example_inputs`: a tensor, a tuple (several
             positional arguments of `loss_fn`) or a dict (keyword arguments).
+        initialize: for parameters on the meta device, what `autopar.materialize` calls with every module.
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
         optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the
@@ -111,8 +117,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     group = communicator.process_group
     given_model, given_inputs = model, example_inputs
     model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
-    agree(group, lambda: check_materialized(model))
+    state = share(group, lambda: generator_state(communicator.device))
+    draws = agree(group, lambda: _record_draws(model, initialize, state))
     setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
+    setup = replace(setup, draws=draws)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
     agree_equal(group, agree(group, lambda: digest_state(model)), "initial values of parameters or buffers",
@@ -192,6 +200,7 @@ class Setup:
         constraints: the user's texts.
         prices: of the devices at hand; None where nothing is searched for.
         trace_s: seconds that tracing took.
+        draws: the values of what is on the meta device.
     """
 
     dtype: torch.dtype | None = None
@@ -200,6 +209,7 @@ class Setup:
     constraints: tuple[str, ...] = ()
     prices: Prices | None = None
     trace_s: float = 0.0
+    draws: Draws | None = None
 
 
 def _prepare(
@@ -217,6 +227,10 @@ def _prepare(
     traced = trace_model(model, example_inputs, dtype=dtype)
     setup = Setup(dtype, memory_bytes, training, tuple(constraints), trace_s=time.perf_counter() - started)
     return setup, traced
+
+
+def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tensor) -> Draws | None:
+    return replace(record_draws(model, initialize), state=state) if has_meta(model) else None
 
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
@@ -316,7 +330,7 @@ def build(
 
     return lower(
         traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
-        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh,
+        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, draws=setup.draws,
         compute_dtype=setup.dtype, eval_factory=lower_for_evaluation,
         outputs_factory=(lambda: lower_for_evaluation(outputs_example)) if outputs_example is not None else None,
         compile_layers=compile_layers,

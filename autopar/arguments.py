@@ -93,7 +93,6 @@ def check_materialized(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise MaterializationError(
-                f"{name!r} is on the meta device, so it has no initial value that devices could share. Build the model "
-                "outside of torch.device('meta') (the CPU will do: every rank keeps only its part), or give it values "
-                "with model.to_empty(device='cpu') and its own initialisation; autopar.plan takes it as it is"
+                f"{name!r} is on the meta device, so there are no values to compute with: call "
+                "autopar.materialize(model) first, which gives all of them on this device"
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import ExampleInputs, trace_model
+from autopar.arguments import check_materialized
 from autopar.diagnosis import first_difference
 from autopar.errors import AutoparError, PlanMismatchError, VerificationError
 from autopar.fit import check_fit
@@ -110,10 +111,12 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         VerificationError: something differs by more; the message names the first op whose result (or
             gradient) differs.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
+        MaterializationError: the model is on the meta device.
 
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
+    check_materialized(model)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,11 +20,13 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from autopar.errors import MeshError
 from autopar.placement import Layout
 
 __all__ = [
+    "DispatchMode",
     "ModuleTables",
     "before_backward",
     "call_function",
@@ -30,6 +34,7 @@ __all__ = [
     "dtensor_like",
     "edge_of",
     "gradients_of",
+    "is_random",
     "leaves_of",
     "local_part_of",
     "local_tensor",
@@ -51,9 +56,12 @@ __all__ = [
     "start_reduce_scatter",
     "start_send",
     "storage_key",
+    "takes_device",
     "tensor_norms",
     "to_parted_placements",
     "to_torch_placements",
+    "whole_initializers",
+    "written_arguments",
 ]
 
 
@@ -308,3 +316,35 @@ def run_backward_from(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]
     """Backward from several places with these gradients, adding up in the leaves' ``grad``."""
     untyped: Any = torch.autograd
     untyped.backward(list(roots), list(gradients))
+
+
+def is_random(function: Any) -> bool:
+    """Whether an op draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def takes_device(function: Any) -> bool:
+    """Whether an op can be told where to put what it makes."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def written_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among an op's arguments that it writes to."""
+    found: list[Any] = []
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += leaves_of(args[index] if index < len(args) else kwargs.get(argument.name))
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+@contextmanager
+def whole_initializers(note: Callable[..., Tensor]) -> Generator[None]:
+    """Inside, initialisers that look at what they drew are not run but given to ``note(function, tensor, ...)``."""
+    module: Any = nn.init
+    original = module._no_grad_trunc_normal_
+    module._no_grad_trunc_normal_ = functools.partial(note, original)
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = original

@@ -21,6 +21,7 @@ from autopar.lower.gradients import clip_gradients
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.layer_runner import LayerRunner
 from autopar.lower.lowering import Executable
+from autopar.lower.materialize import Draws
 from autopar.lower.microbatch import run_microbatches
 from autopar.lower.naming import format_code
 from autopar.lower.pipeline import run_pipeline
@@ -67,6 +68,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     unflatten_outputs: Callable[[Sequence[Any]], Any],
     communicator: Communicator,
     mesh: DeviceMesh,
+    draws: Draws | None = None,
     compute_dtype: torch.dtype | None = None,
     eval_factory: EvalFactory | None = None,
     outputs_factory: EvalFactory | None = None,
@@ -83,6 +85,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
         unflatten_outputs: values of `Program.outputs` -> what the model returns.
         communicator: of this rank.
         mesh: over all ranks, of any shape.
+        draws: the values of those of `module`'s tensors that are on the meta device.
         compute_dtype: dtype that the program computes in where it differs from the stored one, for a check
             only.
         eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of
@@ -102,7 +105,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
             f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
         )
     factories = (eval_factory, outputs_factory)
-    return ParallelModule(executable, module, communicator, mesh, factories, compile_layers)
+    return ParallelModule(executable, module, draws, communicator, mesh, factories, compile_layers)
 
 
 class ParallelModule(nn.Module):
@@ -123,6 +126,7 @@ class ParallelModule(nn.Module):
         self,
         executable: Executable,
         module: nn.Module,
+        draws: Draws | None,
         communicator: Communicator,
         mesh: DeviceMesh,
         eval_factories: tuple[EvalFactory | None, EvalFactory | None],
@@ -134,9 +138,8 @@ class ParallelModule(nn.Module):
         self._eval_factories = eval_factories
         self._eval_executors: dict[EvalFactory | None, Executor] = {}
         self._compile_layers = compile_layers
-        self._store = make_store(
-            self, module, StageMap(executable.program, executable.plan, communicator.rank), communicator, mesh
-        )
+        stages = StageMap(executable.program, executable.plan, communicator.rank)
+        self._store = make_store(self, module, draws, stages, communicator, mesh)
         self._executor = Executor(executable, self._store, communicator, compile_layers)
         self._agreed: set[int] = set()
         self.whole_outputs = False

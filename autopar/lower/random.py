@@ -12,11 +12,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from autopar.lower.communicator import Communicator
 from autopar.placement import Axis, Layout, mesh_axes
 
-__all__ = ["RandomState", "agree_base_seed", "derive_seed", "random_scope", "shard_index"]
+__all__ = [
+    "RandomState",
+    "agree_base_seed",
+    "derive_seed",
+    "generator_state",
+    "random_scope",
+    "resume_generator",
+    "shard_index",
+]
 
 _MASK = (1 << 64) - 1
 _scope_lock = threading.RLock()
@@ -102,6 +111,29 @@ def random_scope(seed: int, device: torch.device | str = "cpu") -> Generator[Non
             yield
         finally:
             generator.set_state(before)
+
+
+def generator_state(device: torch.device | str) -> Tensor:
+    """Where torch's default generator of `device` stands."""
+    return _default_generator(torch.device(device)).get_state()
+
+
+@contextmanager
+def resume_generator(state: Tensor, device: torch.device | str) -> Generator[None]:
+    """Inside, torch's default generator of `device` goes on from `state`, as another rank's did.
+
+    After, if it stood there before, it has drawn what was drawn; else it goes on as if nothing had been.  One thread at
+    a time is inside: never communicate there.
+    """
+    generator = _default_generator(torch.device(device))
+    with _scope_lock:
+        before = generator.get_state()
+        generator.set_state(state)
+        try:
+            yield
+        finally:
+            if not torch.equal(before, state):
+                generator.set_state(before)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

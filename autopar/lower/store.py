@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import PlanMismatchError
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import make_dtensor, make_mesh, module_tables
+from autopar.lower.materialize import Draws
 from autopar.lower.reshard_ops import apply_forward
 from autopar.lower.skeleton import canonical_names, copy_skeleton
 from autopar.lower.stage_map import StageMap
@@ -92,9 +93,16 @@ def local_part(whole: Tensor, layout: Layout, mesh: tuple[int, ...], communicato
 
 
 def make_store(
-    target: nn.Module, module: nn.Module, stages: StageMap, communicator: Communicator, mesh: DeviceMesh
+    target: nn.Module,
+    module: nn.Module,
+    draws: Draws | None,
+    stages: StageMap,
+    communicator: Communicator,
+    mesh: DeviceMesh,
 ) -> ParameterStore:
     """Fill `target` with this rank's parts of the parameters of `module`, under the same names.
+
+    The values of what is on the meta device come from `draws`, one whole parameter after the other.
 
     Raises:
         PlanMismatchError: the program reads something that `module` does not have.
@@ -104,15 +112,35 @@ def make_store(
     device_mesh = _group_mesh(mesh, sizes, stages, communicator)
     stored = _stored(module, stages, storage_layouts(program, plan, sizes), sizes)
 
-    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    drawn_parameters: dict[str, nn.Parameter | None] = {}
+    drawn_buffers: dict[int, Tensor] = {}
+
+    def keep(name: str, requires_grad: bool, whole: Tensor) -> nn.Parameter | None:
         entry = stored[name]
         if stages.group not in entry.groups:
             return None
-        part = local_part(parameter.detach().to(communicator.device), entry.layout, sizes, communicator)
+        part = local_part(whole, entry.layout, sizes, communicator)
         dtensor = make_dtensor(part.contiguous(), device_mesh, entry.layout, entry.shape, entry.stride)
-        return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        return nn.Parameter(dtensor, requires_grad=requires_grad)
 
-    copy_skeleton(module, target, make_parameter, lambda b: b.detach().to(communicator.device, copy=True))
+    def keep_drawn(name: str, whole: Tensor) -> None:
+        if name in stored:
+            drawn_parameters[name] = keep(name, module.get_parameter(name).requires_grad, whole)
+        else:
+            drawn_buffers[id(module.get_buffer(name))] = whole.clone()
+
+    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if name in drawn_parameters:
+            return drawn_parameters[name]
+        return keep(name, parameter.requires_grad, parameter.detach().to(communicator.device))
+
+    def make_buffer(buffer: Tensor) -> Tensor:
+        drawn = drawn_buffers.get(id(buffer))
+        return buffer.detach().to(communicator.device, copy=True) if drawn is None else drawn
+
+    if draws is not None:
+        draws.play(communicator.device, keep_drawn)
+    copy_skeleton(module, target, make_parameter, make_buffer)
     return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module))
 
 

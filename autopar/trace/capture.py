@@ -180,6 +180,11 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
             "decision as "
             "a plain Python argument; shapes must not depend on values"
         )
+    if "at least two devices" in text and "meta" in text:
+        return TraceError(
+            f"{where or 'the model'}: a tensor on the meta device is no parameter and no buffer ({text}): register "
+            "it with register_buffer, or make it in forward"
+        )
     if where and not type(cause).__module__.startswith("torch."):
         return ExampleInputsError(
             f"{where}: the model fails on the example inputs: {type(cause).__name__}: {text}. It got "
