@@ -26,7 +26,6 @@ from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
 from autopar.search.stage_assembly import assemble_staged
 from autopar.search.stage_constraints import PipelineDemands, pipeline_demands
-from autopar.search.stages import Found
 from autopar.search.trials import CandidateCache, Task, Trial, batch_size, make_trial, shared_menu
 
 __all__ = ["search"]
@@ -53,17 +52,19 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     trials = () if demands.needs_pipeline else tuple(_trials(task))
     flat = _best_trial(trials, limit)
     flat_s = flat.paths.time_s[flat.paths.best(limit)] if flat else math.inf
-    found = Found()
+    found = None
     if _considers_pipelines(request, constraints, demands):
         assert request.schedules is not None
         pipelines = PipelineSearch(
             program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit
         )
         found = pipelines.run(flat_s)
-    staged = found.best
+    staged = found.best if found else None
     if flat is None and staged is None:
-        raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes, found.smallest)
-    lower_s = min([found.lower_s, *(trial.paths.lower_bound_s(limit) for trial in trials)])
+        smallest = found.smallest if found else None
+        raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes, smallest)
+    lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials) if trials else math.inf
+    lower_s = min(lower_s, found.lower_s) if found else lower_s
     if staged is not None and staged.step_s < flat_s:
         assert request.schedules is not None
         notes = staged.setting.task.notes

@@ -39,6 +39,8 @@ Roles = tuple[str, ...]
 
 # What is solved: (ZeRO level, share of the price of memory, how to recompute).
 _SOLVED = ((0, 0.0, "none"), (3, 0.0, "none"), (3, 1.0, "none"))
+# With several microbatches in flight, gathering for each of them is seldom worth its while.
+_SOLVED_IN_FLIGHT = ((0, 0.0, "none"), (1, 1.0, "none"), (3, 1.0, "none"))
 
 # A strategy is dropped if another with boundary moves is as fast, moves being discounted by this share of
 # the layer's best time: what would gain less is not worth its place.
@@ -68,6 +70,7 @@ class Scene:
         time: layer kind -> per op, the factor that microbatches split.
         shared: where parameters that several layers read are stored.
         memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
+        in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline.
     """
 
     program: Program
@@ -77,6 +80,7 @@ class Scene:
     time: dict[int, tuple[str, ...]]
     shared: SharedStorage
     memory_price_s_per_byte: float
+    in_flight: int = 1
 
 
 def layer_candidates(
@@ -92,7 +96,7 @@ def layer_candidates(
     known: dict[tuple[object, ...], list[_Stored]] = {}
     for placed, strategy, policies in _solve(scene, layer, blocks, demands):
         found.extend(_variants(scene, placed, strategy, policies, demands, known))
-    return tuple(draft.finish(layer) for draft in _drop_dominated(found))
+    return tuple(draft.finish(layer) for draft in _drop_dominated(found, scene.in_flight))
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,7 @@ def _solve(
             solve_problem(
                 block.problem, zero=zero, shard_axes=tuple(range(len(block.problem.mesh))) if zero else (),
                 recompute=recompute, memory_weight_s_per_byte=weight * scene.memory_price_s_per_byte,
+                in_flight=scene.in_flight,
             )
             for block in blocks
         ]  # fmt: skip
@@ -255,7 +260,8 @@ def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[tuple[int,
     recompute = demands.recompute
     if not scene.training.is_training:
         return ((0, 0.0, "none"), (3, 1.0, "none"))
-    variants = [(zero, weight, recompute or how) for zero, weight, how in _SOLVED]
+    solved = _SOLVED if scene.in_flight == 1 else _SOLVED_IN_FLIGHT
+    variants = [(zero, weight, recompute or how) for zero, weight, how in solved]
     if demands.zero >= 0:
         variants = [(demands.zero, weight, how) for _, weight, how in variants]
     return dict.fromkeys(variants)
@@ -472,15 +478,23 @@ def _recompute_variants(scene: Scene, demands: LayerDemands) -> tuple[str, ...]:
     return ("none", "selective", "full") if scene.training.is_training else ("none",)
 
 
-def _drop_dominated(candidates: list[_Draft]) -> Iterator[_Draft]:
-    """On one mesh between the same policies, those that no other beats in time, persistent and transient bytes."""
+def _drop_dominated(candidates: list[_Draft], in_flight: int) -> Iterator[_Draft]:
+    """On one mesh between the same policies, those that no other beats in time, and in static (with microbatches in
+    flight, else persistent), saved and transient bytes.
+    """
     groups: dict[tuple[object, ...], list[_Draft]] = {}
     for candidate in candidates:
         groups.setdefault((candidate.strategy.mesh, *candidate.policies), []).append(candidate)
     for group in groups.values():
-        costs = np.array([(c.cost.total_s, c.cost.persistent_bytes, c.cost.transient_bytes) for c in group])
+        costs = np.array([_rated(c.cost, in_flight) for c in group])
         kept: list[int] = []
         for index in np.lexsort(costs.T[::-1]).tolist():
             if not kept or not (costs[kept] <= costs[index]).all(axis=1).any():
                 kept.append(index)
         yield from (group[index] for index in kept)
+
+
+def _rated(cost: LayerCost, in_flight: int) -> tuple[float, ...]:
+    if in_flight == 1:
+        return cost.total_s, cost.persistent_bytes, cost.transient_bytes
+    return cost.total_s, cost.static_bytes, cost.saved_bytes, cost.transient_bytes

@@ -137,7 +137,12 @@ def path_costs(chain: Chain, paths: Indices) -> Array:
 
 
 def fastest_paths(
-    chain: Chain, *, max_prices: int = _MAX_PRICES, max_caps: int = _MAX_CAPS, mixes: bool = True
+    chain: Chain,
+    *,
+    max_prices: int = _MAX_PRICES,
+    max_caps: int = _MAX_CAPS,
+    mixes: bool = True,
+    aim_bytes: float = -np.inf,
 ) -> Paths:
     """A pool of fast paths for every amount of memory.
 
@@ -146,11 +151,12 @@ def fastest_paths(
         max_prices: most points of the hull for each cap on transients.
         max_caps: most caps on transients.
         mixes: whether paths that begin as one point of the hull and end as the next are in the pool.
+        aim_bytes: where the hull is followed first, if not everywhere alike.
     """
     pool = Paths(chain)
     below = max(float(table.transient_bytes.min()) for table in chain.tables)
     for cap in _caps(chain, below, max_caps):
-        hull = _follow_hull(pool, cap, max_prices)
+        hull = _follow_hull(pool, cap, max_prices, aim_bytes)
         pool.sweeps.append((below, hull))
         below = cap
         for one, other in itertools.pairwise(hull) if mixes else ():
@@ -171,7 +177,7 @@ def _caps(chain: Chain, smallest: float, max_caps: int) -> list[float]:
     return [float(level) for level in levels]
 
 
-def _follow_hull(pool: Paths, cap: float, max_prices: int) -> list[_Sweep]:
+def _follow_hull(pool: Paths, cap: float, max_prices: int, aim_bytes: float) -> list[_Sweep]:
     """Sweeps along the lower convex hull of (persistent bytes, seconds), by price."""
     points: dict[float, tuple[_Sweep, float, float]] = {}
 
@@ -183,7 +189,7 @@ def _follow_hull(pool: Paths, cap: float, max_prices: int) -> list[_Sweep]:
     pairs = [(visit(0.0), visit(_DEAREST_S_PER_BYTE))]
     while pairs and len(points) < max_prices:
         # The pair with the most memory between its ends first: there a missing point hurts most.
-        pairs.sort(key=lambda pair: pair[0][2] - pair[1][2])
+        pairs.sort(key=lambda pair: (pair[1][2] <= aim_bytes <= pair[0][2], pair[0][2] - pair[1][2]))
         fast, small = pairs.pop()
         saved = fast[2] - small[2]
         price = (small[1] - fast[1]) / saved if saved > 0 else 0.0

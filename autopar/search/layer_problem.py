@@ -151,9 +151,10 @@ def solve_problem(
     shard_axes: tuple[int, ...] = (),
     recompute: str = "none",
     memory_weight_s_per_byte: float = 0.0,
+    in_flight: int = 1,
 ) -> LayerSolutions:
     """Solve one variant: ZeRO level `zero` sharding storage on the mesh axes `shard_axes`, with this
-    recomputation.
+    recomputation, and so many microbatches in flight.
     """
     count = len(problem.policies)
     sizes = problem.sizes
@@ -162,7 +163,7 @@ def solve_problem(
         nothing = np.full((count, count), np.inf)
         rows = np.zeros((count, count, len(sizes)), np.intp)
         return LayerSolutions(problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows)
-    tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte)
+    tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte, in_flight)
     found = minimise(sizes, tables, keep=(before, behind))
     return LayerSolutions(
         problem, problem.policies, found.values, found.lower_bounds, found.exact, zero, shard_axes, recompute,

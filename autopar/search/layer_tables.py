@@ -108,9 +108,12 @@ def tidy(layout: Layout) -> Layout:
 
 
 def variant_tables(
-    problem: LayerProblem, zero: int, shard_axes: tuple[int, ...], recompute: str, weight: float
+    problem: LayerProblem, zero: int, shard_axes: tuple[int, ...], recompute: str, weight: float, in_flight: int = 1
 ) -> list[Table]:
-    """The tables whose sum is the objective of one variant; `weight` is in seconds per byte."""
+    """The tables whose sum is the objective of one variant; `weight` is in seconds per byte.
+
+    Of what is saved for backward there are `in_flight` microbatches at once.
+    """
     tables: list[Table] = []
     training = problem.training
     again = 2.0 if training.is_training and training.reruns and recompute == "full" else 1.0
@@ -122,7 +125,7 @@ def variant_tables(
     tables += [((choice.variable,), _parameter_table(problem, choice, zero, shard_axes, weight))
                for choice in problem.parameters]  # fmt: skip
     if weight and problem.training.is_training:
-        tables += [(scope, weight * num_bytes) for scope, num_bytes in _saved_shares(problem, recompute)]
+        tables += [(scope, weight * in_flight * num_bytes) for scope, num_bytes in _saved_shares(problem, recompute)]
     return tables
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ __all__ = ["PipelineSearch"]
 
 _FEW = 10  # so many settings are all looked at
 _MAX_SETTINGS = 12
-_BUBBLE = 4  # microbatches per device group with which the search begins
+_BUBBLE = 2  # microbatches per device group with which the search begins
 
 
 @dataclass(eq=False)
@@ -48,12 +48,13 @@ class PipelineSearch:
 
         Pipelines that can't be faster than `known_s`, the seconds of a plan without stages, are passed over.
         """
-        found = Found()
+        found = Found(self.source, self.limit_bytes)
         settings = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
         if sum(map(len, settings.values())) <= _FEW:
             for groups, counts in settings.items():
                 for count in counts:
                     self._try(found, known_s, groups, count)
+            found.settle()
             return found
         tried: dict[tuple[int, int], float] = {}
 
@@ -63,15 +64,16 @@ class PipelineSearch:
             return tried.get((groups, count), np.inf)
 
         firsts = {groups: _nearest(counts, _BUBBLE * groups) for groups, counts in settings.items() if counts}
-        order = sorted(firsts, key=lambda groups: self._bound_s(groups, firsts[groups]))
-        seconds = {groups: attempt(groups, firsts[groups]) for groups in order[: _MAX_SETTINGS // 2]}
-        for groups in sorted(seconds, key=lambda groups: seconds[groups]):
-            # From the first number of microbatches up, and down, as long as that is faster.
-            for counts in (settings[groups], settings[groups][::-1]):
-                rest = counts[counts.index(firsts[groups]) :]
-                for before, count in itertools.pairwise(rest):
-                    if attempt(groups, count) >= attempt(groups, before):
-                        break
+        ordered = sorted(firsts)
+        middle = len(ordered) // 2
+        # From the middle up, and down, as long as that is faster; then so with the microbatches of the best.
+        _walk(ordered[middle:], lambda groups: attempt(groups, firsts[groups]))
+        _walk(ordered[middle::-1], lambda groups: attempt(groups, firsts[groups]))
+        best, _ = min(tried, key=lambda key: tried[key])
+        at = settings[best].index(firsts[best])
+        _walk(settings[best][at:], lambda count: attempt(best, count))
+        _walk(settings[best][at::-1], lambda count: attempt(best, count))
+        found.settle()
         return found
 
     def _group_counts(self) -> Iterator[int]:
@@ -93,7 +95,7 @@ class PipelineSearch:
                 raise ConstraintError(f"constraint 'microbatches={forced}': {found}")
             yield forced
             return
-        batch, most = batch_size(self.program), max(self.request.max_microbatches, _BUBBLE * groups)
+        batch, most = batch_size(self.program), max(self.request.max_microbatches, 2 * _BUBBLE * groups)
         count = 2
         while count <= most and batch % count == 0 and not isinstance(self._assignment(count), str):
             yield count
@@ -123,20 +125,15 @@ class PipelineSearch:
         shapes = [
             shape
             for shape in self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
-            if self._shape_bound_s(shape) < min(known_s, found.best_s)
+            if self._shape_bound_s(shape) < min(known_s, found.hoped_s)
         ]
-        own = Found()
+        own = Found(self.source, self.limit_bytes)
         for shared in shared_menu(task) if shapes else ():
             setting = make_setting(task, count, dict(assignment.factors), shared, cache)
             if setting is not None:
-                search_setting(setting, shapes, self.demands, self.source, self.limit_bytes, own)
-        found.merge(own, self.limit_bytes)
-        return own.best_s
-
-    def _bound_s(self, groups: int, count: int) -> float:
-        num_layers, has_loss = len(self.program.layers), bool(self.program.loss)
-        shapes = self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
-        return min(map(self._shape_bound_s, shapes), default=np.inf)
+                search_setting(setting, shapes, self.demands, own)
+        found.merge(own)
+        return own.hoped_s
 
     def _shape_bound_s(self, shape: Shape) -> float:
         """No pipeline of this shape is faster: all devices compute all the time, or wait as `least_share` says."""
@@ -159,3 +156,10 @@ def least_share(shape: Shape) -> float:
 
 def _nearest(counts: list[int], wanted: int) -> int:
     return min(counts, key=lambda count: abs(count - wanted))
+
+
+def _walk(values: list[int], attempt: Callable[[int], float]) -> None:
+    """Attempt value after value as long as that is faster."""
+    for before, value in itertools.pairwise(values):
+        if attempt(value) >= attempt(before):
+            return

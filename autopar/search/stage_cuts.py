@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.search.stage_constraints import Shape
+from autopar.search.stage_estimates import fill_share
 from autopar.search.stage_problem import StageProblem
 
-__all__ = ["Cut", "Pool", "choose_cuts", "fill_share", "make_pool"]
+__all__ = ["Cut", "Pool", "choose_cuts", "make_pool"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -83,8 +84,8 @@ def make_pool(problem: StageProblem, paths: Indices, num_stages: int) -> Pool:
     if num_layers > _FEW:
         fastest = np.concatenate([[0.0], np.cumsum(unit_s.min(axis=0))])
         most_s = _WIDEST * fastest[-1] / num_stages
-        reach = [int(np.searchsorted(fastest, before_s + most_s)) for before_s in fastest[:-1].tolist()]
-        widest = min(widest, max(stop - start for start, stop in enumerate(reach)) + 1)
+        reach = [np.searchsorted(fastest, float(fastest[start]) + most_s) - start for start in range(num_layers)]
+        widest = min(widest, int(max(reach)) + 1)
     sums = np.zeros((3, len(paths), num_layers + 1))
     np.cumsum(np.stack([unit_s, static, saved])[:, order], axis=2, out=sums[:, :, 1:])
     largest = np.full((len(paths), num_layers, widest), np.inf)
@@ -123,15 +124,6 @@ def _tied_bytes(problem: StageProblem, num_layers: int, widest: int) -> Array:
         total = np.cumsum(reads)
         found += tie.static_bytes * (total[np.minimum(stop + 1, num_layers)] > total[:num_layers, None])
     return found
-
-
-def fill_share(shape: Shape) -> float:
-    """What part of the sum of all stages' seconds goes by until the last device group has work, and when it ends."""
-    rounds = shape.num_stages // shape.num_groups
-    waiting = shape.num_groups - 1
-    if shape.schedule in ("zbv", "interleaved_zero_bubble"):
-        waiting /= 3  # what waits is filled with gradients of parameters
-    return (rounds + waiting) / shape.num_stages
 
 
 def choose_cuts(

@@ -60,7 +60,7 @@ def predict_stages(
         sends: for each cut, seconds to send what crosses it, and its gradients back.
         relayed_bytes: per stage, what it receives of one microbatch only to send it on.
         broadcast_s: seconds, once per step on every group, to tell all of them the loss.
-        actions: the schedule's lists.
+        actions: the schedule's lists; without them peak bytes stay 0.
     """
     groups = [stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages)]
     made: list[Stage] = []
@@ -83,6 +83,8 @@ def predict_stages(
             )
         )
         held.append(float(parts.saved_bytes[part].sum()) + relayed_bytes[index])
+    if not actions:
+        return tuple(made)
     peaks = list(peak_held(actions, tuple(held), tuple(held)))
     for group in range(shape.num_groups):
         own = [slice(stage.start, stage.stop) for stage in made if stage.group == group]

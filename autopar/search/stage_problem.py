@@ -154,9 +154,12 @@ def layer_parts(problem: StageProblem, path: Sequence[int]) -> LayerParts:
 
 
 def measure(
-    problem: StageProblem, shape: Shape, bounds: Sequence[int], path: Sequence[int], actions: ScheduleActions
+    problem: StageProblem, shape: Shape, bounds: Sequence[int], path: Sequence[int], actions: ScheduleActions = ()
 ) -> tuple[Stage, ...]:
-    """The stages that this path makes if it is cut at `bounds` (first layers, then the number of layers)."""
+    """The stages that this path makes if it is cut at `bounds` (first layers, then the number of layers).
+
+    Without the schedule's actions their peak bytes are not predicted.
+    """
     parts = layer_parts(problem, path)
     stage_of = np.searchsorted(np.array(bounds), np.arange(len(path)), side="right") - 1
     for tie in problem.ties:
@@ -180,11 +183,48 @@ def measure(
     )
 
 
-def restrict(problem: StageProblem, paths: Indices) -> tuple[StageProblem, tuple[Indices, ...]]:
-    """The problem with those candidates alone that a path uses in a layer like it, and their old indices per layer."""
+def _best_at_prices(problem: StageProblem, table: StageTable, used: Indices, flights: Sequence[int]) -> set[int]:
+    """Indices of the candidates on the lower hulls of seconds over bytes, between boundary states of those used."""
+    pairs = {(int(table.state_in[row]), int(table.state_out[row])) for row in used}
+    count = problem.num_microbatches
+    seconds = count * (table.forward_s + table.backward_s) + table.step_s
+    found: set[int] = set()
+    for before, behind in pairs:
+        rows = np.flatnonzero((table.state_in == before) & (table.state_out == behind))
+        for flight in flights:
+            size = table.static_bytes[rows] + flight * table.saved_bytes[rows]
+            found.update(rows[_hull(size, seconds[rows])].tolist())
+    return found
+
+
+def _hull(size: Array, seconds: Array) -> list[int]:
+    """Indices of the lower convex hull, from the smallest to the fastest."""
+    hull: list[int] = []
+    for index in np.lexsort((seconds, size)).tolist():
+        if hull and seconds[index] >= seconds[hull[-1]]:
+            continue
+        while len(hull) > 1:
+            first, last = hull[-2], hull[-1]
+            before = (seconds[last] - seconds[first]) * (size[index] - size[first])
+            if before < (seconds[index] - seconds[first]) * (size[last] - size[first]):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull
+
+
+def restrict(problem: StageProblem, paths: Indices, flights: Sequence[int]) -> tuple[StageProblem, tuple[Indices, ...]]:
+    """The problem with its most useful candidates alone, and their old indices per layer.
+
+    These are the ones that a path uses in a layer like it, and those between the same boundary states that are the
+    best at some price of memory with so many microbatches in flight.
+    """
     used: dict[int, set[int]] = {}
+    tables_by_id = {id(table): table for table in problem.tables}
     for layer, table in enumerate(problem.tables):
         used.setdefault(id(table), set()).update(paths[:, layer].tolist())
+    for key, table in tables_by_id.items():
+        used[key] |= _best_at_prices(problem, table, np.array(sorted(used[key]), dtype=np.intp), flights)
     rows = {key: np.array(sorted(chosen), dtype=np.intp) for key, chosen in used.items()}
     tables = {id(table): table.take(rows[id(table)]) for table in problem.tables}
     kept = np.unique(np.concatenate([np.concatenate([t.state_in, t.state_out]) for t in tables.values()]))

@@ -8,31 +8,34 @@ schedule's own action list (`stage_prediction`): the fastest is the plan.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Stage
-from autopar.schedule import ScheduleActions, ScheduleSource
+from autopar.schedule import ScheduleSource
 from autopar.search.chain import fastest_paths
 from autopar.search.stage_constraints import PipelineDemands, Shape
-from autopar.search.stage_cuts import choose_cuts, make_pool
+from autopar.search.stage_cuts import Cut, Pool, choose_cuts, make_pool
+from autopar.search.stage_estimates import estimate_flights, estimate_s, num_actions
 from autopar.search.stage_paths import GroupSolver, Layout
 from autopar.search.stage_prediction import pipeline_step_s
 from autopar.search.stage_problem import StageProblem, measure, restrict
 from autopar.search.stage_setting import stage_problem
 from autopar.search.trials import Setting
 
-__all__ = ["Found", "Staged", "flights", "search_setting"]
+__all__ = ["Draft", "Found", "Staged", "search_setting"]
 
 Indices = npt.NDArray[np.intp]
 
 _POOL_PRICES = 8
 _POOL_CAPS = 2
-_MAX_POOL = 48
 _TRIED_CUTS = 4
+_WORTH = 1.15  # what seems slower than the fastest by more is not looked at again
+_SMALL = 6000  # actions that are simulated at once
+_SETTLED = 4  # larger schedules that are simulated in the end, if one of them fits
+_DOUBT = 0.1  # how far estimates may be too high
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +56,40 @@ class Staged:
 
 
 @dataclass(eq=False)
-class Found:
-    """What a search has found so far: the fastest that fits, the smallest that doesn't, and a bound on everything."""
+class Draft:
+    """A pipeline that has not been simulated: `path` has indices of the problem's candidates, `seconds` are estimated.
 
+    `rows` has per layer the setting's index of each candidate of the problem.
+    """
+
+    setting: Setting
+    problem: StageProblem
+    rows: tuple[Indices, ...]
+    shape: Shape
+    bounds: tuple[int, ...]
+    path: tuple[int, ...]
+    seconds: float
+
+    def simulate(self, source: ScheduleSource) -> Staged:
+        """What the schedule's own action list makes of it."""
+        shape = self.shape
+        actions = source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+        stages = measure(self.problem, shape, self.bounds, self.path, actions)
+        path = tuple(int(self.rows[layer][index]) for layer, index in enumerate(self.path))
+        return Staged(self.setting, shape, self.bounds, path, stages, pipeline_step_s(actions, stages))
+
+
+@dataclass(eq=False)
+class Found:
+    """What a search has found so far: the fastest that fits, the smallest that doesn't, what has yet to be simulated,
+    and a lower bound on everything that was looked at.
+    """
+
+    source: ScheduleSource
+    limit_bytes: float
     best: Staged | None = None
     smallest: Staged | None = None
+    drafts: list[Draft] = field(default_factory=list[Draft])
     lower_s: float = np.inf
 
     @property
@@ -65,77 +97,97 @@ class Found:
         """Seconds of the best, infinite if there is none."""
         return self.best.step_s if self.best else np.inf
 
-    def add(self, staged: Staged, limit_bytes: float) -> None:
-        """Keep what is better than what is known."""
-        if staged.peak_bytes <= limit_bytes:
+    @property
+    def hoped_s(self) -> float:
+        """As `best_s`, with what has yet to be simulated."""
+        return min([self.best_s, *(draft.seconds for draft in self.drafts)])
+
+    def add(self, draft: Draft) -> None:
+        """Simulate a draft, now if that takes no time."""
+        if num_actions(draft.shape) <= _SMALL:
+            self._simulate(draft)
+        else:
+            self.drafts.append(draft)
+
+    def settle(self) -> None:
+        """Simulate the drafts that may still be the best."""
+        self.drafts.sort(key=lambda draft: draft.seconds)
+        for number, draft in enumerate(self.drafts):
+            is_hopeful = draft.seconds * (1 - _DOUBT) < self.best_s
+            if (self.best is None or number < _SETTLED) and is_hopeful:
+                self._simulate(draft)
+        self.drafts.clear()
+
+    def merge(self, other: Found) -> None:
+        """Take over what `other` has found."""
+        for staged in (other.best, other.smallest):
+            if staged is not None:
+                self._keep(staged)
+        self.drafts += other.drafts
+        self.lower_s = min(self.lower_s, other.lower_s)
+
+    def _simulate(self, draft: Draft) -> None:
+        self._keep(draft.simulate(self.source))
+
+    def _keep(self, staged: Staged) -> None:
+        if staged.peak_bytes <= self.limit_bytes:
             if (staged.step_s, staged.peak_bytes) < (self.best_s, self.best.peak_bytes if self.best else np.inf):
                 self.best = staged
         elif self.smallest is None or staged.peak_bytes < self.smallest.peak_bytes:
             self.smallest = staged
 
-    def merge(self, other: Found, limit_bytes: float) -> None:
-        """Take over what `other` has found."""
-        for staged in (other.best, other.smallest):
-            if staged is not None:
-                self.add(staged, limit_bytes)
-        self.lower_s = min(self.lower_s, other.lower_s)
 
-
-def flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:
-    """Per stage, the most microbatches between their forward and the end of their backward."""
-    held, most = Counter[int](), [0] * num_stages
-    for own in actions:
-        for action in own:
-            if action.kind == "F":
-                held[action.stage] += 1
-                most[action.stage] = max(most[action.stage], held[action.stage])
-            elif action.kind in ("B", "W"):
-                held[action.stage] -= 1
-    return tuple(most)
-
-
-def search_setting(
-    setting: Setting, shapes: list[Shape], demands: PipelineDemands, source: ScheduleSource, limit_bytes: float,
-    found: Found,
-) -> None:  # fmt: skip
-    """Add to `found` the best pipeline of each shape with the setting's candidates."""
-    problem = stage_problem(setting, limit_bytes)
-    groups = setting.task.num_groups
-    paths, lower_s = _path_pool(problem, groups)
-    small, rows = restrict(problem, paths)
-    paths = _renumber(paths, rows)
+def search_setting(setting: Setting, shapes: list[Shape], demands: PipelineDemands, found: Found) -> None:
+    """Add to `found` the pipelines of these shapes with the setting's candidates that look best."""
+    problem = stage_problem(setting, found.limit_bytes)
+    paths, lower_s = _path_pool(problem, shapes)
+    small, rows = restrict(problem, paths, _typical_flights(shapes))
+    paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
     found.lower_s = min(found.lower_s, lower_s)
     solver = GroupSolver(small)
+    cuts: list[tuple[float, Shape, Cut]] = []
+    pools: dict[int, Pool] = {}
     for shape in shapes:
-        actions = source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
-        in_flight = flights(actions, shape.num_stages)
-        pool = make_pool(small, paths, shape.num_stages)
-        for cut in choose_cuts(small, pool, shape, in_flight, demands.cuts)[:_TRIED_CUTS]:
-            path = solver.solve(Layout(shape, cut.bounds, in_flight), pool.paths[0].tolist())
-            stages = measure(small, shape, cut.bounds, path, actions)
-            original = tuple(int(rows[layer][index]) for layer, index in enumerate(path))
-            step_s = pipeline_step_s(actions, stages)
-            found.add(Staged(setting, shape, cut.bounds, original, stages, step_s), limit_bytes)
+        pool = pools.setdefault(shape.num_stages, make_pool(small, paths, shape.num_stages))
+        chosen = choose_cuts(small, pool, shape, estimate_flights(shape), demands.cuts)
+        cuts += [(cut.seconds, shape, cut) for cut in chosen[:_TRIED_CUTS]]
+    least = min((seconds for seconds, _, _ in cuts), default=0.0)
+    for seconds, shape, cut in cuts:
+        if seconds <= least * _WORTH or not np.isfinite(seconds) or num_actions(shape) <= _SMALL:
+            in_flight = estimate_flights(shape)
+            path = solver.solve(Layout(shape, cut.bounds, in_flight), pools[shape.num_stages].paths[0].tolist())
+            stages = measure(small, shape, cut.bounds, path)
+            draft = Draft(setting, small, rows, shape, cut.bounds, path, estimate_s(shape, stages, in_flight))
+            found.add(draft)
 
 
-def _path_pool(problem: StageProblem, num_groups: int) -> tuple[Indices, float]:
+def _path_pool(problem: StageProblem, shapes: list[Shape]) -> tuple[Indices, float]:
     """Paths for different numbers of microbatches in flight, and a lower bound on the seconds of a step.
 
     All groups together hold at least one microbatch of every layer and have the memory of all: no path that they
     divide among themselves is faster than the chain's bound for so much memory.
     """
+    groups = shapes[0].num_groups
     found: list[Indices] = []
     lower_s = 0.0
-    flight = 1
-    while flight <= max(problem.num_microbatches, 1):
-        paths = fastest_paths(problem.chain(flight), max_prices=_POOL_PRICES, max_caps=_POOL_CAPS, mixes=False)
+    for flight in _typical_flights(shapes):
+        chain = problem.chain(flight)
+        aim = groups * problem.limit_bytes
+        paths = fastest_paths(chain, max_prices=_POOL_PRICES, max_caps=_POOL_CAPS, mixes=False, aim_bytes=aim)
         if flight == 1:
-            lower_s = paths.lower_bound_s(num_groups * problem.limit_bytes) / num_groups
+            lower_s = paths.lower_bound_s(aim) / groups
         found.append(np.unique(np.stack(paths.paths), axis=0))
-        flight = max(flight * 4, flight + 1)
-    merged = np.unique(np.concatenate(found), axis=0)
-    return merged[np.linspace(0, len(merged) - 1, min(_MAX_POOL, len(merged))).astype(np.intp)], lower_s
+    return np.unique(np.concatenate(found), axis=0), lower_s
 
 
-def _renumber(paths: Indices, rows: tuple[Indices, ...]) -> Indices:
-    return np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
+def _typical_flights(shapes: list[Shape]) -> list[int]:
+    """1, and what is usual in these shapes, neighbours no nearer than a quarter."""
+    usual: set[int] = set()
+    for shape in shapes:
+        flights = estimate_flights(shape)
+        usual |= {max(flights), round(sum(flights) / len(flights))}
+    found = [1]
+    for flight in sorted(usual):
+        if flight > 1.25 * found[-1]:
+            found.append(flight)
+    return found

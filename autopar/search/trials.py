@@ -32,6 +32,9 @@ __all__ = ["CandidateCache", "Setting", "Task", "Trial", "batch_size", "make_set
 
 Array = npt.NDArray[np.float64]
 State = tuple[tuple[int, ...], Policy]
+_ENOUGH_MESHES = 6
+_WIDEST_INNER = 4  # nodes that the inner axes of a device group's meshes span at most
+
 CandidateCache = dict[tuple[object, ...], tuple[Candidate, ...]]
 
 
@@ -77,7 +80,12 @@ class Task:
         # A demanded degree for each of several names, and room for an axis more, takes as many axes.
         demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
         max_axes = max(self.request.max_axes, min(3, demanded + 1))
-        return mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
+        shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
+        if self.num_groups == 1 or len(shapes) <= _ENOUGH_MESHES:
+            return shapes
+        # With many groups there are many settings: on each, only usual sizes of the inner axes.
+        widest = _WIDEST_INNER * self.prices.devices_per_node
+        return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)
 
     @cached_property
     def shared_mesh(self) -> tuple[int, ...]:
@@ -224,8 +232,9 @@ def make_setting(
 ) -> Setting | None:
     """The setting, or None as `make_trial`."""
     scene = Scene(
-        task.program, task.prices, task.request.training, count, factors, shared, task.memory_price_s_per_byte
-    )
+        task.program, task.prices, task.request.training, count, factors, shared, task.memory_price_s_per_byte,
+        min(count, task.num_groups),
+    )  # fmt: skip
     by_class = {first: _class_candidates(task, scene, first, cache) for first in dict.fromkeys(task.classes)}
     if not all(by_class.values()):
         return None

@@ -1,0 +1,98 @@
+"""Closed forms for what the action lists say exactly: microbatches in flight, and about how long a step takes.
+
+A large schedule has a hundred thousand actions; the search looks at many and simulates only the most promising ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.plan import Stage
+from autopar.schedule import ScheduleActions
+from autopar.search.stage_constraints import Shape
+
+__all__ = ["count_flights", "estimate_flights", "estimate_s", "fill_share", "num_actions"]
+
+
+def count_flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:
+    """Per stage, the most microbatches between their forward and the end of their backward."""
+    held, most = Counter[int](), [0] * num_stages
+    for listed in actions:
+        for action in listed:
+            if action.kind == "F":
+                held[action.stage] += 1
+                most[action.stage] = max(most[action.stage], held[action.stage])
+            elif action.kind in ("B", "W"):
+                held[action.stage] -= 1
+    return tuple(most)
+
+
+def estimate_flights(shape: Shape) -> tuple[int, ...]:
+    """What `count_flights` finds in the schedule's lists, or more."""
+    groups, stages, count = shape.num_groups, shape.num_stages, shape.num_microbatches
+    if shape.schedule == "gpipe":
+        found = [count] * stages
+    elif shape.schedule in ("1f1b", "zbv"):
+        found = [stages - stage for stage in range(stages)]
+    elif shape.schedule == "interleaved_1f1b":
+        ranks = [_interleaved_flights(shape, rank) for rank in range(groups)]
+        found = [ranks[stage % groups][stage // groups] for stage in range(stages)]
+    else:
+        found = [groups if stage >= groups or stages == groups else 2 * groups for stage in range(stages)]
+    return tuple(min(count, flight) for flight in found)
+
+
+def _interleaved_flights(shape: Shape, rank: int) -> list[int]:
+    """Per stage of one device group: forwards go through its stages a round of microbatches each, backwards too."""
+    groups, count = shape.num_groups, shape.num_microbatches
+    rounds = shape.num_stages // groups
+    width = count // max(1, count // groups)
+    ahead = min(rounds * count, (rounds - 1) * width + 2 * (groups - 1 - rank))
+    held, most = [0] * rounds, [0] * rounds
+    for step in range(rounds * count):
+        stage = step // width % rounds
+        held[stage] += 1
+        most[stage] = max(most[stage], held[stage])
+        if step >= ahead:
+            held[rounds - 1 - (step - ahead) // width % rounds] -= 1
+    return most
+
+
+def fill_share(shape: Shape) -> float:
+    """What part of the sum of all stages' seconds goes by until the last device group has work, and when it ends."""
+    rounds = shape.num_stages // shape.num_groups
+    waiting = float(shape.num_groups - 1)
+    if shape.schedule == "zbv":
+        # Gradients of parameters fill two thirds of what was to be waited, if there are enough microbatches.
+        waiting *= min(1.0, max(1 / 3, (5 - 2 * shape.num_microbatches / shape.num_groups) / 3))
+    elif shape.schedule == "interleaved_zero_bubble":
+        waiting *= 0.8
+    return (rounds + waiting) / shape.num_stages
+
+
+def estimate_s(shape: Shape, stages: Sequence[Stage], in_flight: Sequence[int]) -> float:
+    """About what `pipeline_step_s` says.
+
+    From one microbatch to the next, every device group has its own work to do; and no stage has more microbatches in
+    flight than the schedule lets it, each of which goes through all stages behind it and back.
+    """
+    works: dict[int, float] = {}
+    once: dict[int, float] = {}
+    period = behind = 0.0
+    for stage, flight in zip(reversed(stages), reversed(in_flight), strict=True):
+        seconds = stage.forward_s + stage.backward_s
+        works[stage.group] = works.get(stage.group, 0.0) + seconds
+        once[stage.group] = once.get(stage.group, 0.0) + stage.step_s
+        behind += seconds + stage.send_forward_s
+        period = max(period, behind / flight)
+        behind += stage.send_backward_s
+    period = max(period, *works.values())
+    if shape.schedule == "gpipe":
+        period = max(stage.forward_s for stage in stages) + max(stage.backward_s for stage in stages)
+    return (shape.num_microbatches - 1) * period + fill_share(shape) * behind + max(once.values())
+
+
+def num_actions(shape: Shape) -> int:
+    """About how many actions the schedule's lists have."""
+    return 6 * shape.num_stages * shape.num_microbatches
