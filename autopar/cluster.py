@@ -105,7 +105,9 @@ class Link:
             *device*, with all
             devices of a node sending at once.
         latency_s: of any collective, however small.
-        step_s: further latency of each step from device to device.
+        step_s: further latency of each step from device to device (from node to node on a link between nodes).
+        ring_step_s: between nodes, what each device of the ring of an all-gather or a reduce-scatter adds; 0: as `step_s`
+            for each node.
         ramp_s: time lost while the pipeline fills, at most.
         ramp_bytes: buffer size at which half of it is lost.
         nodes_at_half_rate: a link between nodes: how many of them crowd the network so that half of its rate is left;
@@ -124,6 +126,7 @@ class Link:
     ramp_s: float = 0.0
     ramp_bytes: float = 8 * 2.0**20
     nodes_at_half_rate: float = 1e9
+    ring_step_s: float = 0.0
     is_mesh: bool = False
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
@@ -136,7 +139,7 @@ class Link:
             "ramp_bytes",
             "nodes_at_half_rate",
         )
-        _check_numbers(self, positive=rates, fractions=(), others=("latency_s", "step_s", "ramp_s"))
+        _check_numbers(self, positive=rates, fractions=(), others=("latency_s", "step_s", "ramp_s", "ring_step_s"))
 
 
 @dataclass(frozen=True)
@@ -442,6 +445,7 @@ _B200 = Device(
 _GB200 = replace(
     _B200,
     name="GB200-186GB",
+    sustained_fraction=0.7,
     memory_bytes=184.0 * _GIB,
     flops_per_s={
         "bfloat16": 2500 * _TFLOPS, "float16": 2500 * _TFLOPS,
@@ -455,7 +459,7 @@ _GB200 = replace(
         "estimate: 0.76 over usual shapes",
     },
 )  # fmt: skip
-_GB300 = replace(_GB200, name="GB300-288GB", memory_bytes=277.0 * _GIB)
+_GB300 = replace(_GB200, name="GB300-288GB", sustained_fraction=0.85, memory_bytes=277.0 * _GIB)
 _MI300X = Device(
     name="MI300X-192GB",
     memory_bytes=191.5 * _GIB,
@@ -541,13 +545,14 @@ _XGMI = _link(
 )  # fmt: skip
 _NDR = _link(
     "400 Gb/s per device", 49, 33, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
-    nodes_at_half_rate=256,
+    nodes_at_half_rate=256, ring_step_s=8e-6,
     sources={
         "all_reduce_bytes_per_s": "published: HW-0223 (46 to 48 GB/s a NIC); HW-0072 and HW-0077 agree",
         "gather_bytes_per_s": "estimate: between the NIC's rate and HW-0228 (25 GB/s on 32 nodes)",
         "exchange_bytes_per_s": "estimate: as a gather",
         "latency_s": "estimate: fitted to HW-0048 to HW-0072", "step_s": "estimate: the same",
         "ramp_s": "estimate: the same", "ramp_bytes": "estimate: the same",
+        "ring_step_s": "estimate: fitted to HW-0239 to HW-0243 (upper ends, 64 to 512 devices) at 256 MB, HW-0228 at 2 GiB",
         "nodes_at_half_rate": "estimate: fitted to HW-0075 (12 nodes) and HW-0229 (32 nodes)",
     },
 )  # fmt: skip
@@ -559,13 +564,13 @@ _EFA4 = replace(
 )
 _HDR = _link(
     "200 Gb/s per device", 23.5, 20, 17.5, latency_s=50e-6, step_s=15e-6,
-    ramp_s=320e-6, ramp_bytes=12 * 2.0**20, nodes_at_half_rate=256,
+    ramp_s=320e-6, ramp_bytes=12 * 2.0**20, nodes_at_half_rate=256, ring_step_s=8e-6,
     sources=dict.fromkeys(
         ("all_reduce_bytes_per_s", "gather_bytes_per_s", "exchange_bytes_per_s"),
         "estimate: half of a 400 Gb/s NIC (data sheet of the usual 8-device node)",
     )
     | dict.fromkeys(
-        ("latency_s", "step_s", "ramp_s", "ramp_bytes", "nodes_at_half_rate"), "estimate: as the 400 Gb/s NIC"
+        ("latency_s", "step_s", "ramp_s", "ramp_bytes", "nodes_at_half_rate", "ring_step_s"), "estimate: as the 400 Gb/s NIC"
     ),
 )  # fmt: skip
 _LOOPBACK = _link(

@@ -104,7 +104,7 @@ def _terms_across(cluster: Cluster, kind: str, size: int, per_node: int, num_nod
     within, between = cluster.within, cluster.between
     share_within, share_between = _shares(kind, size, per_node, num_nodes)
     return CollectiveTerms(
-        between.latency_s + between.step_s * _num_hops(kind, num_nodes) + within.step_s * (per_node - 1),
+        between.latency_s + _steps_s(between, kind, size, num_nodes) + within.step_s * (per_node - 1),
         max(
             share_within / _rate_within(cluster, kind, cluster.devices_per_node),
             share_between / _rate(between, kind) * (1 + num_nodes / between.nodes_at_half_rate),
@@ -120,6 +120,13 @@ def _shares(kind: str, size: int, per_node: int, num_nodes: int) -> tuple[float,
         return (per_node - 1) / size, (size - per_node) / size
     within = traffic_share(kind, size) if per_node > 1 else 0.0
     return within, traffic_share(kind, num_nodes) / per_node
+
+
+def _steps_s(between: Link, kind: str, size: int, num_nodes: int) -> float:
+    """Latency of all steps one after the other: a ring goes through every device, a tree from node to node."""
+    if kind in ("all_gather", "reduce_scatter") and between.ring_step_s:
+        return between.ring_step_s * (size - 1)
+    return between.step_s * _num_hops(kind, num_nodes)
 
 
 def _num_hops(kind: str, num_nodes: int) -> int:
