@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.placement import REPLICATE, Layout, refine_mesh, shard
 from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer, Stage
 from autopar.program import Layer, Op, Option, Program
-from autopar.schedule import stage_group
+from autopar.schedule import SCHEDULES, schedule_problem, stage_group
 from autopar.search.meshes import mesh_shapes
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from autopar.search.storage import storage_layout
@@ -57,13 +57,33 @@ def random_pipeline(
     """A legal plan with stages: random strategies on each device group, random cuts."""
     rng = random.Random(seed)
     plan = random_plan(program, world_size // num_groups, seed, num_microbatches)
-    num_stages = {"gpipe": 1, "1f1b": 1, "interleaved_zero_bubble": rng.choice((1, 2))}.get(schedule, 2) * num_groups
-    cuts = sorted(rng.sample(range(1, len(program.layers)), num_stages - 1))
-    bounds = itertools.pairwise([0, *cuts, len(program.layers)])
+    rounds = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "interleaved_zero_bubble": (1, 2), "zbv": (2,)}
+    possible = [count for count in rounds[schedule] if count * num_groups <= len(program.layers)]
+    return with_stages(plan, num_groups, schedule, rng.choice(possible) * num_groups, rng)
+
+
+def pipelines_of(program: Program, num_groups: int, num_microbatches: int) -> tuple[str, ...]:
+    """The schedules by which `program` can run on so many device groups, in so many microbatches."""
+    if len(program.layers) < num_groups:
+        return ()
+    rounds = 2 if len(program.layers) >= 2 * num_groups else 1
+    counts = {name: (1 if name in ("gpipe", "1f1b") else 2) * num_groups for name in SCHEDULES}
+    counts["interleaved_zero_bubble"] = num_groups
+    return tuple(
+        name
+        for name, count in counts.items()
+        if count <= rounds * num_groups and not schedule_problem(name, num_groups, count, num_microbatches)
+    )
+
+
+def with_stages(plan: Plan, num_groups: int, schedule: str, num_stages: int, rng: random.Random) -> Plan:
+    """`plan` on each of several device groups, each of which runs its part of randomly cut stages."""
+    cuts = sorted(rng.sample(range(1, len(plan.layers)), num_stages - 1))
+    bounds = itertools.pairwise([0, *cuts, len(plan.layers)])
     stages = tuple(
         Stage(start, stop, stage_group(schedule, index, num_groups)) for index, (start, stop) in enumerate(bounds)
     )
-    return replace(plan, world_size=world_size, stages=stages, schedule=schedule)
+    return replace(plan, world_size=plan.world_size * num_groups, stages=stages, schedule=schedule)
 
 
 def shared_parameters(program: Program) -> tuple[str, ...]:
@@ -171,4 +191,4 @@ def _random_boundary(program: Program, name: str, mesh: Mesh, num_microbatches: 
     return tuple(layout)
 
 
-__all__ = ["option_choices", "random_plan", "shared_parameters"]
+__all__ = ["option_choices", "pipelines_of", "random_pipeline", "random_plan", "shared_parameters", "with_stages"]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from tests.models import ZOO
-from tests.random_plans import random_plan
+from tests.random_plans import pipelines_of, random_pipeline, random_plan
 from tests.zoo import Subject, assert_parity, subject, trained_alone
 
 SETTINGS = settings(
     deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), max_examples=7
 )
+
+ONE_LAYER = ("unet", "contrastive")
+DEEP = ("deep_half_frozen", "deep_batch_normed")
 
 
 def check(name: str, world: int, seed: int, num_microbatches: int) -> None:
@@ -31,9 +34,33 @@ def check_subject(who: Subject, world: int, seed: int, num_microbatches: int) ->
     assert_parity(who, random_plan(program, world, seed, num_microbatches))
 
 
+def check_pipeline(who: Subject, data: st.DataObject) -> None:
+    """Train by one random pipeline: any groups, schedule, cuts and strategies that the program's layers allow."""
+    program = who.traced.program
+    counts = [n for n in (1, 2, 4) if isinstance(time_assignment(program, n), TimeAssignment)]
+    choices = [
+        (world, groups, schedule, count)
+        for world in (2, 4, 8)
+        for groups in (2, 4)
+        for count in counts
+        for schedule in pipelines_of(program, groups, count)
+        if groups <= world
+    ]
+    assume(choices)
+    world, groups, schedule, count = data.draw(st.sampled_from(choices))
+    plan = random_pipeline(program, world, data.draw(st.integers(0, 10**6)), groups, schedule, count)
+    assert_parity(who, plan)
+
+
 @pytest.mark.parametrize(("name", "world"), [("flat", 2), ("unet", 4), ("contrastive", 2)])
 def test_a_random_plan(name: str, world: int) -> None:
     check(name, world, seed=1, num_microbatches=1)
+
+
+@pytest.mark.parametrize(("name", "groups", "schedule"), [("flat", 2, "zbv"), ("crossing", 4, "gpipe")])
+def test_a_random_pipeline(name: str, groups: int, schedule: str) -> None:
+    who = subject(name)
+    assert_parity(who, random_pipeline(who.traced.program, 4, 1, groups, schedule, 2))
 
 
 @pytest.mark.slow
@@ -45,14 +72,22 @@ def test_random_plans(name: str, world: int, seed: int, num_microbatches: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "plain_gpt", "flat", "unet"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "plain_gpt", "flat", "unet", "crossing"])
 def test_random_plans_on_8_devices(name: str) -> None:
     for seed in range(2):
         check(name, 8, seed, 1 + seed)
 
 
-class Stack(nn.Module):
-    """A random stack of small ops on [batch, 8, 16]; some of its weights are used twice."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(name for name in ZOO if name not in ONE_LAYER), *DEEP])
+@settings(SETTINGS, max_examples=2)
+@given(data=st.data())
+def test_random_pipelines(name: str, data: st.DataObject) -> None:
+    check_pipeline(subject(name), data)
+
+
+class Steps(nn.Module):
+    """Small ops on [batch, 8, 16]; some of its weights are used twice."""
 
     def __init__(self, kinds: list[str]) -> None:
         super().__init__()
@@ -62,11 +97,11 @@ class Stack(nn.Module):
         self.scale = nn.Parameter(torch.ones(16))
         self.conv = nn.Conv1d(8, 8, 3, padding=1)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """[batch, 8, 16] twice -> a scalar."""
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 8, 16] -> the same."""
         for index, kind in enumerate(self.kinds):
             x = self.step(kind, self.linears[index % 2], x)
-        return functional.mse_loss(x * self.scale, y)
+        return x * self.scale
 
     def step(self, kind: str, linear: nn.Module, x: Tensor) -> Tensor:
         """One op, or a few that belong together."""
@@ -97,6 +132,39 @@ class Stack(nn.Module):
                 raise ValueError(kind)
 
 
+class Stack(nn.Module):
+    """A random stack of small ops."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.steps = Steps(kinds)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[batch, 8, 16] twice -> a scalar."""
+        return functional.mse_loss(self.steps(x), y)
+
+
+class Tower(nn.Module):
+    """A random op per layer; values that skip layers, weights that layers share."""
+
+    def __init__(self, kinds: list[str], skips: list[tuple[int, int]], ties: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.floors = nn.ModuleList(Steps([kind, kind]) for kind in kinds)
+        self.skips = skips
+        for first, second in ties:
+            self.floors[second].linears = self.floors[first].linears
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[batch, 8, 16] twice -> a scalar."""
+        below: list[Tensor] = []
+        for index, floor in enumerate(self.floors):
+            below.append(x)
+            for source in (low for low, high in self.skips if high == index and low < index):
+                x = x + below[source] / 2
+            x = floor(x)
+        return functional.mse_loss(x, y)
+
+
 KINDS = ("linear", "norm", "attention", "transpose", "split", "reduce", "conv", "broadcast", "whole")
 
 
@@ -113,3 +181,14 @@ def test_random_models_by_random_plans(kinds: list[str], world: int, seed: int, 
     inputs = {"x": torch.randn(8, 8, 16, dtype=torch.float64), "y": torch.randn(8, 8, 16, dtype=torch.float64)}
     who = trained_alone(Stack(kinds).double(), inputs)
     check_subject(who, world, seed, num_microbatches)
+
+
+@pytest.mark.slow
+@settings(SETTINGS, max_examples=12)
+@given(data=st.data())
+def test_random_models_by_random_pipelines(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=4, max_size=9))
+    pairs = st.lists(st.tuples(st.integers(0, len(kinds) - 1), st.integers(0, len(kinds) - 1)), max_size=2)
+    model = Tower(kinds, data.draw(pairs), data.draw(pairs)).double()
+    inputs = {"x": torch.randn(8, 8, 16, dtype=torch.float64), "y": torch.randn(8, 8, 16, dtype=torch.float64)}
+    check_pipeline(trained_alone(model, inputs), data)
