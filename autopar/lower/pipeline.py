@@ -25,7 +25,7 @@ from autopar.lower.lowering import Lies
 from autopar.lower.microbatch import join_microbatches
 from autopar.lower.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
 from autopar.lower.split_backward import SplitBackward
-from autopar.lower.step import StepGradients, release_later, trained_parameters
+from autopar.lower.step import StepGradients, release_later, spread_overflow, trained_parameters
 from autopar.schedule import Action, ScheduleActions
 
 __all__ = ["run_pipeline"]
@@ -59,9 +59,7 @@ def run_pipeline(executor: Executor, tensors: Sequence[Tensor], base_seed: int) 
     found = step.results(_returned(executor))
     parameters = trained_parameters(executor)
     released = step.gradients_of(list(parameters))
-    found[program.loss] = release_later(
-        found[program.loss], released, list(parameters.values()), _agree_finite(executor)
-    )
+    found[program.loss] = release_later(found[program.loss], released, list(parameters.values()), step.spread_overflow)
     return found
 
 
@@ -91,18 +89,6 @@ def _split_layers(executor: Executor, actions: ScheduleActions) -> frozenset[int
         if all(strategy.recompute != "full" and strategy.zero < 3 for strategy in strategies):
             found.update(stages.ranges[stage])
     return frozenset(found)
-
-
-def _agree_finite(executor: Executor) -> Any:
-    """See `release_later`: overflows are looked for across the groups, as torch looks on one group's mesh only."""
-
-    def agree(is_finite: bool) -> bool:
-        talk = executor.communicator
-        flag = torch.tensor(float(is_finite), device=talk.device)
-        with naming_failures(executor.stages.who, "the search for overflows in all stages"):
-            return bool(talk.all_reduce(-flag, executor.stages.axis, "max") < 0)
-
-    return agree
 
 
 @dataclass
@@ -179,6 +165,12 @@ class _PipelineStep:
                 with naming_failures(who, f"the exchange of the gradients of {name!r}"):
                     found[name] = executor.store.wrap(name, self._sum_over_groups(local, groups))
         return [found[name] for name in names]
+
+    def spread_overflow(self, gradients: Sequence[Tensor | None]) -> None:
+        """See `step.spread_overflow`."""
+        talk, stages = self.executor.communicator, self.executor.stages
+        with naming_failures(stages.who, "the search for overflows in all stages"):
+            spread_overflow(gradients, lambda flag: talk.all_reduce(flag.to(talk.device), stages.axis, "max"))
 
     def _sum_over_groups(self, x: Tensor, groups: Sequence[int]) -> Tensor:
         """The sum of the tensors that these groups have here, in their order: the same bits on each."""
@@ -432,7 +424,9 @@ class _BackwardHalf:
         given = zip(self.names, gradients, strict=True)
         self.step.output_gradients = {name: g for name, g in given if g is not None}
         self.step.run(self.actions)
-        return self.step.gradients_of(self.parameters)
+        found = self.step.gradients_of(self.parameters)
+        self.step.spread_overflow(found)  # whether they are scaled can't be seen here
+        return found
 
 
 class _Outputs(torch.autograd.Function):

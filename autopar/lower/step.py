@@ -20,7 +20,7 @@ from autopar.lower.execution import Executor
 from autopar.lower.layer_runner import LayerUse
 from autopar.lower.parameters import Gathering
 
-__all__ = ["StepGradients", "release_later", "trained_parameters"]
+__all__ = ["StepGradients", "release_later", "spread_overflow", "trained_parameters"]
 
 
 def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
@@ -121,11 +121,31 @@ def _leaf(value: Tensor, requires_grad: bool) -> Tensor:
     return value.detach().requires_grad_(requires_grad)
 
 
+def spread_overflow(gradients: Sequence[Tensor | None], any_rank: Callable[[Tensor], Tensor]) -> None:
+    """Where some rank's gradients are not finite, make every rank's not finite: a gradient scaler, which looks on the
+    devices of one stage only, then skips the step on all of them.
+
+    Args:
+        gradients: of this rank, changed in place.
+        any_rank: a scalar that is 1.0 or 0.0 here -> the largest on all ranks.
+    """
+    locals_ = _locals(gradients)
+    flags = [local.isfinite().all().logical_not() for local in locals_]
+    is_bad = any_rank(torch.stack(flags).any().float() if flags else torch.zeros(())) > 0
+    for local in locals_:
+        first = local.view(-1)[:1]
+        first.copy_(torch.where(is_bad, torch.inf, first))
+
+
+def _locals(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    return [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients if g is not None]
+
+
 def release_later(
     loss: Tensor,
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
-    agree_finite: Callable[[bool], bool] | None = None,
+    spread: Callable[[Sequence[Tensor | None]], None] | None = None,
 ) -> Tensor:
     """`loss` with a backward that gives `gradients` to `parameters`, scaled by the gradient that comes in.
 
@@ -133,35 +153,33 @@ def release_later(
         loss: a scalar outside autograd.
         gradients: one per parameter.
         parameters: where they go; there may be none, and the loss is differentiable all the same.
-        agree_finite: whether gradients are finite here -> whether they are on every rank.  Called if they are scaled
-            (by a gradient scaler); where some rank has an overflow all get one, so that all skip the same step.
+        spread: see `spread_overflow`.  Called if they are scaled (by a gradient scaler): with stages an overflow may be
+            in one of them only.
     """
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    return call_function(_Release, loss, _Waiting(list(gradients), agree_finite), anchor, *parameters)
+    return call_function(_Release, loss, _Waiting(list(gradients), spread), anchor, *parameters)
 
 
 class _Waiting:
     """Gradients that wait for ``loss.backward()``; they can be taken once."""
 
-    def __init__(self, gradients: list[Tensor | None], agree_finite: Callable[[bool], bool] | None) -> None:
+    def __init__(
+        self, gradients: list[Tensor | None], spread: Callable[[Sequence[Tensor | None]], None] | None
+    ) -> None:
         self._gradients: list[Tensor | None] | None = gradients
-        self._agree_finite = agree_finite
+        self._spread = spread
 
     def take(self, scale: Tensor) -> list[Tensor | None]:
         if self._gradients is None:
             raise AutoparError(
                 "the gradients of this step were already released by an earlier backward(): with "
-                "microbatches, call the model again before each backward()"
+                "microbatches or pipeline stages, call the model again before each backward()"
             )
         gradients, self._gradients = self._gradients, None
-        locals_ = [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients if g is not None]
-        for local in locals_:
+        for local in _locals(gradients):
             local.mul_(scale.to(local.dtype))
-        if self._agree_finite is not None and float(scale) != 1.0:
-            is_finite = all(bool(torch.isfinite(local).all()) for local in locals_)
-            if not self._agree_finite(is_finite):
-                for local in locals_:
-                    local.view(-1)[:1] = torch.inf
+        if self._spread is not None and float(scale) != 1.0:
+            self._spread(gradients)
         return gradients
 
 
