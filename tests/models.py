@@ -418,6 +418,7 @@ ZOO: Mapping[str, Callable[[], Model]] = {
 # At least six layers each, and a batch for 4 microbatches on 4 devices a stage.
 PIPELINE_ZOO: Mapping[str, Callable[[], Model]] = {
     "deep_gpt2": partial(make_gpt2, batch=16, layers=4, length=8),
+    "deeper_gpt2": partial(make_gpt2, batch=16, layers=6, length=8),
     "deep_llama": partial(make_llama, batch=16, layers=4, length=8),
     "deep_t5": partial(make_t5, batch=16, layers=2, length=16),
     "deep_bert": partial(make_bert, batch=16, layers=4, length=8),

@@ -15,6 +15,7 @@ from torch import nn
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
+from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.rehearsal import Run, keep_double, keep_double_program, run_parallel, run_single
 from autopar.search import SearchRequest, search
@@ -59,10 +60,18 @@ def quick_prices(world_size: int) -> ClusterPrices:
 
 
 @cache
-def plan_for(name: str, world_size: int, constraints: tuple[str, ...] = (), dtype: torch.dtype = torch.float64) -> Plan:
-    """The plan that a search finds for a model of the zoo."""
+def plan_for(
+    name: str,
+    world_size: int,
+    constraints: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float64,
+    *,
+    stages: bool = False,
+) -> Plan:
+    """The plan that a search finds for a model of the zoo; with `stages` it may be a pipeline."""
     program = subject(name, dtype).traced.program
-    return search(program, world_size, quick_prices(world_size), SearchRequest(constraints=constraints))
+    request = SearchRequest(constraints=constraints, schedules=schedule_actions if stages else None)
+    return search(program, world_size, quick_prices(world_size), request)
 
 
 # By subject, so that a later one at the same address finds nothing of an earlier one.
