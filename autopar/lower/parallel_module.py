@@ -275,7 +275,23 @@ class ParallelModule(nn.Module):
             return self._executor
         made = tuple(factory())
         executable = Executable(*made, *trained[len(made) :])
+        self._check_places(executable)
         return Executor(executable, self._store, self._communicator, self._compile_layers)
+
+    def _check_places(self, evaluated: Executable) -> None:
+        """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads in eval mode."""
+        stages = StageMap(evaluated.program, evaluated.plan, self._communicator.rank)
+        own = self._executor.stages
+        for name, groups in stages.holders.items():
+            stored = self._store.stored.get(self._store.first_name.get(name, name))
+            held = groups if stored is None else stored.groups
+            if stages.axis != own.axis or not set(groups) <= set(held):
+                raise PlanMismatchError(
+                    f"in eval mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but the "
+                    f"pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss of a "
+                    "batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into the "
+                    "original model"
+                )
 
     @torch.no_grad()
     def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
