@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,8 @@ class LoweredProgram:
         title = f"# layer kind {kind} ({len(users)}: {users[0]} ...) on mesh {strategy.mesh}"
         return f"{title}, zero {strategy.zero}, recompute {strategy.recompute}\n{format_code(lowered.module)}"
 
+
+_NOTHING = "nothing_to_train"
 
 EvalFactory = Callable[[], Sequence[Any]]
 
@@ -142,6 +144,8 @@ class ParallelModule(nn.Module):
         self._store = make_store(self, module, draws, stages, communicator, mesh)
         self._executor = Executor(executable, self._store, communicator, compile_layers)
         self._agreed: set[int] = set()
+        # Not registered: no name of the original's state.
+        object.__setattr__(self, _NOTHING, nn.Parameter(torch.empty(0, device=communicator.device)))
         self.whole_outputs = False
         self.training = module.training
 
@@ -180,7 +184,21 @@ class ParallelModule(nn.Module):
         else:
             values = executor.run(tensors, seed)
         self._update_buffers(executor, values)
+        if executor.stages.is_pipeline and not self._trains():
+            self._give_nothing_a_gradient(values)
         return executable.unflatten_outputs(self._outputs(executor, values))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, for the stages of this rank.
+
+        If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
+        scalers want one with a gradient, and the loop of this rank is to run as that of the others.
+        """
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        if self._executor.stages.is_pipeline and not self._trains():
+            yield f"{prefix}.{_NOTHING}".removeprefix("."), getattr(self, _NOTHING)
 
     def recording(self) -> AbstractContextManager[list[Collective]]:
         """A context that lists every collective that this rank runs inside it.
@@ -198,7 +216,8 @@ class ParallelModule(nn.Module):
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
-        gradients = [(self._store.stored[name], p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        own = super().named_parameters()
+        gradients = [(self._store.stored[name], p.grad) for name, p in own if p.grad is not None]
         return clip_gradients(
             gradients,
             self._store.mesh,
@@ -232,6 +251,15 @@ class ParallelModule(nn.Module):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+    def _trains(self) -> bool:
+        return any(parameter.requires_grad for _, parameter in super().named_parameters())
+
+    def _give_nothing_a_gradient(self, values: dict[str, Tensor]) -> None:
+        """One without elements, from whatever the backward starts at."""
+        for name, value in values.items():
+            if value.requires_grad:
+                values[name] = value + getattr(self, _NOTHING).sum().to(value.dtype)
 
     def _flatten(self, executor: Executor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The call's tensors; in the first call of a mode, ranks make sure that they got the same."""
@@ -287,10 +315,10 @@ class ParallelModule(nn.Module):
             held = groups if stored is None else stored.groups
             if stages.axis != own.axis or not set(groups) <= set(held):
                 raise PlanMismatchError(
-                    f"in eval mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but the "
-                    f"pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss of a "
-                    "batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into the "
-                    "original model"
+                    f"in eval mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
+                    f"the pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss "
+                    "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
+                    "the original model"
                 )
 
     @torch.no_grad()

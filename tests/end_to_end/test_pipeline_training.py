@@ -198,13 +198,43 @@ def check_scaler(*, has_loss: bool = True, **kwargs: Any) -> None:
         assert all(torch.equal(after[n], before[n]) for n in after) == skips
 
 
+def check_frozen() -> None:
+    """Transfer learning with a stage that trains nothing: filters, clipping and scalers run as on the other ranks."""
+    single, inputs = make("deep_half_frozen")
+    parallel = cut(copy.deepcopy(single), inputs)
+    trains = any(isinstance(p, DTensor) and p.requires_grad for p in parallel.parameters())
+    assert trains == (dist.get_rank() == 1)
+    losses: list[list[float]] = []
+    for model in (single, parallel):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(**inputs))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(0.1) if isinstance(model, ParallelModule) else clip_grad_norm_(
+                model.parameters(), 0.1
+            )
+            scaler.step(optimizer)
+            scaler.update()
+            losses[-1].append(loss.item())
+        assert scaler.get_scale() == 8.0
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert_near(state_of(parallel), state_of(single), 1e-4, floor=1e-2)
+    assert str(parallel.load_state_dict(single.state_dict())) == "<All keys matched successfully>"
+
+
 def test_the_users_own_loop() -> None:
     launch(
         2,
+        partial(check_frozen),
         partial(check_loops, "1f1b"),
         partial(check_loops, "zbv"),
         partial(check_learning_rates),
         partial(check_scaler),
+        partial(check_scaler, has_loss=False, schedule="gpipe", num_microbatches=1),
     )
 
 
