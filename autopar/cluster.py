@@ -106,8 +106,8 @@ class Link:
             devices of a node sending at once.
         latency_s: of any collective, however small.
         step_s: further latency of each step from device to device (from node to node on a link between nodes).
-        ring_step_s: between nodes, what each device of the ring of an all-gather or a reduce-scatter adds; 0: as `step_s`
-            for each node.
+        ring_step_s: between nodes, what each device of the ring of an all-gather or reduce-scatter adds; 0: as
+            `step_s` for each node.
         ramp_s: time lost while the pipeline fills, at most.
         ramp_bytes: buffer size at which half of it is lost.
         nodes_at_half_rate: a link between nodes: how many of them crowd the network so that half of its rate is left;
@@ -432,7 +432,7 @@ _B200 = Device(
     new_attention_efficiency=0.5,
     memory_efficiency=0.725,
     launch_s=4e-6,
-    sustained_fraction=0.85,
+    sustained_fraction=0.75,
     reserved_memory_bytes=3e9,
     sources=_gpu_sources(
         _SEEN,
@@ -459,7 +459,7 @@ _GB200 = replace(
         "estimate: 0.76 over usual shapes",
     },
 )  # fmt: skip
-_GB300 = replace(_GB200, name="GB300-288GB", sustained_fraction=0.85, memory_bytes=277.0 * _GIB)
+_GB300 = replace(_GB200, name="GB300-288GB", sustained_fraction=0.9, memory_bytes=277.0 * _GIB)
 _MI300X = Device(
     name="MI300X-192GB",
     memory_bytes=191.5 * _GIB,
@@ -552,7 +552,7 @@ _NDR = _link(
         "exchange_bytes_per_s": "estimate: as a gather",
         "latency_s": "estimate: fitted to HW-0048 to HW-0072", "step_s": "estimate: the same",
         "ramp_s": "estimate: the same", "ramp_bytes": "estimate: the same",
-        "ring_step_s": "estimate: fitted to HW-0239 to HW-0243 (upper ends, 64 to 512 devices) at 256 MB, HW-0228 at 2 GiB",
+        "ring_step_s": "estimate: fitted to HW-0239 to HW-0243 (upper ends) taken as 256 MB, and HW-0228 at 2 GiB",
         "nodes_at_half_rate": "estimate: fitted to HW-0075 (12 nodes) and HW-0229 (32 nodes)",
     },
 )  # fmt: skip
@@ -570,7 +570,8 @@ _HDR = _link(
         "estimate: half of a 400 Gb/s NIC (data sheet of the usual 8-device node)",
     )
     | dict.fromkeys(
-        ("latency_s", "step_s", "ramp_s", "ramp_bytes", "nodes_at_half_rate", "ring_step_s"), "estimate: as the 400 Gb/s NIC"
+        ("latency_s", "step_s", "ramp_s", "ramp_bytes", "nodes_at_half_rate", "ring_step_s"),
+        "estimate: as the 400 Gb/s NIC",
     ),
 )  # fmt: skip
 _LOOPBACK = _link(

@@ -1,0 +1,42 @@
+"""The constants that are fitted to published training runs, each with one value for all rows.
+
+`Device.sustained_fraction` of the presets (`autopar/cluster.py`) is the other kind; `sustained` overrides it here when
+a source is held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost.overlap import TAKEN
+
+__all__ = ["CALIBRATED", "PRIORS", "Calibration"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibrated constants.
+
+    Args:
+        taken: part of a device's speed that a collective takes from compute beside it.
+        hidden_tensor: part of tensor-parallel communication that runs beside the products it belongs to, in stacks
+            that cut both into pieces.
+        omni_path: what many rings at once get of Omni-Path, relative to InfiniBand of the same rate.
+        row_scaled: rate of 8-bit products with a scale for each row, relative to one scale for all.
+        power_limited: what a device whose source calls it power limited, and no more, keeps of its rates.
+        sustained: per preset, instead of its own `Device.sustained_fraction`.
+    """
+
+    taken: float = TAKEN
+    hidden_tensor: float = 0.5
+    omni_path: float = 0.25
+    row_scaled: float = 0.75
+    power_limited: float = 0.6
+    sustained: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+CALIBRATED = Calibration()
+
+PRIORS = {"taken": 0.15, "hidden_tensor": 0.0, "omni_path": 1.0, "row_scaled": 1.0, "power_limited": 1.0}
+"""What one would take without any such row: a collective runs on some 20 of 132 cores; no more is lost or hidden."""

@@ -1,0 +1,104 @@
+"""What each training stack does, the same for all of its rows, and where that is known from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from benchmarks.published.runs import Run
+
+__all__ = ["Stack", "stack_of"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A training stack.
+
+    Args:
+        name: for messages.
+        pattern: what its rows' sources match.
+        source: where its habits are known from.
+        fuses: chains of elementwise ops are one kernel each (a compiler, or fused layers written by hand).
+        attention: ``"new"`` kernels written for the newest devices (cuDNN), ``"flash2"``, or ``"flash1"``, which takes
+            twice as long as flash2 (abstract of FlashAttention-2, arXiv:2307.08691).
+        overlaps_data: gradients are reduced, and parameters gathered, beside compute.
+        hides_tensor: tensor-parallel communication is cut into pieces that run beside the products.
+        gradient_bytes: per element of a gradient, when it is reduced.
+        state_bytes: per parameter, what the optimizer's kernels read and write.
+        copied_bytes: per whole parameter and microbatch, what gathering and reducing shards copies locally.
+        sums_bytes: per parameter and further microbatch, what adding its gradients moves.
+        stops_early: a recomputed layer stops before its last product, whose result nobody reads.
+        casts_weights: weights are quantised in each microbatch, not once a step.
+        splits_sends: tensor-parallel ranks send a slice each to the next stage.
+        gathers_apart: how many gathers each layer's parameters are cut into.
+        broadcasts: each rank broadcasts the parameters that it has updated.
+    """
+
+    name: str
+    pattern: str
+    source: str
+    fuses: bool = True
+    attention: str = "flash2"
+    overlaps_data: bool = True
+    hides_tensor: bool = False
+    gradient_bytes: int = 2
+    state_bytes: float = 30.0
+    copied_bytes: float = 0.0
+    sums_bytes: float = 6.0
+    stops_early: bool = False
+    casts_weights: bool = False
+    splits_sends: bool = False
+    gathers_apart: int = 1
+    broadcasts: bool = False
+
+
+_TORCH = Stack(
+    "torch", "torchtitan|torchao|torchtune|fms-fsdp",
+    "torch's _fsdp_collectives.py: parameters are split out of gathers (4 bytes, twice), gradients joined in float32",
+    gradient_bytes=4, copied_bytes=14.0, sums_bytes=12.0, stops_early=True, casts_weights=True,
+)  # fmt: skip
+_MEGATRON = Stack(
+    "megatron", "Megatron",
+    "Narayanan 2021 (arXiv:2104.04473): fused kernels, gradients reduced after the backward, sends scattered over "
+    "tensor ranks; its optimizer copies, unscales, clips and steps in kernels of their own (60 bytes)",
+    overlaps_data=False, state_bytes=60.0, splits_sends=True,
+)  # fmt: skip
+_STACKS = (
+    _TORCH,
+    Stack(
+        "composer", "MosaicML|llm-foundry|Composer",
+        "torch's _flat_param.py: gradients flattened, cast, divided; composer's DecoupledAdamW steps by single ops",
+        fuses=False, attention="flash1", gradient_bytes=4, state_bytes=92.0, copied_bytes=18.0, sums_bytes=12.0,
+        stops_early=True,
+    ),
+    Stack("paxml", "Paxml", "calibrated: gathers aren't hidden (2 rows)", attention="new", overlaps_data=False,
+          stops_early=True),
+    Stack("xla", "MaxText|XLA", "XLA's latency-hiding scheduler; the rows' own notes", attention="new",
+          stops_early=True),
+    Stack("nemo", "NeMo|Megatron-Bridge|DGX Cloud",
+          "the rows' own notes: overlapped gradients and parameters, gradients in bf16, tensor-parallel overlap",
+          attention="new", hides_tensor=True, sums_bytes=2.0),
+    Stack("internevo", "InternEvo|InternLM", "InternEvo's hybrid_zero_optim.py: each rank broadcasts what it updated",
+          fuses=False, broadcasts=True),
+    replace(_MEGATRON, name="deepspeed", pattern="ZeRO-3", gathers_apart=12, splits_sends=False,
+            source="DeepSpeed of 2021 gathers each tensor of a layer by itself, when it is needed"),
+    replace(_MEGATRON, name="bigscience", pattern="BigScience|DeepSpeed", splits_sends=False,
+            source="Megatron-DeepSpeed: as Megatron-LM, but sends whole activations"),
+    _MEGATRON,
+)  # fmt: skip
+
+
+def stack_of(run: Run) -> Stack:
+    """The stack that produced a row; what the row itself says about compiling, attention and precision counts first."""
+    found = next((stack for stack in _STACKS if re.search(stack.pattern, run.source)), None)
+    if found is None:
+        found = replace(_TORCH, name="other", source="none: taken as torch's own", fuses=False)
+    if found.name in ("torch", "other"):
+        found = replace(found, fuses=run.compile.startswith("y"))
+    if re.search("cudnn|flash ?attention ?-?3|fa3", run.attention):
+        found = replace(found, attention="new")
+    if "PURE" in run.precision:  # parameters, gradients and states in 16 bits
+        found = replace(found, gradient_bytes=2, state_bytes=found.state_bytes / 2, copied_bytes=8.0)
+    if "fp32 grad" in run.precision:
+        found = replace(found, sums_bytes=10.0)
+    return found
