@@ -28,7 +28,7 @@ from autopar.lower.random import generator_state
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search import SearchRequest, TrainingSpec, plan_like, search
 from autopar.search.prices import Prices
 from autopar.trace import (
     LossFunction,
@@ -325,8 +325,8 @@ def build(
 
     def lower_for_evaluation(inputs: ExampleInputs | None = example) -> tuple[Any, ...]:
         evaluated = trace_model(twin, inputs, training=False, dtype=setup.dtype)
-        return (evaluated.program, _plan_evaluation(evaluated.program, plan, communicator, setup), evaluated.constants,
-                evaluated.flatten_inputs, evaluated.unflatten_outputs)  # fmt: skip
+        alike = _plan_evaluation(evaluated.program, traced.program, plan, communicator, setup)
+        return (evaluated.program, alike, evaluated.constants, evaluated.flatten_inputs, evaluated.unflatten_outputs)
 
     return lower(
         traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
@@ -337,14 +337,19 @@ def build(
     )  # fmt: skip
 
 
-def _plan_evaluation(program: Program, trained: Plan, communicator: Communicator, setup: Setup) -> Plan:
-    """A plan for forward passes alone.
+def _plan_evaluation(
+    program: Program, trained_program: Program, trained: Plan, communicator: Communicator, setup: Setup
+) -> Plan:
+    """A plan for forward passes alone, with the stages of the plan for training.
 
     Prices are deterministic, and equal on all ranks, so every rank finds the same.
     """
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=communicator.world_size), None)
-    request = SearchRequest(trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1)
-    return search(program, communicator.world_size, prices, request)
+    request = SearchRequest(
+        trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1,
+        schedules=schedule_actions,
+    )  # fmt: skip
+    return plan_like(program, trained_program, trained, prices, request)
 
 
 def _without_values(x: Any) -> Any:

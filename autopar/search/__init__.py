@@ -1,7 +1,8 @@
 """Search: from prices to a plan.  Inside a layer: `layer_problem`; across layers: `across`, `chain`."""
 
 from autopar.search.across import search
+from autopar.search.alike import plan_like
 from autopar.search.request import SearchRequest
 from autopar.search.training import TrainingSpec
 
-__all__ = ["SearchRequest", "TrainingSpec", "search"]
+__all__ = ["SearchRequest", "TrainingSpec", "plan_like", "search"]

@@ -46,7 +46,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     started = time.perf_counter()
     constraints = parse_constraints(request.constraints, world_size)
     layer_demands = demands_on(program, constraints)
-    demands = pipeline_demands(constraints, program, world_size)
+    demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
     task = Task(program, world_size, prices, request, constraints, layer_demands)
     limit = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
     trials = () if demands.needs_pipeline else tuple(_trials(task))

@@ -121,7 +121,8 @@ class PipelineSearch:
         task, cache = self._task(groups)
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
-        num_layers, has_loss = len(self.program.layers), bool(self.program.loss)
+        num_layers = len(self.program.layers)
+        has_loss = bool(self.program.loss) or not self.request.training.is_training
         shapes = [
             shape
             for shape in self.demands.shapes(groups, num_layers, count, has_loss=has_loss)

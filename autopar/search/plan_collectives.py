@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.placement import REPLICATE, reshard
+from autopar.placement import REPLICATE, Axis, local_shape, reshard
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search.crossings import crossing_steps, find_crossings
@@ -13,14 +14,19 @@ from autopar.search.flows import find_flows, time_view
 from autopar.search.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives
 from autopar.search.layer_tables import tidy
 from autopar.search.reshard_tables import LOCAL
+from autopar.search.stage_assembly import sent_values
+from autopar.search.stage_setting import told_outputs
 
-__all__ = ["plan_collectives"]
+__all__ = ["plan_collectives", "stage_collectives"]
 
 
 def plan_collectives(
-    program: Program, plan: Plan, training: TrainingSpec | None = None
+    program: Program, plan: Plan, training: TrainingSpec | None = None, *, group: int = 0
 ) -> tuple[PricedCollective, ...]:
     """Every collective of one step: for each layer what is moved to it, then its own.
+
+    With pipeline stages these are the collectives of the device group `group`; what it sends to other groups comes
+    behind them, and the broadcast of the loss (without one, of all outputs): `stage_collectives`.
 
     These are the ones that the plan's price counts (`layer_collectives` and `crossings.crossing_s`), with the actual
     layers' values as names.  Collectives of parameters may travel in shared buffers: fewer calls, the same bytes.
@@ -31,6 +37,7 @@ def plan_collectives(
         program: that the plan is for.
         plan: any plan that fits it, searched, edited or random.
         training: how it is trained; by default as `TrainingSpec` says.
+        group: which device group's, in a plan with stages.
 
     Raises:
         ValueError: the plan does not fit the program.
@@ -43,10 +50,14 @@ def plan_collectives(
     for reader, run in _crossing_collectives(program, strategies, plan.num_microbatches, training):
         arriving[reader].append(run)
     found: list[PricedCollective] = []
-    for layer, strategy, before in zip(program.layers, strategies, arriving, strict=True):
-        found += before
-        found += _own_collectives(program, layer, strategy, plan.num_microbatches, training, shared)
-    return (*found, *_returning_collectives(program, strategies, plan.num_microbatches, training))
+    stages = [stage for stage in plan.stages if stage.group == group]
+    own = {layer for stage in stages for layer in range(stage.start, stage.stop)}
+    for index, (layer, strategy, before) in enumerate(zip(program.layers, strategies, arriving, strict=True)):
+        if index in own or not plan.stages:
+            found += before
+            found += _own_collectives(program, layer, strategy, plan.num_microbatches, training, shared)
+            found += _returning_collectives(program, layer, strategy, plan.num_microbatches, training)
+    return (*found, *stage_collectives(program, plan, training, group))
 
 
 def _own_collectives(
@@ -91,25 +102,60 @@ def _crossing_collectives(
 
 
 def _returning_collectives(
-    program: Program, strategies: list[LayerStrategy], num_microbatches: int, training: TrainingSpec
+    program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, training: TrainingSpec
 ) -> Iterator[PricedCollective]:
     """Those that make the loss and new values of buffers whole, and turn terms of other outputs into values."""
     given = {*program.outputs, *program.updates.values()}
-    for layer, strategy in zip(program.layers, strategies, strict=True):
-        flows = find_flows(program, layer)
-        view = time_view(layer, flows, strategy.time, num_microbatches)
-        for name, layout in zip(layer.outputs, strategy.outputs, strict=True):
-            if name not in given or flows[name].source != "op":
-                continue
-            is_whole = not program.loss or name == program.loss or name in program.updates.values()
-            target = (REPLICATE,) * len(layout) if is_whole else tidy(layout)
-            tensor, times = view.value_type(flows[name]), num_microbatches
-            if not is_whole:
-                tensor, times = program.type_of(name), 1  # all microbatches at once
-            has_gradient = training.is_training and program.values[name].requires_grad
-            is_differentiated = has_gradient and (name == program.loss or not program.loss)
-            for step in reshard(layout, target, strategy.mesh):
-                for kind, phase in ((step.forward, "forward"), (step.backward, "backward")):
-                    if kind not in LOCAL and (phase == "forward" or is_differentiated):
-                        num_bytes = tensor.num_bytes * step.fraction
-                        yield PricedCollective(name, kind, step.axis, num_bytes, times, phase, "activation")
+    flows = find_flows(program, layer)
+    view = time_view(layer, flows, strategy.time, num_microbatches)
+    for name, layout in zip(layer.outputs, strategy.outputs, strict=True):
+        if name not in given or flows[name].source != "op":
+            continue
+        is_whole = not program.loss or name == program.loss or name in program.updates.values()
+        target = (REPLICATE,) * len(layout) if is_whole else tidy(layout)
+        tensor, times = view.value_type(flows[name]), num_microbatches
+        if not is_whole:
+            tensor, times = program.type_of(name), 1  # all microbatches at once
+        has_gradient = training.is_training and program.values[name].requires_grad
+        is_differentiated = has_gradient and (name == program.loss or not program.loss)
+        for step in reshard(layout, target, strategy.mesh):
+            for kind, phase in ((step.forward, "forward"), (step.backward, "backward")):
+                if kind not in LOCAL and (phase == "forward" or is_differentiated):
+                    num_bytes = tensor.num_bytes * step.fraction
+                    yield PricedCollective(name, kind, step.axis, num_bytes, times, phase, "activation")
+
+
+def stage_collectives(program: Program, plan: Plan, training: TrainingSpec, group: int) -> Iterator[PricedCollective]:
+    """What device group `group` sends to others in a step, and what all groups are told at its end.
+
+    Their purposes are ``"stage"`` for values between stages and their gradients, ``"tied"`` for gradients of
+    parameters that several groups hold, ``"output"`` for the loss.
+    """
+    if not plan.stages:
+        return
+    axis = Axis(plan.num_groups, plan.group_size)
+    strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
+    time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
+    crossings = find_crossings(program, time, plan.num_microbatches)
+    groups = [stage.group for stage in plan.stages]
+    for sent in sent_values(crossings, [stage.start for stage in plan.stages], strategies):
+        sender, receiver = groups[sent.stage], groups[sent.stage + 1]
+        name, times = sent.crossing.value, plan.num_microbatches
+        if sender != receiver and sender == group:
+            yield PricedCollective(name, "send", axis, sent.num_bytes, times, "forward", "stage")
+        if sender != receiver == group and sent.crossing.requires_grad and training.is_training:
+            yield PricedCollective(name, "send", axis, sent.num_bytes, times, "backward", "stage")
+    values = {name: value for value, name in program.parameters.items()}
+    for name, layout in plan.shared_storage:
+        value = program.values[values[name]]
+        readers = {
+            stage.group
+            for stage in plan.stages
+            if any(value.name in program.layers[layer].held for layer in range(stage.start, stage.stop))
+        }
+        if group in readers and len(readers) > 1 and value.requires_grad and training.is_training:
+            stored = math.prod(local_shape(value.type.shape, layout, plan.shared_mesh))
+            num_bytes = float(stored * training.gradient_itemsize(value.type.dtype))
+            yield PricedCollective(value.name, "send", axis, num_bytes, len(readers) - 1, "backward", "tied")
+    for name in told_outputs(program):
+        yield PricedCollective(name, "broadcast", axis, float(program.type_of(name).num_bytes), 1, "forward", "output")

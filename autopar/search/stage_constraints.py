@@ -64,8 +64,10 @@ class PipelineDemands:
                     yield Shape(schedule, groups, stages, num_microbatches)
 
 
-def pipeline_demands(constraints: Constraints, program: Program, world_size: int) -> PipelineDemands:
-    """Read what `constraints` demand of the pipeline.
+def pipeline_demands(
+    constraints: Constraints, program: Program, world_size: int, *, is_training: bool = True
+) -> PipelineDemands:
+    """Read what `constraints` demand of the pipeline; of training or of forward passes alone.
 
     Raises:
         ConstraintError: they contradict each other, or can't be met whatever else is chosen.
@@ -77,11 +79,11 @@ def pipeline_demands(constraints: Constraints, program: Program, world_size: int
     if cuts and stages and len(cuts) + 1 != stages:
         raise ConstraintError(f"cuts={len(cuts)} cuts make {len(cuts) + 1} stages, not stages={stages}")
     demands = PipelineDemands(groups, len(cuts) + 1 if cuts else stages, cuts, schedule)
-    _check(demands, program, world_size)
+    _check(demands, program, world_size, has_loss=bool(program.loss) or not is_training)
     return demands
 
 
-def _check(demands: PipelineDemands, program: Program, world_size: int) -> None:
+def _check(demands: PipelineDemands, program: Program, world_size: int, *, has_loss: bool) -> None:
     groups, stages, schedule = demands.groups, demands.stages, demands.schedule
     num_layers = len(program.layers)
     if groups == 1 and (stages > 1 or schedule):
@@ -90,7 +92,7 @@ def _check(demands: PipelineDemands, program: Program, world_size: int) -> None:
         raise ConstraintError("stages=1 is no pipeline: leave out pipeline= and schedule=, or ask for more stages")
     if max(groups, stages) > num_layers:
         raise ConstraintError(f"{max(groups, stages)} stages of {num_layers} layers: each needs a layer")
-    if schedule and schedule != "gpipe" and not program.loss:
+    if schedule and schedule != "gpipe" and not has_loss:
         raise ConstraintError(
             f"schedule={schedule} needs the loss inside the model, as its backward passes begin before all forward "
             "passes have ended: give loss_fn=, or ask for schedule=gpipe"
@@ -103,7 +105,7 @@ def _check(demands: PipelineDemands, program: Program, world_size: int) -> None:
         shape
         for count in demands.group_counts(world_size, num_layers)
         # A multiple of everything stands for whatever number of microbatches there will be.
-        for shape in demands.shapes(count, num_layers, 8 * count * num_layers, has_loss=bool(program.loss))
+        for shape in demands.shapes(count, num_layers, 8 * count * num_layers, has_loss=has_loss)
     ]
     if not possible:
         raise ConstraintError(_explain(demands, world_size))

@@ -12,6 +12,7 @@ largest u is a parameter, and for each bound on it the sum is minimised exactly.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass
 
@@ -82,10 +83,10 @@ def make_pool(problem: StageProblem, paths: Indices, num_stages: int) -> Pool:
     num_layers = paths.shape[1]
     widest = num_layers - num_stages + 1
     if num_layers > _FEW:
-        fastest = np.concatenate([[0.0], np.cumsum(unit_s.min(axis=0))])
+        fastest: list[float] = [0.0, *np.cumsum(unit_s.min(axis=0)).tolist()]
         most_s = _WIDEST * fastest[-1] / num_stages
-        reach = [np.searchsorted(fastest, float(fastest[start]) + most_s) - start for start in range(num_layers)]
-        widest = min(widest, int(max(reach)) + 1)
+        reach = [bisect.bisect_left(fastest, before_s + most_s) - start for start, before_s in enumerate(fastest[:-1])]
+        widest = min(widest, max(reach) + 1)
     sums = np.zeros((3, len(paths), num_layers + 1))
     np.cumsum(np.stack([unit_s, static, saved])[:, order], axis=2, out=sums[:, :, 1:])
     largest = np.full((len(paths), num_layers, widest), np.inf)

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.placement import local_shape
-from autopar.program import itemsize_bytes
+from autopar.program import Program, itemsize_bytes
 from autopar.search.boundary import arrival_layout
 from autopar.search.crossings import Crossing, Placed, crossing_matrix
 from autopar.search.stage_problem import Move, StageProblem, StageTable, Tie, Traveller
 from autopar.search.trials import Setting
 
-__all__ = ["broadcast_s", "stage_problem"]
+__all__ = ["broadcast_s", "stage_problem", "told_outputs"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -40,12 +40,17 @@ def stage_problem(setting: Setting, limit_bytes: float) -> StageProblem:
 
 
 def broadcast_s(setting: Setting) -> float:
-    """Seconds to tell all device groups the loss."""
+    """Seconds to tell all device groups what they all get."""
     task = setting.task
-    if not task.program.loss:
-        return 0.0
-    num_bytes = float(task.program.type_of(task.program.loss).num_bytes)
-    return task.prices.collective_s("broadcast", task.pipeline_axis, num_bytes)
+    sizes = (float(task.program.type_of(name).num_bytes) for name in told_outputs(task.program))
+    return sum(task.prices.collective_s("broadcast", task.pipeline_axis, size) for size in sizes)
+
+
+def told_outputs(program: Program) -> tuple[str, ...]:
+    """What every device group is told at the end: the loss, or without one all that the stages put out."""
+    if program.loss:
+        return (program.loss,)
+    return tuple(name for name in dict.fromkeys(program.outputs) if program.values[name].role == "op")
 
 
 def _table(setting: Setting, first: int) -> StageTable:
