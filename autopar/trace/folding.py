@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -19,41 +18,27 @@ from autopar.program import Op, Ref, TensorType
 from autopar.trace.cleanup import argument, is_random
 from autopar.trace.compat import overload
 from autopar.trace.evaluation import run_op
-from autopar.trace.graph import Graph, map_refs, rename
+from autopar.trace.graph import Graph, rename
 
-__all__ = ["fold_constants", "restore_attention_masks", "share_equal_constants", "skip_expansions"]
+__all__ = [
+    "ATTENTION", "ELEMENTWISE", "Evaluator", "constant_cone", "fold_constants", "restore_attention_masks",
+    "share_equal_constants",
+]  # fmt: skip
 
-_ATTENTION = "aten.scaled_dot_product_attention.default"
+ATTENTION = "aten.scaled_dot_product_attention.default"
 _BLOCK_ELEMENTS = 1 << 24
 
-# Pointwise ops that broadcast their tensor operands, so that an operand needs no expanding first.
-_BROADCASTING = frozenset({
-    "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.where.self",
-    "aten.masked_fill.Scalar",
-    "aten.logical_and.default", "aten.logical_or.default", "aten.bitwise_and.Tensor",
-    "aten.bitwise_or.Tensor",
-    "aten.le.Tensor", "aten.lt.Tensor", "aten.ge.Tensor", "aten.gt.Tensor", "aten.eq.Tensor",
-    "aten.ne.Tensor",
-    "aten.masked_fill.Tensor", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
+# Ops that work element by element and broadcast their tensor operands.
+ELEMENTWISE = frozenset({
+    "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.le.Tensor", "aten.lt.Tensor",
+    "aten.ge.Tensor", "aten.gt.Tensor", "aten.eq.Tensor", "aten.ne.Tensor", "aten.bitwise_and.Tensor",
+    "aten.bitwise_or.Tensor", "aten.__and__.Tensor", "aten.__or__.Tensor", "aten.add.Scalar", "aten.mul.Scalar",
+    "aten.rsub.Scalar", "aten.le.Scalar", "aten.lt.Scalar", "aten.ge.Scalar", "aten.gt.Scalar", "aten.eq.Scalar",
+    "aten.ne.Scalar", "aten.logical_and.default", "aten.logical_or.default", "aten.logical_not.default",
+    "aten.bitwise_not.default", "aten._to_copy.default", "aten.neg.default", "aten.abs.default", "aten.clone.default",
+    "aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
+    "aten.masked_fill.Scalar", "aten.masked_fill.Tensor",
 })  # fmt: skip
-# And those of one operand that work element by element.
-_ELEMENTWISE = _BROADCASTING | {
-    "aten.logical_not.default",
-    "aten.bitwise_not.default",
-    "aten._to_copy.default",
-    "aten.neg.default",
-    "aten.rsub.Scalar",
-    "aten.add.Scalar",
-    "aten.mul.Scalar",
-    "aten.le.Scalar",
-    "aten.lt.Scalar",
-    "aten.ge.Scalar",
-    "aten.gt.Scalar",
-    "aten.eq.Scalar",
-    "aten.ne.Scalar",
-    "aten.abs.default",
-    "aten.clone.default",
-}
 
 
 def constant_cone(graph: Graph) -> frozenset[str]:
@@ -130,7 +115,7 @@ class Evaluator:
             dim = op.args[1]
             assert isinstance(dim, int)
             return source >= 2 and dim % (source + 1) <= source - 2
-        return op.target == "aten.expand.default" or op.target in _ELEMENTWISE
+        return op.target == "aten.expand.default" or op.target in ELEMENTWISE
 
 
 def restore_attention_masks(graph: Graph) -> Graph:
@@ -141,7 +126,7 @@ def restore_attention_masks(graph: Graph) -> Graph:
     forms: dict[str, str] = {}
 
     def step(op: Op) -> Iterable[Op] | None:
-        mask = argument(op, 3, "attn_mask", None) if op.target == _ATTENTION else None
+        mask = argument(op, 3, "attn_mask", None) if op.target == ATTENTION else None
         if not isinstance(mask, Ref) or argument(op, 5, "is_causal", False):
             return None
         if mask.name not in cone and mask.name not in graph.constants and mask.name not in graph.buffers:
@@ -228,43 +213,6 @@ def _visibility(mask: Tensor) -> tuple[Tensor, Tensor]:
         return mask, ~mask
     # A half of the lowest number hides as well as minus infinity does: exp(score + mask) is 0 either way.
     return mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-
-
-def skip_expansions(graph: Graph) -> Graph:
-    """Let ops that broadcast read a constant before it is expanded."""
-    cone = constant_cone(graph)
-    expanded = {
-        op.results[0]: op.operands[0]
-        for op in graph.ops
-        if op.target == "aten.expand.default" and op.results[0] in cone
-    }
-
-    def step(op: Op) -> Iterable[Op] | None:
-        names = {n: expanded[n] for n in op.operands if n in expanded and _may_skip(op, n, expanded[n], graph)}
-        if not names or cone.issuperset(op.results):
-            return None
-        return [
-            replace(
-                op,
-                args=tuple(map_refs(a, names) for a in op.args),
-                kwargs=tuple((k, map_refs(a, names)) for k, a in op.kwargs),
-            )
-        ]
-
-    return graph.rewrite(step)
-
-
-def _may_skip(op: Op, name: str, source: str, graph: Graph) -> bool:
-    if op.target == _ATTENTION:
-        kinds = graph.types[name].shape[-2:], graph.types[source].shape[-2:]
-        return argument(op, 3, "attn_mask", None) == Ref(name) and name not in op.operands[:3] and kinds[0] == kinds[1]
-    if op.target not in _BROADCASTING:
-        return False
-    others = [graph.types[source if n == name else n].shape for n in op.operands]
-    aligned = zip_longest(*(reversed(shape) for shape in others), fillvalue=1)
-    # A size 1 gives way to any other, 0 included.
-    sizes = [next((size for size in dim if size != 1), 1) for dim in aligned]
-    return tuple(reversed(sizes)) == graph.types[op.results[0]].shape
 
 
 def fold_constants(graph: Graph) -> Graph:

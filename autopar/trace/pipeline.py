@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import OutputError
 from autopar.program import Program, Value
-from autopar.trace import cleanup, folding, losses
+from autopar.trace import broadcasting, cleanup, folding, losses
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -61,7 +61,8 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_identities,
     cleanup.drop_aliases,
     folding.restore_attention_masks,
-    folding.skip_expansions,
+    broadcasting.drop_neutral_masks,
+    broadcasting.delay_expansions,
     cleanup.drop_dead_ops,
     folding.fold_constants,
     folding.share_equal_constants,

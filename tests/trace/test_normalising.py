@@ -205,6 +205,61 @@ def test_a_mask_from_an_input_stays():
     assert len(ops[0].operands) == 4
 
 
+@pytest.mark.parametrize("combine", [
+    lambda seen, kept: torch.ones_like(seen) & kept,
+    lambda seen, kept: torch.logical_and(kept, seen >= seen),
+    lambda seen, kept: ~((seen != seen) | ~kept),
+    lambda seen, kept: (1.0 - kept.expand(4, 1, 8, 8).double()).masked_fill(~kept, -1e9),
+])  # fmt: skip
+def test_a_padding_mask_stays_small(combine):
+    """What hides nothing from anybody adds no queries to it."""
+
+    def function(h, y):
+        q, row = h.view(4, 1, 8, 1), torch.arange(8)
+        seen = row[:, None] >= row[None, :]
+        return F.scaled_dot_product_attention(q, q, q, combine(seen, (y > -0.5).view(4, 1, 1, 8)).expand(4, 1, 8, 8))
+
+    traced = run(function, x=X, y=X.flip(0))
+    (attention,) = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert traced.program.type_of(attention.operands[3]).shape == (4, 1, 1, 8)
+    assert not traced.constants
+
+
+@pytest.mark.parametrize("combine", [
+    lambda seen, kept: seen & kept,  # causal
+    lambda seen, kept: (seen | torch.ones_like(seen)) & (seen | kept),
+])  # fmt: skip
+def test_a_mask_that_hides_something_stays(combine):
+    def function(h, y):
+        q, row = h.view(4, 1, 8, 1), torch.arange(8)
+        seen = row[:, None] >= row[None, :]
+        return F.scaled_dot_product_attention(q, q, q, combine(seen, (y > -0.5).view(4, 1, 1, 8)))
+
+    traced = run(function, x=X, y=X.flip(0))
+    (attention,) = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert traced.program.type_of(attention.operands[3]).shape == (4, 1, 8, 8)
+
+
+def test_bits_are_no_mask():
+    """``x & 1`` is not x, although 1 is true."""
+    one = torch.ones(8, dtype=torch.int64)
+    program = run(lambda h, y: h * (y.mul(9).long() & one)).program
+    assert any("and" in target for target in targets_of(program))
+
+
+def test_what_has_no_gradient_is_expanded_last():
+    def function(h, y):
+        shown = (y > 0)[:, :1].expand(4, 8).logical_not().to(h.dtype) * 2
+        return h * shown + h.sin() * h.sum(1, keepdim=True).expand(4, 8), shown
+
+    program = run(function).program
+    found = [program.type_of(op.results[0]).shape for layer in program.layers for op in layer.ops
+             if op.target == "aten.mul.Tensor"]  # fmt: skip
+    assert sorted(found) == [(4, 1), (4, 8), (4, 8)]
+    # One for the output that is expanded, one to collect the gradient of what is.
+    assert targets_of(program).count("aten.expand.default") == 2
+
+
 def test_attention_saves_no_matrix():
     def function(h, y):
         q = h.view(4, 1, 8, 1)

@@ -1,0 +1,115 @@
+"""Passes that keep masks as small as they are: nothing is repeated that its readers would repeat themselves.
+
+Models build the mask of a padded batch in steps: what each sample pads, [batch, 1, 1, keys], "and" what every query may
+see, [1, 1, queries, keys].  Where the latter is everything, as in an encoder, the mask needs no queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from autopar.program import Op, Ref, TensorType
+from autopar.trace.cleanup import argument
+from autopar.trace.folding import ATTENTION, ELEMENTWISE, Evaluator, constant_cone
+from autopar.trace.gradients import differentiable
+from autopar.trace.graph import Graph, Names, map_refs
+
+__all__ = ["delay_expansions", "drop_neutral_masks"]
+
+# Ops on booleans -> the value that changes nothing.
+_NEUTRAL = {
+    "aten.__and__.Tensor": True, "aten.bitwise_and.Tensor": True, "aten.logical_and.default": True,
+    "aten.__or__.Tensor": False, "aten.bitwise_or.Tensor": False, "aten.logical_or.default": False,
+}  # fmt: skip
+
+
+def drop_neutral_masks(graph: Graph) -> Graph:
+    """Let an "and" with what is always true, and an "or" with what never is, give its other operand."""
+    known = constant_cone(graph) | graph.constants.keys()
+    evaluator = Evaluator(graph)
+
+    def is_neutral(name: str, value: bool) -> bool:
+        return name in known and bool((evaluator.value(name) == value).all())
+
+    def step(op: Op) -> Iterable[Op] | None:
+        if op.target not in _NEUTRAL or len(op.operands) != 2 or known.issuperset(op.results):
+            return None
+        if any(graph.types[name].dtype != "bool" for name in op.operands):
+            return None
+        first, second = op.operands
+        for neutral, other in ((first, second), (second, first)):
+            if is_neutral(neutral, _NEUTRAL[op.target]):
+                args = (Ref(other), graph.types[op.results[0]].shape)
+                return [replace(op, target="aten.expand.default", args=args, kwargs=())]
+        return None
+
+    return graph.rewrite(step)
+
+
+def delay_expansions(graph: Graph) -> Graph:
+    """Let ops read what has no gradient before it is expanded, and expand their results instead where that matters."""
+    delayed = _Delayed(graph)
+    return graph.rewrite(delayed.step).with_types(delayed.types)
+
+
+class _Delayed:
+    """The expanded values of a graph that is being rewritten."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.types: dict[str, TensorType] = {}
+        self._names = Names(graph)
+        self._cone = constant_cone(graph)
+        self._live = differentiable(graph)
+        self._sources: dict[str, str] = {}  # an expanded value -> the value that it repeats
+
+    def step(self, op: Op) -> Iterable[Op] | None:
+        """What becomes of `op`; None: it stays."""
+        if op.target == "aten.expand.default" and op.operands[0] not in self._live:
+            self._sources[op.results[0]] = self._sources.get(op.operands[0], op.operands[0])
+        if not any(name in self._sources for name in op.operands):
+            return None
+        if op.target == ATTENTION:
+            return self._with_small_mask(op)
+        if op.target not in ELEMENTWISE or self._cone.issuperset(op.results):
+            return None
+        names = {name: self._sources[name] for name in op.operands if name in self._sources}
+        shape = _broadcast([self._type_of(names.get(name, name)).shape for name in op.operands])
+        result = op.results[0]
+        if shape == self.graph.types[result].shape:
+            return [_reading(op, names)]
+        return None if result in self._live else self._expanded_after(_reading(op, names), shape)
+
+    def _with_small_mask(self, op: Op) -> Iterable[Op] | None:
+        mask = argument(op, 3, "attn_mask", None)
+        if not isinstance(mask, Ref) or mask.name not in self._sources or mask.name in op.operands[:3]:
+            return None
+        given, small = self.graph.types[mask.name].shape, self._type_of(self._sources[mask.name]).shape
+        # Attention repeats rows itself, but reads along them.
+        is_readable = len(small) >= 2 and small[-1] == given[-1]
+        return [_reading(op, {mask.name: self._sources[mask.name]})] if is_readable else None
+
+    def _expanded_after(self, op: Op, shape: tuple[int, ...]) -> list[Op]:
+        kind = self.graph.types[op.results[0]]
+        small = self._names.fresh(f"{op.results[0]}_small")
+        self.types[small] = replace(kind, shape=shape)
+        self._sources[op.results[0]] = small
+        expand = replace(op, target="aten.expand.default", args=(Ref(small), kind.shape), kwargs=())
+        return [replace(op, name=small, results=(small,)), expand]
+
+    def _type_of(self, name: str) -> TensorType:
+        return self.types.get(name) or self.graph.types[name]
+
+
+def _reading(op: Op, names: Mapping[str, str]) -> Op:
+    """`op` reading ``names[n]`` instead of n."""
+    args = tuple(map_refs(arg, names) for arg in op.args)
+    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, names)) for key, arg in op.kwargs))
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    aligned = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    # A size 1 gives way to any other, 0 included.
+    return tuple(next((size for size in dim if size != 1), 1) for dim in aligned)[::-1]
