@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from bisect import bisect
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -20,16 +21,19 @@ _STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan as text: a row per group of consecutive layers that run alike, then the totals.
+    """The plan as text: a row per group of consecutive layers that run alike, a row per stage, then the totals.
 
     Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
-    layer and step.
+    layer and step; of a stage the ms of one microbatch, of what it does once a step and of sending to its neighbours.
     """
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(_heading(plan))
     console.print(_layer_table(plan))
     console.print("per device and layer: K, M, G are KiB, MiB, GiB; ms of one step")
+    if plan.stages:
+        console.print(_stage_table(plan))
+        console.print("ms of one microbatch, but of a step under step")
     for line in _totals(plan):
         console.print(line)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -37,7 +41,8 @@ def format_plan(plan: Plan) -> str:
 
 def _heading(plan: Plan) -> str:
     passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
-    return f"Plan for {plan.world_size} x {plan.device}{passes}"
+    stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
+    return f"Plan for {plan.world_size} x {plan.device}{stages}{passes}"
 
 
 def _layer_table(plan: Plan) -> Table:
@@ -46,10 +51,33 @@ def _layer_table(plan: Plan) -> Table:
         table.add_column(name, overflow="fold")
     for name in ("params", "grads", "optim", "saved", "temp", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
-    for index, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
-        layers = list(group)
+    starts = [stage.start for stage in plan.stages]
+    numbered = enumerate(plan.layers)
+    for (index, _), group in itertools.groupby(numbered, lambda pair: (pair[1].strategy, bisect(starts, pair[0]))):
+        layers = [layer for _, layer in group]
         names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
         table.add_row(names, *_describe_strategy(plan.strategies[index]), *_describe_cost(plan.costs[index]))
+    return table
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = Table(box=box.ASCII2, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("stage", justify="right")
+    table.add_column("layers", overflow="fold")
+    table.add_column("ranks", no_wrap=True)
+    for name in ("forward", "backward", "send", "send back", "step", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, stage in enumerate(plan.stages):
+        first, last = stage.group * plan.group_size, (stage.group + 1) * plan.group_size - 1
+        times_s = (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.send_backward_s, stage.step_s)
+        names = [layer.name for layer in plan.layers[stage.start : stage.stop]]
+        table.add_row(
+            str(number),
+            names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
+            str(first) if first == last else f"{first} .. {last}",
+            *(f"{seconds * 1e3:.3g}" for seconds in times_s),
+            _format_size(stage.peak_memory_bytes),
+        )
     return table
 
 
@@ -85,6 +113,10 @@ def _totals(plan: Plan) -> list[str]:
         f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates",
     ]
+    if plan.stages and plan.step_time_s > 0:
+        busy_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
+        idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
+        lines.append(f"pipeline bubble      devices wait {idle:.0%} of the step, sends apart")
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     if plan.shared_storage:

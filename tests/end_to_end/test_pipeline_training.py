@@ -92,6 +92,12 @@ def test_stages_of_two_ranks_train_as_one_device() -> None:
         4,
         partial(check_training, "gpt2", "1f1b", constraints=("tensor=2", "zero=1"), num_microbatches=2),
         partial(check_training, "llama", "zbv", constraints=("data=2", "zero=3")),
+    )
+
+
+def test_four_stages_train_as_one_device() -> None:
+    launch(
+        4,
         partial(check_training, "gpt2", "interleaved_zero_bubble", constraints=("data=2", "zero=2")),
         partial(check_training, "llama", "1f1b", 4),
     )
