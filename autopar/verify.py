@@ -22,6 +22,7 @@ from autopar.diagnosis import first_difference
 from autopar.errors import AutoparError, PlanMismatchError, VerificationError
 from autopar.fit import check_fit
 from autopar.lower.compat import map_leaves
+from autopar.lower.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
 from autopar.rehearsal import MakeOptimizer, Run, keep_double, keep_double_program, run_parallel, run_single
 from autopar.shrinking import shrink_inputs, shrink_plan
@@ -127,6 +128,11 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         raise VerificationError(
             "the model draws random numbers (dropout): ranks draw others than one device does, so there "
             "is nothing to compare; verify it with dropout probabilities of 0"
+        )
+    if approximate := ops_per_microbatch(traced.program, plan):
+        raise VerificationError(
+            f"the plan is not to be exact: {approximate[0].target} ({approximate[0].module}) takes each microbatch for "
+            "the whole batch, as a constraint allows. Verify a plan without that constraint"
         )
     plan = replace(plan, fingerprint=traced.program.fingerprint)
     with keep_double():

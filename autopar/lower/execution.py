@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from autopar.lower.layer_ops import LayerContext, draw, redistribute, run_kernel
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.layer_runner import LayerUse
 from autopar.lower.lowering import Executable, Lies, Lowering
+from autopar.lower.microbatch_updates import updates_per_microbatch
 from autopar.lower.parameters import Gathering
 from autopar.lower.random import RandomState
 from autopar.lower.reshard_ops import reshard_tensor
@@ -50,6 +51,9 @@ class Executor:
         program, plan = executable.program, executable.plan
         check_plan(program, plan, communicator.world_size)
         self.num_microbatches = plan.num_microbatches if program.loss or plan.stages else 1
+        self.updates_each: Mapping[str, str] = (
+            updates_per_microbatch(program, plan) if self.num_microbatches > 1 else {}
+        )
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
         self.whole_outputs = False
         self.kept = set(program.outputs) | set(program.updates.values())
@@ -132,6 +136,13 @@ class Executor:
             for name in runner.dead:
                 values.pop(name, None)
             use = following
+
+    @torch.no_grad()
+    def update_buffers_of_microbatch(self, values: Mapping[str, Tensor]) -> None:
+        """Give the buffers that every microbatch updates their new values, those of them that are in `values`."""
+        for buffer, new in self.updates_each.items():
+            if new in values:
+                self.store.buffer(buffer).copy_(self.make_whole(new, values[new].detach()))
 
     def make_whole(self, name: str, value: Tensor) -> Tensor:
         """The whole tensor on every rank, of one microbatch."""

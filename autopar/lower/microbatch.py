@@ -35,6 +35,7 @@ def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: i
         if step is not None:
             run_backward(values[program.loss])
             step.finish_microbatch(executor.stages.ranges[0])
+        executor.update_buffers_of_microbatch(values)
         found.append({name: value.detach() for name, value in values.items()})
     joined = {name: join_microbatches(executor, name, [values[name] for values in found]) for name in found[0]}
     if step is not None:

@@ -234,6 +234,9 @@ class _StageWork(StageWork):
         for name in self._leaving:
             passing.outputs[name] = values[name].detach()
             self._add_root(passing, name, values[name])
+        executor.update_buffers_of_microbatch(
+            {n: x for n, x in values.items() if stages.stage_of.get(n) == self._stage}
+        )
         for name in executor.kept:
             if stages.stage_of.get(name) == self._stage:
                 step.found[microbatch][name] = self._finish(passing, name, values[name])

@@ -74,7 +74,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         notes = task.notes
         plan = assemble_plan(flat.choice(flat.paths.best(limit)), program, prices, request.training)
     if plan.num_microbatches > 1:
-        notes = [*notes, _note_outputs(program)]
+        notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
     return replace(
         plan,
         memory_limit_bytes=float(limit),
@@ -93,8 +93,18 @@ def _considers_pipelines(request: SearchRequest, constraints: Constraints, deman
     return request.schedules is not None and demands.groups != 1 and not is_whole
 
 
+def _note_approximations(program: Program, plan: Plan, constraints: Constraints) -> tuple[str, ...]:
+    """What is not exact in this plan, as the user allowed."""
+    found = time_assignment(
+        program, plan.num_microbatches, joins_outputs=True, per_microbatch=constraints.per_microbatch
+    )
+    return () if isinstance(found, str) else found.notes
+
+
 def _note_outputs(program: Program) -> str:
-    """With microbatches only the loss can be differentiated."""
+    """With microbatches only the loss, if there is one, can be differentiated."""
+    if not program.loss:
+        return ""
     others = ", ".join(dict.fromkeys(name for name in program.outputs if name != program.loss))
     return f"in microbatches only the loss carries gradients; these outputs don't: {others}" if others else ""
 
@@ -104,14 +114,14 @@ def _microbatch_counts(task: Task) -> Iterator[tuple[int, TimeAssignment]]:
     forced = task.constraints.get("microbatches")
     batch = batch_size(task.program)
     if isinstance(forced, int):
-        found = time_assignment(task.program, forced)
+        found = time_assignment(task.program, forced, per_microbatch=task.constraints.per_microbatch)
         if isinstance(found, str):
             raise ConstraintError(f"constraint 'microbatches={forced}': {found}")
         yield forced, found
         return
     count = 1
     while count <= task.request.max_microbatches and (count == 1 or batch % count == 0):
-        found = time_assignment(task.program, count)
+        found = time_assignment(task.program, count, per_microbatch=task.constraints.per_microbatch)
         if isinstance(found, str):
             task.notes.append(
                 f"no gradient accumulation: {found}" if count == 2 else f"at most {count // 2} microbatches: {found}"

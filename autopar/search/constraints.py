@@ -16,6 +16,8 @@ text                               meaning
 ``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of
                                    this name; a degree, ``zero`` or ``recompute``
 ``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
+``batch_norm: per_microbatch``     what matches (ops, or all in a module) may use the statistics of each microbatch: not
+                                   exact, but microbatches are possible; for batch norm in training
 =================================  ===========================================================================
 
 Patterns are those of `fnmatch`; one that names a module means all that is inside it.
@@ -32,12 +34,13 @@ from fnmatch import fnmatchcase
 from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
 from autopar.schedule import SCHEDULES
+from autopar.search.approximation import PER_MICROBATCH, is_named, option_per_microbatch
 
 __all__ = ["DEGREES", "Constraints", "LayerDemands", "check_degrees", "demands_on", "parse_constraints"]
 
 DEGREES = ("data", "tensor", "sequence")
 _RECOMPUTE = ("none", "selective", "full")
-_SCOPED = (*DEGREES, "zero", "recompute", "replicate")
+_SCOPED = (*DEGREES, "zero", "recompute", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
 _GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
 _CHOICES = {"recompute": _RECOMPUTE, "schedule": SCHEDULES}
@@ -65,6 +68,11 @@ class Constraints:
     def get(self, key: str) -> Setting | None:
         """The global value of `key`, or None."""
         return dict(self.settings).get(key)
+
+    @property
+    def per_microbatch(self) -> tuple[str, ...]:
+        """The patterns of what may take each microbatch for the whole batch."""
+        return tuple(scoped.pattern for scoped in self.scoped if scoped.key == PER_MICROBATCH)
 
 
 @dataclass(frozen=True)
@@ -124,9 +132,9 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
         near = difflib.get_close_matches(key, keys, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConstraintError(f"constraint {whole_text!r}: {key!r} is none of {', '.join(keys)}{hint}")
-    if key == "replicate":
+    if key in ("replicate", PER_MICROBATCH):
         if separator:
-            raise ConstraintError(f"constraint {whole_text!r}: 'replicate' takes no value")
+            raise ConstraintError(f"constraint {whole_text!r}: {key!r} takes no value")
         return key, True
     return key, _parse_value(key, value, whole_text, world_size)
 
@@ -180,7 +188,10 @@ def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands
     for key, value in constraints.settings:
         common.set_all(key, value)
     for scoped in constraints.scoped:
-        common.set_matching(scoped)
+        if scoped.key == PER_MICROBATCH:
+            _check_per_microbatch(program, scoped)
+        else:
+            common.set_matching(scoped)
     return common.freeze()
 
 
@@ -231,6 +242,16 @@ class _Demands:
                 whole=tuple(sorted(whole)),
             )
             for settings, whole in zip(self.settings, self.whole, strict=True)
+        )
+
+
+def _check_per_microbatch(program: Program, scoped: Scoped) -> None:
+    able = [op for layer in program.layers for op in layer.ops if option_per_microbatch(op) is not None]
+    if not any(is_named(op, (scoped.pattern,)) for op in able):
+        places = ", ".join(dict.fromkeys(op.module or op.name for op in able)) or "nowhere in this model"
+        raise ConstraintError(
+            f"constraint {scoped.text!r}: {scoped.pattern!r} matches nothing that can take a microbatch for the whole "
+            f"batch; only batch norm in training can: {places}"
         )
 
 

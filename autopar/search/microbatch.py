@@ -7,22 +7,26 @@ axis of devices is that nothing may travel on it; only these moves are free:
 same without a
   gradient);
 * a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
-* the loss ends as a sum of terms (``P``), which the runtime adds up.
+* the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient end
+as slices (``S(d)``), which it joins, and whose gradients it cuts.
 
 So an exact way to run in microbatches is a choice of one option per op such that every operand's placement
 follows by a free move from the placement of its value.  Layers of one kind get the same choice.  The search
 is arc consistency over the sets of placements that values can have, then one pass of choices with
 propagation; the number of variables is that of the layer *kinds*, not of the layers.
+
+What the user names may run on each microbatch as if that were the batch (`approximation`): that is not exact.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.placement import BROADCAST, REPLICATE, Placement
 from autopar.program import Layer, Op, Option, Program
+from autopar.search.approximation import PER_MICROBATCH, is_named, option_per_microbatch
 
 __all__ = ["TimeAssignment", "time_assignment"]
 
@@ -31,39 +35,76 @@ Variable = tuple[int, str, int, int]  # layer kind, "held" | "input" | "op", pos
 
 @dataclass(frozen=True)
 class TimeAssignment:
-    """An exact way to run in microbatches.
+    """A way to run in microbatches, exact unless `notes` say where not.
 
     Args:
         factors: layer kind -> per op, the factor that microbatches split (``"-"``: whole in each of them).
+        notes: what is not exact, because the user named it.
     """
 
     factors: Mapping[int, tuple[str, ...]] = field(hash=False)
+    notes: tuple[str, ...] = ()
 
 
-def time_assignment(program: Program, num_microbatches: int) -> TimeAssignment | str:
+@dataclass(frozen=True)
+class _Wish:
+    """How microbatches are wanted; see `time_assignment`."""
+
+    num_microbatches: int
+    joins_outputs: bool
+    per_microbatch: tuple[str, ...]
+
+
+def time_assignment(
+    program: Program, num_microbatches: int, *, joins_outputs: bool = False, per_microbatch: Sequence[str] = ()
+) -> TimeAssignment | str:
     """Per layer kind and op the factor that `num_microbatches` split, or why that would not be exact.
+
+    Args:
+        program: what is to run.
+        num_microbatches: into how many slices its batch is to be cut.
+        joins_outputs: the runtime joins differentiable outputs of a program that has no loss.
+        per_microbatch: patterns of ops or modules that may take each microbatch for the whole batch.
 
     >>> time_assignment(program, 1).factors  # doctest: +SKIP
     {0: (), 1: ()}
     """
     if num_microbatches == 1:
         return TimeAssignment({layer.kind: () for layer in program.kinds})
-    if not program.loss:
+    if not (program.loss or joins_outputs):
         return "the model returns no scalar loss, so its outputs can't be added up over microbatches"
-    problem = _build(program, num_microbatches)
+    wish = _Wish(num_microbatches, joins_outputs, tuple(per_microbatch))
+    problem = _build(program, wish)
     blocked = _propagate_forward(problem) or _narrow(problem, problem.constraints)
     if blocked is None:
         blocked = next((c.op for c in problem.constraints if not _choose(problem, c)), None)
     if blocked is not None:
-        return _describe(_first_coupling(program, num_microbatches) or blocked, num_microbatches)
+        return _describe(_first_coupling(program, wish) or blocked, num_microbatches)
     chosen = {(c.kind, c.op.name): c.options[0].factor for c in problem.constraints if c.op is not None}
     factors = {layer.kind: tuple(chosen[layer.kind, op.name] for op in layer.ops) for layer in program.kinds}
-    return TimeAssignment(factors)
+    return TimeAssignment(factors, tuple(_approximations(program, factors, num_microbatches)))
 
 
-def _first_coupling(program: Program, num_microbatches: int) -> Op | None:
+def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], num_microbatches: int) -> Iterator[str]:
+    found = [
+        op
+        for layer in program.layers
+        for op, factor in zip(layer.ops, factors[layer.kind], strict=True)
+        if (option := option_per_microbatch(op)) is not None and option.factor == factor
+    ]
+    if found:
+        first = found[0]
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield (
+            f"not what one device computes with the whole batch, as {PER_MICROBATCH!r} allows: {first.target} "
+            f"({first.module or first.name}{others}) uses the statistics of each of {num_microbatches} microbatches, "
+            "and each updates its running statistics"
+        )
+
+
+def _first_coupling(program: Program, wish: _Wish) -> Op | None:
     """The first op that slices of the inputs don't get through, if nothing is computed redundantly."""
-    problem = _build(program, num_microbatches)
+    problem = _build(program, wish)
     for constraint in problem.constraints:
         if any(operand[1] != "held" for operand in constraint.operands):
             constraint.options = [option for option in constraint.options if option.factor != "~"]
@@ -94,7 +135,7 @@ class _Problem:
     final: dict[Variable, set[str]] = field(default_factory=dict[Variable, set[str]])
 
 
-def _build(program: Program, num_microbatches: int) -> _Problem:
+def _build(program: Program, wish: _Wish) -> _Problem:
     problem = _Problem()
     producer = _producers(program)
     crossing: dict[tuple[Variable, Variable], None] = {}
@@ -113,7 +154,7 @@ def _build(program: Program, num_microbatches: int) -> _Problem:
                 problem.domains.setdefault(target, set()).add(REPLICATE)
     for layer in program.kinds:
         seen.add(layer.kind)
-        _add_layer(problem, layer, num_microbatches)
+        _add_layer(problem, layer, wish, _named_ops(program, layer, wish.per_microbatch))
     for source, target in crossing:
         problem.constraints.append(_Constraint(source[0], None, (source,), (target,), []))
     _order(problem)
@@ -144,7 +185,14 @@ def _layer_variables(layer: Layer) -> dict[str, Variable]:
     return names
 
 
-def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int) -> None:
+def _named_ops(program: Program, layer: Layer, patterns: tuple[str, ...]) -> frozenset[int]:
+    """The positions of ops that are named in every layer of this kind: they run alike."""
+    alike = [other for other in program.layers if other.kind == layer.kind] if patterns else []
+    positions = range(len(layer.ops)) if alike else ()
+    return frozenset(p for p in positions if all(is_named(other.ops[p], patterns) for other in alike))
+
+
+def _add_layer(problem: _Problem, layer: Layer, wish: _Wish, named: frozenset[int]) -> None:
     names = _layer_variables(layer)
     for name in layer.held:
         variable = names[name]
@@ -154,11 +202,11 @@ def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int) -> None:
         results = tuple((layer.kind, "op", position, index) for index in range(len(op.results)))
         operands = tuple(names[name] for name in op.operands)
         differentiable = any(result in problem.differentiable for result in results)
-        options = _time_options(op, num_microbatches, differentiable)
+        options = _time_options(op, wish.num_microbatches, differentiable, alone=position in named)
         problem.constraints.append(_Constraint(layer.kind, op, operands, results, options))
 
 
-def _time_options(op: Op, num_microbatches: int, differentiable: bool) -> list[Option]:
+def _time_options(op: Op, num_microbatches: int, differentiable: bool, *, alone: bool) -> list[Option]:
     """The options that may lie on the axis in time, the preferred first.
 
     Without a gradient an op runs whole where it can (it may be needed whole, as a loss's denominator is).
@@ -166,7 +214,8 @@ def _time_options(op: Op, num_microbatches: int, differentiable: bool) -> list[O
     and slices are right.
     """
     whole = {"-": REPLICATE, "~": BROADCAST}
-    options = [option for option in op.options if not option.kernel and not option.collectives]
+    allowed = option_per_microbatch(op) if alone else None
+    options = [option for option in op.options if option is allowed or not (option.kernel or option.collectives)]
     for factor, placement in whole.items():
         if all(option.factor != factor for option in options):
             num_operands, num_results = len(op.operands), len(op.results)
@@ -197,7 +246,8 @@ def _order(problem: _Problem) -> None:
 def _require_outputs(problem: _Problem, program: Program, producer: Mapping[str, Variable]) -> None:
     for name in program.outputs:
         if name in producer:
-            problem.final.setdefault(producer[name], {"R", "S"})
+            is_joined = not program.loss and program.values[name].requires_grad
+            problem.final.setdefault(producer[name], {"S"} if is_joined else {"R", "S"})
     for name in program.updates.values():
         if name in producer:
             problem.final[producer[name]] = {"R"}
@@ -345,7 +395,14 @@ def _describe(op: Op | None, num_microbatches: int) -> str:
     if op is None:
         return f"no exact way to run in {num_microbatches} microbatches was found"
     where = ", ".join(part for part in (op.source, op.module) if part)
+    name = op.target.partition(".")[2]
+    remedy = (
+        f"the constraint '{name}: {PER_MICROBATCH}' would let it take each microbatch for the whole batch"
+        if option_per_microbatch(op) is not None
+        else "if it compares samples with each other, no constraint can allow it: with fewer to compare, the model "
+        "would learn something else"
+    )
     return (
         f"{num_microbatches} microbatches would not be exact: {op.target} ({op.name}"
-        f"{' at ' + where if where else ''}) needs the whole batch at once, or its batch does not divide"
+        f"{' at ' + where if where else ''}) needs the whole batch at once, or its batch does not divide; {remedy}"
     )

@@ -106,7 +106,9 @@ class PipelineSearch:
 
     def _assignment(self, count: int) -> TimeAssignment | str:
         if count not in self.assignments:
-            self.assignments[count] = time_assignment(self.program, count)
+            self.assignments[count] = time_assignment(
+                self.program, count, joins_outputs=True, per_microbatch=self.constraints.per_microbatch
+            )
         return self.assignments[count]
 
     def _task(self, groups: int) -> tuple[Task, CandidateCache]:
