@@ -9,8 +9,8 @@ __all__ = ["attention_efficiency", "product_efficiency"]
 
 _ALIGNED = {64: 1.0, 8: 0.75, 1: 0.5}
 """Part of the rate of a product by `Work.alignment`: rows of 128 bytes fill a line of the cache, rows of 16 bytes can
-be loaded by one instruction.  Published: a hidden size of 14400 on 8 devices (rows of 1800 elements) runs 27 % slower than
-13824 (rows of 1728; BigScience's chronicles of its 176B model).  Estimate: below 8 elements."""
+be loaded by one instruction.  Published: a hidden size of 14400 on 8 devices (rows of 1800 elements) runs 27 % slower
+than 13824 (rows of 1728; BigScience's chronicles of its 176B model).  Estimate: below 8 elements."""
 
 _ATTENTION_POWER = 0.85
 """What attention draws of the power of products: only a device that slows products down further slows it, too."""

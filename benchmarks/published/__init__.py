@@ -3,7 +3,7 @@
 A row of the table says which transformer ran on what, with which parallelism (`runs`).  `layers` lists the ops of one
 layer with their local shapes and prices each with `ClusterPrices`; `step` puts them on a timeline: data, tensor,
 context and pipeline parallelism, sharded parameters, recomputation, the optimizer.  No row has a number of its own:
-constants belong to devices and links (`autopar/cluster.py`), to kernels (`autopar/cost`), to a training stack
+constants belong to devices and links (`autopar/cluster`), to kernels (`autopar/cost`), to a training stack
 (`stacks`), or are among the few that are calibrated on such rows (`calibration`).
 """
 

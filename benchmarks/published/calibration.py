@@ -1,6 +1,6 @@
 """The constants that are fitted to published training runs, each with one value for all rows.
 
-`Device.sustained_fraction` of the presets (`autopar/cluster.py`) is the other kind; `sustained` overrides it here when
+`Device.sustained_fraction` of the presets (`autopar/cluster`) is the other kind; `sustained` overrides it here when
 a source is held out.
 """
 

@@ -3,21 +3,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopar.cluster import Cluster, Device, Link
+from autopar.cluster import LINKS, Cluster, Device, Link
 from autopar.errors import MeshError
 
 
-@pytest.mark.parametrize("name", Cluster.names())
-def test_every_preset_says_where_each_number_comes_from(name):
-    cluster = Cluster.of(name)
-    for thing in (cluster.device, cluster.within, cluster.between):
-        for part in fields(thing):
-            if part.name in ("name", "sources", "is_mesh"):
-                continue
-            source = thing.sources.get(part.name, "")
-            unused = part.name.startswith("ramp") and thing.ramp_s == 0.0
-            unused = unused or getattr(thing, part.name) == part.default
-            assert unused or source.startswith(("published", "estimate", "calibrated")), (thing.name, part.name)
+@pytest.mark.parametrize("thing", [*LINKS.values(), *(Cluster.of(name).device for name in Cluster.names())])
+def test_every_preset_says_where_each_number_comes_from(thing):
+    for part in fields(thing):
+        if part.name in ("name", "sources", "is_mesh") or getattr(thing, part.name) == part.default:
+            continue
+        source = thing.sources.get(part.name, "")
+        assert source.startswith(("published", "estimate", "calibrated")), (thing.name, part.name)
+
+
+def test_other_links_by_name():
+    cluster = Cluster.of("h100", nodes=2, within="pcie5", between="roce-200")
+    assert (cluster.within.name, cluster.between.name) == ("PCIe 5 x16", "200 Gb/s per device, RoCE")
+    with pytest.raises(MeshError, match=r"'carrier pigeon'.*ethernet-100.*nvlink4"):
+        Cluster.of("h100", between="carrier pigeon")
+
+
+def test_slower_wires_are_priced_slower():
+    names = ["infiniband-400", "infiniband-200", "roce-50", "ethernet-10"]
+    rates = [LINKS[name].gather_bytes_per_s for name in names]
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_of_counts_devices():

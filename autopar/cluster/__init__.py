@@ -1,0 +1,21 @@
+"""The cluster: devices and links as numbers, each with where it comes from.  Knows no torch, no model, no
+plan.
+
+>>> cluster = Cluster.of("h100", nodes=8, devices_per_node=8)
+>>> cluster.world_size
+64
+>>> from dataclasses import replace
+>>> slower = replace(cluster, between=replace(cluster.between, gather_bytes_per_s=10e9))
+
+Every number has an entry in `sources` that starts with ``published`` (somebody's measurement or a data
+sheet) or with
+``estimate`` (ours).  HW-... names rows of the table of published hardware figures that the tests compare
+with.
+"calibrated" is fitted to published training runs (`benchmarks/published`), one value for all of a device's.
+"""
+
+from autopar.cluster.description import Cluster
+from autopar.cluster.hardware import Device, Link, OpTime
+from autopar.cluster.links import LINKS
+
+__all__ = ["LINKS", "Cluster", "Device", "Link", "OpTime"]

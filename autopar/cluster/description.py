@@ -1,0 +1,190 @@
+"""The cluster: equal nodes of equal devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+from autopar.cluster.devices import DEVICES
+from autopar.cluster.hardware import Device, Link
+from autopar.cluster.links import LINKS
+from autopar.errors import MeshError
+
+__all__ = ["Cluster"]
+
+_ALIASES = {"a100": "a100-80gb"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices.  Rank r is device ``r % devices_per_node`` of node ``r //
+    devices_per_node``.
+
+    Args:
+        device: what each rank runs on.
+        devices_per_node: how many neighbouring ranks share `within`.
+        num_nodes: how many such nodes.
+        within: the link inside a node.
+        between: the link from node to node; its rates are per device.
+    """
+
+    device: Device
+    devices_per_node: int
+    num_nodes: int
+    within: Link
+    between: Link
+
+    def __post_init__(self) -> None:
+        """Refuse an empty cluster."""
+        if self.devices_per_node < 1 or self.num_nodes < 1:
+            raise MeshError(
+                f"a cluster needs at least one node with one device, got num_nodes={self.num_nodes}, "
+                f"devices_per_node={self.devices_per_node}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """How many devices there are."""
+        return self.num_nodes * self.devices_per_node
+
+    @classmethod
+    def of(cls, name: str, nodes: int = 1, devices_per_node: int = 8, *, within: str = "", between: str = "") -> Self:
+        """A cluster of a well-known device: one of ``Cluster.names()``.
+
+        >>> Cluster.of("h100", nodes=2, between="roce-200").between.name
+        '200 Gb/s per device, RoCE'
+
+        Args:
+            name: of the device.
+            nodes: how many.
+            devices_per_node: of each.
+            within: the link inside a node, one of ``LINKS``; the device's usual one if empty.
+            between: the link from node to node, likewise.
+
+        Raises:
+            MeshError: a name is unknown, or a count is below 1.
+        """
+        key = _ALIASES.get(name.lower(), name.lower())
+        if key not in DEVICES:
+            raise MeshError(
+                f"no numbers are known for a device called {name!r}; known are {', '.join(cls.names())}. "
+                "Describe others: Cluster(Device(...), devices_per_node, num_nodes, Link(...), Link(...))"
+            )
+        device, usual_within, usual_between = DEVICES[key]
+        return cls(device, devices_per_node, nodes, _link(within or usual_within), _link(between or usual_between))
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The names that `Cluster.of` knows."""
+        return tuple(sorted([*DEVICES, *_ALIASES]))
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, devices_per_node: int | None = None, device_name: str | None = None) -> Self:
+        """The cluster that a `torch.distributed.DeviceMesh` spans.
+
+        Args:
+            mesh: needs ``size()`` and ``device_type`` only; its order is taken as the order of nearness.
+            devices_per_node: as many as this machine shows, if not given; all of the mesh for CPU processes.
+            device_name: what the driver calls the device, if not given.
+
+        Raises:
+            MeshError: the mesh is empty, its device is not known, or its size is no multiple of a node's
+                devices.
+        """
+        world, kind = int(mesh.size()), str(mesh.device_type)
+        if world < 1:
+            raise MeshError("the mesh holds no device")
+        if kind == "cpu":
+            return cls._of_cpu(world, devices_per_node or world)
+        if kind != "cuda":
+            raise MeshError(f"a mesh of {kind!r} devices can't be priced; use a 'cuda' or 'cpu' mesh or pass a Cluster")
+        cuda = sys.modules["torch"].cuda if device_name is None or devices_per_node is None else None
+        found = device_name if cuda is None or device_name is not None else str(cuda.get_device_name())
+        per_node = devices_per_node or min(world, int(cast(Any, cuda).device_count()))
+        return cls.of(_preset_of(str(found)), _num_nodes(world, per_node), per_node)
+
+    @classmethod
+    def _of_cpu(cls, world: int, per_node: int) -> Self:
+        plain = cls.of("cpu", _num_nodes(world, per_node), per_node)
+        source = "published: the operating system's physical memory, shared by the node's processes"
+        sources = {**plain.device.sources, "memory_bytes": source}
+        device = replace(plain.device, memory_bytes=_physical_memory_bytes() / per_node, sources=sources)
+        return replace(plain, device=device)
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster as readable JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            MeshError: the file is not a cluster's JSON.
+        """
+        return cls.from_json(Path(path).read_text())
+
+    def to_json(self) -> str:
+        """The cluster as readable JSON."""
+        return json.dumps({"autopar_cluster": 1, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            MeshError: `text` is not a cluster's JSON.
+        """
+        try:
+            data = cast(dict[str, Any], json.loads(text))
+            if data.pop("autopar_cluster") != 1:
+                raise ValueError("autopar_cluster is not 1")
+            device, within, between = (
+                Device(**data.pop("device")), Link(**data.pop("within")), Link(**data.pop("between"))
+            )  # fmt: skip
+            return cls(device=device, within=within, between=between, **data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = ", ".join(part.name for part in fields(cls))
+            raise MeshError(
+                f"this is not the JSON of a cluster ({type(error).__name__}: {error}); it needs "
+                f"autopar_cluster=1 and {names}, as Cluster.save writes them"
+            ) from error
+
+
+def _link(name: str) -> Link:
+    if name not in LINKS:
+        raise MeshError(f"no numbers are known for a link called {name!r}; known are {', '.join(sorted(LINKS))}")
+    return LINKS[name]
+
+
+def _num_nodes(world: int, per_node: int) -> int:
+    if world % per_node:
+        raise MeshError(
+            f"a mesh of {world} devices is no multiple of the {per_node} devices of a node; pass devices_per_node"
+        )
+    return world // per_node
+
+
+def _preset_of(found: str) -> str:
+    """The preset for a driver's device name such as ``NVIDIA H100 80GB HBM3``."""
+    text = found.lower()
+    if "a100" in text:
+        return "a100-40gb" if "40gb" in text else "a100-80gb"
+    for name in ("h100", "h200", "gb200", "gb300", "b200", "mi300x"):
+        if name in text and "g" + name not in text:
+            return name
+    raise MeshError(
+        f"no numbers are known for the device {found!r}; known are {', '.join(Cluster.names())}. "
+        "Pass a Cluster instead of a mesh, or measure this device: autopar.cost.measure.measure_profile"
+    )
+
+
+def _physical_memory_bytes() -> float:
+    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, float(text)) if text.isdigit() else total

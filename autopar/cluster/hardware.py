@@ -1,0 +1,149 @@
+"""A device and a link as numbers, each with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import MeshError
+
+__all__ = ["Device", "Link", "OpTime"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of accelerator (or a CPU process), and what programs really get out of it.
+
+    Args:
+        name: for the plan.
+        memory_bytes: what a framework sees of the device's memory.
+        memory_bytes_per_s: peak of the data sheet, reads and writes together.
+        flops_per_s: dense peak by dtype, as torch multiplies by default (float32 without TF32).
+        matmul_efficiency: part of that peak that the inner loop of a large matrix product reaches.
+        attention_efficiency: the same for fused attention on long sequences with head dim 128.
+        memory_efficiency: part of the peak that a copy reaches.
+        launch_s: what one kernel costs besides its work.
+        sustained_fraction: part of its rate in matrix products that the device keeps under minutes of load, when
+            power and heat lower its clock.  Short benchmarks don't show it.
+        new_attention_efficiency: as `attention_efficiency`, for kernels written for this generation of devices
+            (FlashAttention-3, cuDNN's); 0 if there are none.
+        reserved_memory_bytes: taken before the program starts: context, communicators, workspaces.
+        usable_memory_fraction: part of the rest that a plan may fill; the remainder is for fragmentation.
+        sources: where each number comes from, by field name.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    flops_per_s: Mapping[str, float] = field(hash=False)
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_efficiency: float
+    launch_s: float
+    sustained_fraction: float = 1.0
+    new_attention_efficiency: float = 0.0
+    reserved_memory_bytes: float = 0.0
+    usable_memory_fraction: float = 0.94
+    sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make prices infinite or negative."""
+        positive = ("memory_bytes", "memory_bytes_per_s")
+        fractions = (
+            "matmul_efficiency",
+            "attention_efficiency",
+            "memory_efficiency",
+            "sustained_fraction",
+            "usable_memory_fraction",
+        )
+        others = ("launch_s", "reserved_memory_bytes", "new_attention_efficiency")
+        _check_numbers(self, positive=positive, fractions=fractions, others=others)
+        wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not rate > 0}
+        if wrong:
+            raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {wrong}")
+
+    @property
+    def usable_memory_bytes(self) -> float:
+        """Bytes that a plan may fill."""
+        return max(0.0, self.memory_bytes - self.reserved_memory_bytes) * self.usable_memory_fraction
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects devices, as the collectives of a full group see it.
+
+    A collective on n devices with a buffer of s bytes (the NCCL tests' "size") takes
+    ``latency_s + step_s * steps(n) + traffic / bytes_per_s + ramp_s * s / (s + ramp_bytes)``, where
+    ``traffic / time``
+    is the NCCL tests' "bus bandwidth".  The last term is the filling of the transport's pipeline; it is why
+    middle-sized messages stay far below the peak.
+
+    Args:
+        name: for messages.
+        all_reduce_bytes_per_s: bus bandwidth of an all-reduce, with in-network reduction where the link has
+            it.
+        gather_bytes_per_s: bus bandwidth of all-gather, reduce-scatter and broadcast.
+        exchange_bytes_per_s: bus bandwidth of all-to-all.  For a link between nodes all three are per
+            *device*, with all
+            devices of a node sending at once.
+        latency_s: of any collective, however small.
+        step_s: further latency of each step from device to device (from node to node on a link between nodes).
+        ring_step_s: between nodes, what each device of the ring of an all-gather or reduce-scatter adds; 0: as
+            `step_s` for each node.
+        ramp_s: time lost while the pipeline fills, at most.
+        ramp_bytes: buffer size at which half of it is lost.
+        nodes_at_half_rate: a link between nodes: how many of them crowd the network so that half of its rate is left;
+            m nodes get ``1 / (1 + m / nodes_at_half_rate)``.
+        is_mesh: each pair of devices has a wire of its own, so that a group of n uses (n-1)/(all-1) of the
+            bandwidth.
+        sources: where each number comes from, by field name.
+    """
+
+    name: str
+    all_reduce_bytes_per_s: float
+    gather_bytes_per_s: float
+    exchange_bytes_per_s: float
+    latency_s: float
+    step_s: float
+    ramp_s: float = 0.0
+    ramp_bytes: float = 8 * 2.0**20
+    nodes_at_half_rate: float = 1e9
+    ring_step_s: float = 0.0
+    is_mesh: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make prices infinite or negative."""
+        rates = (
+            "all_reduce_bytes_per_s",
+            "gather_bytes_per_s",
+            "exchange_bytes_per_s",
+            "ramp_bytes",
+            "nodes_at_half_rate",
+        )
+        _check_numbers(self, positive=rates, fractions=(), others=("latency_s", "step_s", "ramp_s", "ring_step_s"))
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """Seconds that one op takes on local tensors, forward and backward apart, and where the numbers come
+    from.
+
+    `source` is one of ``"profile"``, ``"measured"``, ``"published"``, ``"roofline"``.
+    """
+
+    forward_s: float
+    backward_s: float
+    source: str
+
+
+def _check_numbers(
+    thing: Device | Link, positive: tuple[str, ...], fractions: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    for name in positive + fractions + others:
+        value: Any = getattr(thing, name)
+        low = value >= 0 if name in others else value > 0
+        if not low or value == float("inf") or (name in fractions and value > 1):
+            wanted = "in (0, 1]" if name in fractions else "at least 0" if name in others else "positive"
+            raise MeshError(f"{type(thing).__name__} {thing.name!r}: {name} must be {wanted} and finite, got {value}")
