@@ -7,7 +7,7 @@ by each.  The order of everything is the plan's schedule (`schedules.run_schedul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from autopar.lower.microbatch import join_microbatches
 from autopar.lower.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
 from autopar.lower.split_backward import SplitBackward
 from autopar.lower.step import StepGradients, release_later, spread_overflow, trained_parameters
+from autopar.program import Program
 from autopar.schedule import Action, ScheduleActions
 
 __all__ = ["run_pipeline"]
@@ -72,6 +73,16 @@ def _returned(executor: Executor) -> tuple[str, ...]:
     """The outputs that every rank gets."""
     program = executor.executable.program
     return (program.loss,) if program.loss else tuple(dict.fromkeys(program.outputs))
+
+
+def _influences(program: Program, results: Iterable[str]) -> Set[str]:
+    """The values, parameters among them, from which a gradient of `results` flows to what is trained."""
+    found = {name for name in results if name and program.values[name].requires_grad}
+    for layer in reversed(program.layers):
+        for op in reversed(layer.ops):
+            if not found.isdisjoint(op.results):
+                found.update(name for name in op.operands if program.values[name].requires_grad)
+    return found
 
 
 def _split_layers(executor: Executor, actions: ScheduleActions) -> frozenset[int]:
@@ -126,6 +137,8 @@ class _PipelineStep:
         self.sent: list[tuple[Action, Handle]] = []
         # Gradients of whole outputs of the whole batch, where the loss is not in the program.
         self.output_gradients: Mapping[str, Tensor] = {}
+        # The values that get a gradient in this step; every rank knows them alike.
+        self.differentiated = _influences(executor.executable.program, [executor.executable.program.loss])
 
     def run(self, actions: ScheduleActions) -> None:
         """Run this rank's part of `actions`."""
@@ -156,7 +169,9 @@ class _PipelineStep:
         who = executor.stages.who
         with naming_failures(who, "the reduction of gradients at the end of the step"):
             found = dict(zip(trained, self.gradients.gradients(trained), strict=True))
-        for name in sorted(found):
+        program = executor.executable.program
+        differentiated = {program.parameters[x] for x in self.differentiated if x in program.parameters}
+        for name in sorted(differentiated & found.keys()):
             groups = executor.store.stored[name].groups
             if len(groups) > 1:
                 own = found[name]
@@ -243,7 +258,8 @@ class _StageWork(StageWork):
         self._passing[microbatch] = passing
 
     def _leaf(self, name: str, value: Tensor) -> Tensor:
-        has_gradient = self._step.gradients is not None and self._has_gradient(name)
+        program = self._executor.executable.program
+        has_gradient = self._step.gradients is not None and program.values[name].requires_grad
         return value.detach().requires_grad_() if has_gradient else value
 
     def _finish(self, passing: _Passing, name: str, value: Tensor) -> Tensor:
@@ -270,7 +286,7 @@ class _StageWork(StageWork):
 
     def receive_backward(self, microbatch: int) -> None:
         """Start receiving the gradients of what this stage sent."""
-        wanted = {name: lies for name, lies in self._leaving.items() if self._has_gradient(name)}
+        wanted = {name: lies for name, lies in self._leaving.items() if name in self._step.differentiated}
         self._waiting[microbatch, "B"] = self._start_receiving(wanted, self._stage + 1)
 
     def take_backward(self, microbatch: int, following: StageWork) -> None:
@@ -350,10 +366,11 @@ class _StageWork(StageWork):
         return [leaf for leaves in found for leaf in leaves]
 
     def _keep_gradients(self, passing: _Passing, gradients: Sequence[Tensor | None]) -> None:
-        """What arrived without influence on the loss gets zeros, so that every rank sends what its peer awaits."""
+        """Zeros where autograd finds none in spite of all, so that every rank sends what its peer awaits."""
         leaves = {name: x for name, x in passing.arrived.items() if x.requires_grad}
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            passing.gradients[name] = torch.zeros_like(leaf) if gradient is None else gradient
+            if name in self._step.differentiated:
+                passing.gradients[name] = torch.zeros_like(leaf) if gradient is None else gradient
         passing.arrived = {}
 
     def _finish_backward(self, microbatch: int) -> None:
@@ -361,9 +378,6 @@ class _StageWork(StageWork):
         self._step.gradients.finish_microbatch(self._executor.stages.ranges[self._stage])
 
     # --- sending and receiving
-
-    def _has_gradient(self, name: str) -> bool:
-        return self._executor.executable.program.values[name].requires_grad
 
     def _send(self, tensors: Mapping[str, Tensor], stage: int, action: Action) -> None:
         stages = self._executor.stages
@@ -426,6 +440,8 @@ class _BackwardHalf:
         self.has_run = True
         given = zip(self.names, gradients, strict=True)
         self.step.output_gradients = {name: g for name, g in given if g is not None}
+        program = self.step.executor.executable.program
+        self.step.differentiated = _influences(program, self.step.output_gradients)
         self.step.run(self.actions)
         found = self.step.gradients_of(self.parameters)
         self.step.spread_overflow(found)  # whether they are scaled can't be seen here
