@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.published import Run, UnpricedRowError, predict_s, read_runs
 from benchmarks.published.holdout import Fitter
 
-_PUBLISHED = Path(__file__).resolve().parents[2] / "shared" / "data" / "published_throughput.csv"
+_PUBLISHED = Path(__file__).parent / "published" / "throughput.csv"
 
 
 class Outcome(NamedTuple):

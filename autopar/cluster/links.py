@@ -59,8 +59,8 @@ _XGMI = _link(
     },
 )  # fmt: skip
 _NDR = _link(
-    "400 Gb/s per device, InfiniBand", 49, 33, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6, ramp_bytes=12 * 2.0**20,
-    nodes_at_half_rate=256, ring_step_s=8e-6,
+    "400 Gb/s per device, InfiniBand", 49, 33, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6,
+    ramp_bytes=12 * 2.0**20, nodes_at_half_rate=256, ring_step_s=8e-6,
     sources={
         "all_reduce_bytes_per_s": "published: HW-0223 (46 to 48 GB/s a NIC); HW-0072 and HW-0077 agree",
         "gather_bytes_per_s": "estimate: between the NIC's rate and HW-0228 (25 GB/s on 32 nodes)",
