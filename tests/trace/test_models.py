@@ -3,6 +3,8 @@ float64."""
 
 import pytest
 
+from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.trace import trace
 from tests import models
 from tests.trace.interpreter import check_equals_model
 
@@ -16,3 +18,44 @@ def test_program_computes_what_the_model_computes(factory, training):
     traced = check_equals_model(model, inputs, training=training)
     assert traced.program.loss
     assert traced.program.training is training
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("deep_unet", "deep_crossing") else pytest.param(n, marks=pytest.mark.slow)
+             for n in models.PIPELINE_ZOO]
+)  # fmt: skip
+def test_models_for_pipelines_have_layers_and_microbatches(name):
+    model, inputs = models.make(name)
+    program = trace(model, (), inputs).program
+    assert len(program.layers) >= 6
+    found = time_assignment(program, 4)
+    assert isinstance(found, TimeAssignment) == (name != "deep_batch_normed"), found
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [models.make_bert, *(pytest.param(m, marks=pytest.mark.slow) for m in (models.make_t5, models.make_bart))],
+)
+def test_little_crosses_layers_without_a_gradient(factory):
+    """Masks of padded inputs, decoder's inputs; what depends on no input is a constant of the layers that read it."""
+    model, inputs = factory(batch=4)
+    program = trace(model, (), inputs).program
+    crossing = {name for layer in program.layers for name in layer.inputs if program.values[name].role == "op"}
+    still = {name for name in crossing if not program.values[name].requires_grad}
+    assert still
+    assert all(program.type_of(name).num_elements <= inputs["input_ids"].numel() for name in still)
+
+
+@pytest.mark.slow
+def test_a_position_bias_is_computed_once():
+    """T5: the first layer of encoder and decoder computes it, all others read it, and gradients flow back."""
+    model, inputs = models.make_t5(batch=4, layers=3)
+    program = trace(model, (), inputs).program
+    tables = {name for name, member in program.parameters.items() if "relative_attention_bias" in member}
+    assert len(tables) == 2
+    for table in tables:
+        (first,) = [layer for layer in program.layers if table in layer.held]
+        biases = {n for n in first.outputs if program.type_of(n).shape[0] == 1}
+        readers = [layer for layer in program.layers if biases.intersection(layer.inputs)]
+        assert len(readers) == 2
+        assert all(program.values[name].requires_grad for name in biases)
