@@ -24,6 +24,7 @@ from tests.end_to_end.harness import (
     parallelize,
     state_of,
 )
+from tests.end_to_end.pipelines import all_gradients
 from tests.end_to_end.test_bad_input import refused
 
 pytestmark = pytest.mark.slow
@@ -33,12 +34,16 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.0))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(3))
         self.norm = nn.LayerNorm(64)
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, 16] -> [batch, 10]."""
-        return self.head(self.norm(self.body(x)))
+        x = self.body(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
 
 
 def masked(outputs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ def check_training(loss_fn: LossFunction, constraints: Sequence[str], *, normed:
         assert abs(found.item() - expected.item()) < 10 * LOSS_TOLERANCE * abs(expected.item())
         expected.backward()
         found.backward()
-        assert_near(gradients_of(parallel), gradients_of(single), GRADIENT_TOLERANCE, floor=1e-2)
+        assert_near(all_gradients(parallel), gradients_of(single), GRADIENT_TOLERANCE, floor=1e-2)
         for optimizer in optimizers:
             optimizer.step()
     single.eval()
@@ -85,6 +90,7 @@ def test_two_ranks_train_with_a_loss_function() -> None:
         partial(check_training, nn.CrossEntropyLoss(), ("data=2",)),
         partial(check_training, functional.mse_loss, ("tensor=2", "zero=1")),
         partial(check_training, masked, ("data=2", "microbatches=2", "zero=3"), normed=False),
+        partial(check_training, masked, ("pipeline=2", "microbatches=4", "schedule=1f1b"), normed=False),
     )
 
 

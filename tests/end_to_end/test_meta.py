@@ -22,6 +22,7 @@ from tests.end_to_end.harness import (
     parallelize,
     state_of,
 )
+from tests.end_to_end.pipelines import assert_same_step as assert_same_pipelined_step
 from tests.end_to_end.test_bad_input import refused
 
 pytestmark = pytest.mark.slow
@@ -61,6 +62,22 @@ def assert_parts(parallel: nn.Module, constraints: Sequence[str]) -> None:
         held += local.numel()
         total += parameter.numel()
     assert "zero=3" not in constraints or held < 0.6 * total, (held, total)
+
+
+def check_values_of_stages(schedule: str) -> None:
+    """A rank has its stages' parameters only; a table that is tied across stages is drawn alike on both."""
+    single, inputs = make("gpt2")
+    torch.manual_seed(7)
+    single = type(single)(copy.deepcopy(single.config))
+    with torch.device("meta"):
+        model = type(single)(copy.deepcopy(single.config))
+    torch.manual_seed(7)
+    parallel = parallelize(model, inputs, constraints=("pipeline=2", "microbatches=2", f"schedule={schedule}"))
+    assert len(parallel.plan.stages) >= 2
+    assert_near(state_of(parallel), state_of(single), 0.0)
+    held = sum(p.to_local().numel() for p in parallel.parameters() if isinstance(p, DTensor))
+    assert held < 0.8 * sum(p.numel() for p in single.parameters())
+    assert_same_pipelined_step(parallel, single, inputs)
 
 
 def check_as_materialized(constraints: Sequence[str]) -> None:
@@ -123,6 +140,7 @@ def test_two_ranks_draw_one_devices_values() -> None:
         partial(check_values, "gpt2", ("data=2", "zero=3")),
         partial(check_values, "llama", ("tensor=2",)),
         partial(check_as_materialized, ("data=2", "zero=3")),
+        partial(check_values_of_stages, "1f1b"),
         partial(check_refusals),
     )
 
