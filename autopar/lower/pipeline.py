@@ -188,11 +188,20 @@ class _PipelineStep:
             spread_overflow(gradients, lambda flag: talk.all_reduce(flag.to(talk.device), stages.axis, "max"))
 
     def _sum_over_groups(self, x: Tensor, groups: Sequence[int]) -> Tensor:
-        """The sum of the tensors that these groups have here, in their order: the same bits on each."""
+        """The sum of the tensors that these groups have here, in their order: the same bits on each.
+
+        Of each pair the lower one sends first: NCCL runs the messages of a pair in one order, both directions together.
+        """
         talk, stages = self.executor.communicator, self.executor.stages
-        others = [group for group in groups if group != stages.group]
-        sent = [talk.start_send(x, stages.axis, other) for other in others]
-        came = {other: talk.start_receive(tuple(x.shape), x.dtype, stages.axis, other) for other in others}
+        sent: list[Handle] = []
+        came: dict[int, Handle] = {}
+        for other in groups:
+            if stages.group < other:
+                sent.append(talk.start_send(x, stages.axis, other))
+            if stages.group != other:
+                came[other] = talk.start_receive(tuple(x.shape), x.dtype, stages.axis, other)
+            if stages.group > other:
+                sent.append(talk.start_send(x, stages.axis, other))
         terms = [x if group == stages.group else came[group].wait() for group in groups]
         for handle in sent:
             handle.wait()
