@@ -118,14 +118,14 @@ _B200 = Device(
     flops_per_s={
         "bfloat16": 2250 * _TFLOPS, "float16": 2250 * _TFLOPS,
         "float32": 75 * _TFLOPS, "float64": 37 * _TFLOPS,
-        "float8_e4m3fn": 4500 * _TFLOPS, "float8_e5m2": 4500 * _TFLOPS,
+        "float8_e4m3fn": 4500 * _TFLOPS, "float8_e5m2": 4500 * _TFLOPS, "float4_e2m1fn_x2": 9000 * _TFLOPS,
     },
     matmul_efficiency=0.78,
     attention_efficiency=0.15,
     new_attention_efficiency=0.5,
     memory_efficiency=0.725,
     launch_s=4e-6,
-    sustained_fraction=0.75,
+    sustained_fraction=0.7,
     reserved_memory_bytes=3e9,
     sources=_gpu_sources(
         "published: best shape 1745 of 2250 TFLOP/s (HW-0260); 0.84 without writing the result; "
@@ -143,7 +143,7 @@ _GB200 = replace(
     flops_per_s={
         "bfloat16": 2500 * _TFLOPS, "float16": 2500 * _TFLOPS,
         "float32": 80 * _TFLOPS, "float64": 40 * _TFLOPS,
-        "float8_e4m3fn": 5000 * _TFLOPS, "float8_e5m2": 5000 * _TFLOPS,
+        "float8_e4m3fn": 5000 * _TFLOPS, "float8_e5m2": 5000 * _TFLOPS, "float4_e2m1fn_x2": 10000 * _TFLOPS,
     },
     matmul_efficiency=0.76,
     sources={
@@ -152,7 +152,13 @@ _GB200 = replace(
         "estimate: 0.76 over usual shapes",
     },
 )  # fmt: skip
-_GB300 = replace(_GB200, name="GB300-288GB", sustained_fraction=0.9, memory_bytes=277.0 * _GIB)
+_GB300 = replace(
+    _GB200,
+    name="GB300-288GB",
+    sustained_fraction=0.9,
+    memory_bytes=277.0 * _GIB,
+    flops_per_s={**_GB200.flops_per_s, "float4_e2m1fn_x2": 15000 * _TFLOPS},
+)
 _MI300X = Device(
     name="MI300X-192GB",
     memory_bytes=191.5 * _GIB,

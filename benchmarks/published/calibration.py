@@ -32,7 +32,7 @@ class Calibration:
     hidden_tensor: float = 0.5
     omni_path: float = 0.25
     row_scaled: float = 0.75
-    power_limited: float = 0.6
+    power_limited: float = 0.65
     sustained: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

@@ -56,10 +56,8 @@ class Pricer:
         """Read the local extents from the row."""
         self.run, self.stack, self.prices, self.calibration = run, stack, prices, calibration
         self.precision = run.precision.lower()
-        if "fp4" in self.precision:
-            raise UnpricedRowError("no published product in 4 bits")
         self.dtype = "float16" if "fp16" in self.precision else "bfloat16"
-        self.is_eight_bit = "fp8" in self.precision or "float8" in self.precision
+        self.is_eight_bit = re.search("fp8|float8|fp4", self.precision) is not None
         if self.is_eight_bit and "float8_e4m3fn" not in prices.cluster.device.flops_per_s:
             raise UnpricedRowError(f"{prices.device} has no products in 8 bits")
         self.tokens = run.micro_batch * run.length // run.context
@@ -133,7 +131,7 @@ class Pricer:
         With a scale from earlier steps it is read once; with its own maximum as the scale once more before; with
         scales for blocks or rows, which differ along the two dims, a third time.
         """
-        in_blocks = re.search("mx|fine|rowwise", self.precision) is not None
+        in_blocks = re.search("mx|fine|rowwise|fp4", self.precision) is not None
         is_current = in_blocks or re.search("tensor|cs|float8", self.precision) is not None
         x, twice = _type(self.dtype, rows, width), _type(self.dtype, 2, rows, width)
         written = _type("float8_e4m3fn", 2, rows, width)

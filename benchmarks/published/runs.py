@@ -83,11 +83,11 @@ class Run:
 
     @property
     def shard_size(self) -> int:
-        """Over how many data-parallel ranks the optimizer's states (or the parameters) are sharded."""
+        """Over how many ranks of equal parameters the optimizer's states (or the parameters) are sharded."""
         if self.zero[:1] not in ("1", "2", "3", "H"):
             return 1
         found = re.search(r"HSDP (\d+)x|in groups of (\d+)", self.zero)
-        return int(found[1] or found[2]) if found else self.data
+        return int(found[1] or found[2]) if found else self.data * self.context
 
     @property
     def measured_s(self) -> float:

@@ -48,9 +48,11 @@ class _Step:
         self.pieces = self.pricer.layer()
         stride = run.tensor * run.context
         self.tensor, self.context = Axis(run.tensor, 1), Axis(run.context, run.tensor)
-        self.data, self.experts = Axis(run.data, stride), Axis(run.experts, stride)
-        self.shard = Axis(run.shard_size, stride)
-        self.replicas = Axis(run.data // run.shard_size, stride * run.shard_size)
+        self.experts = Axis(run.experts, stride)
+        # Ranks of one sequence hold equal parameters, as those of different sequences do.
+        self.data = Axis(run.data * run.context, run.tensor)
+        self.shard = Axis(run.shard_size, run.tensor)
+        self.replicas = Axis(self.data.size // run.shard_size, run.tensor * run.shard_size)
         layer, outer = num_parameters(run)
         self.layer_parameters, self.outer_parameters = layer / run.tensor, outer / run.tensor
         # Embedding and head lie on two stages, if there are several.
@@ -157,7 +159,7 @@ class _Step:
         if self.stack.broadcasts:
             reduce_s = self._collective_s("all_reduce", self.data, reduced)
             gather_s = self.shard.size * self._collective_s("broadcast", self.shard, gathered / self.shard.size)
-        elif run.zero.startswith("1"):
+        elif self.shard.size > 1:  # with stages, sharded parameters stay gathered until the step's end
             reduce_s = self._collective_s("reduce_scatter", self.data, reduced)
             gather_s = self._collective_s("all_gather", self.data, gathered)
         else:
@@ -170,7 +172,8 @@ class _Step:
 
     def _summing_s(self) -> float:
         """Adding each further microbatch's gradients to their sum."""
-        here = self.parameters_here / (self.shard.size if self.run.shards_parameters else 1)
+        is_reduced = self.run.shards_parameters and self.run.num_stages == 1
+        here = self.parameters_here / (self.shard.size if is_reduced else 1)
         return (self.run.num_microbatches - 1) * self.prices.optimizer_s(here, self.stack.sums_bytes)
 
     def _optimizer_s(self) -> float:
