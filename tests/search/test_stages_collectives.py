@@ -15,16 +15,17 @@ from autopar.search import SearchRequest, search
 from autopar.search.plan_collectives import plan_collectives
 from tests.zoo import quick_prices, subject
 
-CONSTRAINTS = [
-    ("pipeline=2", "schedule=1f1b", "data=2"),
-    ("pipeline=2", "schedule=zbv", "zero=3", "data=2"),
-    ("pipeline=4", "schedule=gpipe"),
+CASES = [
+    ("gpt2", ("pipeline=2", "schedule=1f1b", "data=2")),
+    ("gpt2", ("pipeline=2", "schedule=zbv", "zero=3", "data=2")),
+    ("t5", ("pipeline=2", "schedule=1f1b")),
+    ("t5", ("pipeline=4", "schedule=gpipe")),
+    ("llama", ("pipeline=4", "schedule=gpipe")),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("constraints", CONSTRAINTS, ids=str)
-@pytest.mark.parametrize("model", ["gpt2", "t5", "llama"])
+@pytest.mark.parametrize(("model", "constraints"), CASES, ids=str)
 def test_device_groups_run_what_is_priced(model: str, constraints: tuple[str, ...]) -> None:
     who = subject(model)
     request = SearchRequest(constraints=constraints, schedules=schedule_actions)
