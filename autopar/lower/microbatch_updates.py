@@ -30,6 +30,4 @@ def updates_per_microbatch(program: Program, plan: Plan) -> Mapping[str, str]:
     """Name in the module of each such buffer -> the value that replaces it after a microbatch."""
     modules = {op.module for op in ops_per_microbatch(program, plan)}
     module_of = {name: op.module for layer in program.layers for op in layer.ops for name in op.results}
-    return {
-        program.parameters[buffer]: new for buffer, new in program.updates.items() if module_of.get(new) in modules
-    }
+    return {program.parameters[buffer]: new for buffer, new in program.updates.items() if module_of.get(new) in modules}

@@ -208,6 +208,7 @@ def test_few_whole_tensors_live_at_a_time(name: str) -> None:
     assert live.peak <= 2 * largest < total / 2
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_parts_and_few_whole_tensors() -> None:
     model, inputs = on_meta(partial(built_anew, "llama")), models.make_llama()[1]
     cluster = autopar.Cluster.of("cpu", devices_per_node=4)
