@@ -61,7 +61,7 @@ class Cluster:
         Args:
             name: of the device.
             nodes: how many.
-            devices_per_node: of each.
+            devices_per_node: of each (72 for a rack of GB200).
             within: the link inside a node, one of ``LINKS``; the device's usual one if empty.
             between: the link from node to node, likewise.
 

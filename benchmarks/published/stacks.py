@@ -17,6 +17,7 @@ class Stack:
     Args:
         name: for messages.
         pattern: what its rows' sources match.
+        since: the first year of its rows.
         source: where its habits are known from.
         fuses: chains of elementwise ops are one kernel each (a compiler, or fused layers written by hand).
         attention: ``"new"`` kernels written for the newest devices (cuDNN), ``"flash2"``, or ``"flash1"``, which takes
@@ -37,6 +38,7 @@ class Stack:
     name: str
     pattern: str
     source: str
+    since: int = 0
     fuses: bool = True
     attention: str = "flash2"
     overlaps_data: bool = True
@@ -63,26 +65,31 @@ _MEGATRON = Stack(
     "tensor ranks; its optimizer copies, unscales, clips and steps in kernels of their own (60 bytes)",
     overlaps_data=False, state_bytes=60.0, splits_sends=True,
 )  # fmt: skip
+_NEMO = Stack(
+    "nemo", "NeMo|Megatron-Bridge|DGX Cloud",
+    "the rows' own notes: overlapped gradients and parameters, gradients in bf16, tensor-parallel overlap",
+    attention="new", hides_tensor=True, sums_bytes=2.0,
+)  # fmt: skip
 _STACKS = (
     _TORCH,
     Stack(
         "composer", "MosaicML|llm-foundry|Composer",
         "torch's _flat_param.py: gradients flattened, cast, divided; composer's DecoupledAdamW steps by single ops",
-        fuses=False, attention="flash1", gradient_bytes=4, state_bytes=92.0, copied_bytes=18.0, sums_bytes=12.0,
+        fuses=False, gradient_bytes=4, state_bytes=92.0, copied_bytes=18.0, sums_bytes=12.0,
         stops_early=True,
     ),
     Stack("paxml", "Paxml", "calibrated: gathers aren't hidden (2 rows)", attention="new", overlaps_data=False,
           stops_early=True),
     Stack("xla", "MaxText|XLA", "XLA's latency-hiding scheduler; the rows' own notes", attention="new",
           stops_early=True),
-    Stack("nemo", "NeMo|Megatron-Bridge|DGX Cloud",
-          "the rows' own notes: overlapped gradients and parameters, gradients in bf16, tensor-parallel overlap",
-          attention="new", hides_tensor=True, sums_bytes=2.0),
+    _NEMO,
+    replace(_NEMO, name="megatron-core", pattern="Megatron", since=2023,
+            source="Megatron-LM's options since 2023: overlap-grad-reduce, overlap-param-gather, tp-comm-overlap"),
     Stack("internevo", "InternEvo|InternLM", "InternEvo's hybrid_zero_optim.py: each rank broadcasts what it updated",
           fuses=False, broadcasts=True),
-    replace(_MEGATRON, name="deepspeed", pattern="ZeRO-3", gathers_apart=12, splits_sends=False,
+    replace(_MEGATRON, name="deepspeed", pattern="SC21.*ZeRO-3", gathers_apart=12, splits_sends=False,
             source="DeepSpeed of 2021 gathers each tensor of a layer by itself, when it is needed"),
-    replace(_MEGATRON, name="bigscience", pattern="BigScience|DeepSpeed", splits_sends=False,
+    replace(_MEGATRON, name="bigscience", pattern="BigScience", splits_sends=False,
             source="Megatron-DeepSpeed: as Megatron-LM, but sends whole activations"),
     _MEGATRON,
 )  # fmt: skip
@@ -90,11 +97,13 @@ _STACKS = (
 
 def stack_of(run: Run) -> Stack:
     """The stack that produced a row; what the row itself says about compiling, attention and precision counts first."""
-    found = next((stack for stack in _STACKS if re.search(stack.pattern, run.source)), None)
+    found = next((s for s in _STACKS if re.search(s.pattern, run.source) and run.year >= s.since), None)
     if found is None:
         found = replace(_TORCH, name="other", source="none: taken as torch's own", fuses=False)
     if found.name in ("torch", "other"):
         found = replace(found, fuses=run.compile.startswith("y"))
+    if "triton" in run.attention:  # or flash attention, at a time when both were as fast as flash1
+        found = replace(found, attention="flash1")
     if re.search("cudnn|flash ?attention ?-?3|fa3", run.attention):
         found = replace(found, attention="new")
     if "PURE" in run.precision:  # parameters, gradients and states in 16 bits
