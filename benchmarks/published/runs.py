@@ -141,7 +141,8 @@ def _run(row: dict[str, str]) -> Run:
 
     num_heads = whole("n_heads")
     return Run(
-        id=row["id"], source=row["source"], url=row["url_or_repo_path"], year=int(row.get("year") or 0), gpu=row["gpu"],
+        id=row["id"], source=row["source"], url=row["url_or_repo_path"],
+        year=int(row.get("year", "")[:4] or 0), gpu=row["gpu"],
         interconnect=row["interconnect"], notes=row["notes"], num_layers=whole("n_layers"), hidden=whole("hidden"),
         num_heads=num_heads, num_kv_heads=whole("n_kv_heads", num_heads), ffn=whole("ffn_hidden"),
         vocabulary=whole("vocab"), billions=float(row["params_b"] or 0), num_devices=whole("n_gpus"),

@@ -55,7 +55,7 @@ class Stack:
 
 
 _TORCH = Stack(
-    "torch", "torchtitan|torchao|torchtune|fms-fsdp",
+    "torch", "torchtitan|torchao|torchtune|fms-fsdp|foundation-model-stack",
     "torch's _fsdp_collectives.py: parameters are split out of gathers (4 bytes, twice), gradients joined in float32",
     gradient_bytes=4, copied_bytes=14.0, sums_bytes=12.0, stops_early=True, casts_weights=True,
 )  # fmt: skip

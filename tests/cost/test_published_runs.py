@@ -56,6 +56,12 @@ def test_sources_that_nothing_was_fitted_to():
     assert mean_absolute(held) < 0.08  # 6.9 %
 
 
+def test_runs_that_were_read_after_the_constants_were_fitted():
+    unseen = price_rows(TABLE.with_name("unseen.csv"))
+    assert (len(unseen.outcomes), unseen.skipped) == (12, [])
+    assert unseen.mean_absolute_error < 0.10  # 7.6 %
+
+
 def test_few_constants_are_fitted():
     assert set(PRIORS) == set(vars(CALIBRATED)) - {"sustained"}
     assert len(PRIORS) <= 5
