@@ -131,8 +131,8 @@ class SavedTensors:
         self.live_bytes = self.peak_bytes = 0
 
     def pack(self, tensor: Tensor) -> "Saved":
-        """Called by autograd with each tensor that it keeps."""
-        return Saved(tensor, self)
+        """Called by autograd with each tensor that it keeps; without its history, which would keep itself alive."""
+        return Saved(tensor.detach(), self)
 
     def add(self, tensor: Tensor, sign: int) -> None:
         """Note that autograd keeps `tensor` once more (1) or once less (-1)."""
