@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -34,6 +35,7 @@ __all__ = [
     "dtensor_like",
     "edge_of",
     "gradients_of",
+    "is_custom_node",
     "is_random",
     "leaves_of",
     "local_part_of",
@@ -304,8 +306,13 @@ def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tu
     return node.register_prehook(action)  # pyright: ignore[reportArgumentType]
 
 
+def is_custom_node(node: Node) -> bool:
+    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, asked for or not."""
+    return isinstance(node, BackwardCFunction)
+
+
 def gradients_of(
-    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge]
 ) -> list[Tensor | None]:
     """The gradients of `inputs` when `roots` have `gradients`; the graph stays for another pass."""
     untyped: Any = torch.autograd

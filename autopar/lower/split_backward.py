@@ -3,17 +3,19 @@
 Zero-bubble schedules (arXiv 2401.10241) fill idle time with the second part.  The first part runs the nodes on the way
 to the inputs and keeps the gradient that arrives at every node where the way to a parameter branches off (a product's
 node computes both, but each only if it is asked for).  The second part starts at these nodes.
+
+No node on the way runs twice, apart from those: the gradient of a parameter that branches off at several places, or at
+a node that computes all at once (a custom function, which may communicate), belongs to the first part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autopar.lower.compat import before_backward, edge_of, gradients_of
+from autopar.lower.compat import before_backward, edge_of, gradients_of, is_custom_node
 
 __all__ = ["SplitBackward"]
 
@@ -31,142 +33,129 @@ class SplitBackward:
         parameters: Sequence[Tensor],
     ) -> None:
         """`roots` have the `gradients`; `inputs` and `parameters` are leaves that require gradients."""
-        self._roots = list(roots)
-        self._gradients = list(gradients)
+        self._roots = list(zip(roots, gradients, strict=True))
         self._inputs = list(inputs)
         self._parameters = list(parameters)
         self._branches: list[_Branch] = []
+        self._found: list[Tensor | None] = []
 
     def inputs(self) -> list[Tensor | None]:
         """The gradients of the inputs, None where nothing flows."""
-        graph = _Graph([root.node for root in self._roots])
-        ends = {edge_of(x).node for x in self._inputs}
+        graph = _Graph([root.node for root, _ in self._roots])
         trained = {edge_of(x).node: x for x in self._parameters}
-        on_way = graph.ancestors(ends)
-        self._branches = _find_branches(graph, on_way, trained)
-        for root, gradient in zip(self._roots, self._gradients, strict=True):
-            if root.node not in on_way and (leaves := graph.leaves_below([root.node], trained)):
-                self._branches.append(_Branch([root.node], leaves, [{root.output_nr: gradient}]))
-        active = [(r, g) for r, g in zip(self._roots, self._gradients, strict=True) if r.node in on_way]
+        on_way = graph.above([edge_of(x).node for x in self._inputs])
+        aside = [(root, gradient) for root, gradient in self._roots if root.node not in on_way]
+        beside = _Branch(graph.below([root.node for root, _ in aside], trained), aside)
+        branches = {node: _Branch(graph.below(_without(graph.children[node], on_way), trained)) for node in on_way}
+        at_once = {id(x): x for x in _at_once(branches, beside)}
+        later = {node: b for node, b in branches.items() if b.leaves and id(b.leaves[0]) not in at_once}
+        self._branches = [*later.values(), beside]
+        self._parameters = list(at_once.values())
+        active = [(root, gradient) for root, gradient in self._roots if root.node in on_way]
         found: list[Tensor | None] = [None] * len(self._inputs)
-        if active and self._inputs:
-            handles = [handle for branch in self._branches for handle in branch.watch()]
+        if active:
+            watches = [before_backward(node, branch.keep(node)) for node, branch in later.items()]
             try:
-                found = gradients_of([r for r, _ in active], [g for _, g in active], self._inputs)
+                both = _gradients(active, [*self._inputs, *self._parameters])
             finally:
-                for handle in handles:
-                    handle.remove()
-        self._roots, self._gradients, self._inputs = [], [], []
+                for watch in watches:
+                    watch.remove()
+            found, self._found = both[: len(found)], both[len(found) :]
+        self._roots, self._inputs = [], []
         return found
 
     def parameters(self) -> None:
         """Add the gradients of the parameters to their ``grad``."""
+        for parameter, gradient in zip(self._parameters, self._found, strict=False):
+            _add(parameter, gradient)
         for branch in self._branches:
-            branch.run()
-        self._branches, self._parameters = [], []
+            for parameter, gradient in zip(branch.leaves, branch.run(), strict=True):
+                _add(parameter, gradient)
+        self._branches, self._found, self._parameters = [], [], []
+
+
+def _add(parameter: Tensor, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _gradients(roots: Sequence[tuple[GradientEdge, Tensor]], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    return gradients_of([root for root, _ in roots], [gradient for _, gradient in roots], leaves)
 
 
 class _Branch:
-    """Nodes on the way to the inputs from which parameters branch off, with what arrived there.
+    """Ways to parameters that lead to no input: the parameters, and where they begin with what gradients."""
 
-    There are several nodes where they share a parameter.
-    """
+    def __init__(self, leaves: list[Tensor], begin: Sequence[tuple[GradientEdge, Tensor]] = ()) -> None:
+        self.leaves = leaves
+        self._begin = begin
 
-    def __init__(
-        self, nodes: list[Node], parameters: list[Tensor], arrived: list[dict[int, Tensor]] | None = None
-    ) -> None:
-        self.nodes = nodes
-        self.parameters = parameters
-        self.arrived: list[dict[int, Tensor]] = arrived or [{} for _ in nodes]
+    def keep(self, node: Node) -> Callable[[Gradients], None]:
+        """Begin with what arrives at `node`."""
 
-    def watch(self) -> list[Any]:
-        return [before_backward(node, self._keeper(index)) for index, node in enumerate(self.nodes)]
-
-    def _keeper(self, index: int) -> Any:
         def keep(gradients: Gradients) -> None:
-            self.arrived[index] = {number: g for number, g in enumerate(gradients) if g is not None}
+            self._begin = [(GradientEdge(node, number), g) for number, g in enumerate(gradients) if g is not None]
 
         return keep
 
-    def run(self) -> None:
-        """Run from these nodes to the parameters."""
-        roots = [
-            (GradientEdge(node, number), gradient)
-            for node, arrived in zip(self.nodes, self.arrived, strict=True)
-            for number, gradient in arrived.items()
-        ]
-        if not roots:
-            return
-        # A node below another one gets its gradient from there as well: what had arrived already is all of it.
-        handles = [before_backward(n, _replacer(a)) for n, a in zip(self.nodes, self.arrived, strict=True)]
-        try:
-            found = gradients_of([edge for edge, _ in roots], [g for _, g in roots], self.parameters)
-        finally:
-            for handle in handles:
-                handle.remove()
-        for parameter, gradient in zip(self.parameters, found, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self.nodes, self.arrived = [], []
+    def run(self) -> list[Tensor | None]:
+        """The gradients of the leaves."""
+        return _gradients(self._begin, self.leaves) if self._begin and self.leaves else [None] * len(self.leaves)
 
 
-def _replacer(arrived: dict[int, Tensor]) -> Any:
-    def replace(gradients: Gradients) -> Gradients:
-        return tuple(arrived.get(number) for number in range(len(gradients)))
+def _at_once(branches: Mapping[Node, _Branch], beside: _Branch) -> list[Tensor]:
+    """The leaves of `branches` that belong to the first part, each branch wholly or not at all."""
+    users: dict[int, list[_Branch]] = {}
+    for branch in (*branches.values(), beside):
+        for leaf in branch.leaves:
+            users.setdefault(id(leaf), []).append(branch)
+    found: dict[int, Tensor] = {}
+    waiting = [
+        b for node, b in branches.items() if is_custom_node(node) or any(len(users[id(x)]) > 1 for x in b.leaves)
+    ]
+    while waiting:
+        for leaf in waiting.pop().leaves:
+            if id(leaf) not in found:
+                found[id(leaf)] = leaf
+                waiting.extend(user for user in users[id(leaf)] if user is not beside)
+    return list(found.values())
 
-    return replace
+
+def _without(nodes: Sequence[Node], left_out: Set[Node]) -> list[Node]:
+    return [node for node in nodes if node not in left_out]
 
 
 class _Graph:
-    """The nodes below some roots, in the order of a walk."""
+    """The nodes below some roots."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self.children: dict[Node, list[Node]] = {}
+        self._parents: dict[Node, list[Node]] = {}
         waiting = list(roots)
         while waiting:
             node = waiting.pop()
             if node not in self.children:
                 self.children[node] = [child for child, _ in node.next_functions if child is not None]
+                for child in self.children[node]:
+                    self._parents.setdefault(child, []).append(node)
                 waiting.extend(self.children[node])
 
-    def ancestors(self, ends: set[Node]) -> set[Node]:
-        """The nodes from which one of `ends` can be reached, `ends` included."""
-        parents: dict[Node, list[Node]] = {}
-        for node, children in self.children.items():
-            for child in children:
-                parents.setdefault(child, []).append(node)
-        found: set[Node] = set()
+    def above(self, ends: Sequence[Node]) -> Set[Node]:
+        """The nodes from which one of `ends` can be reached, `ends` included, in an order that all ranks agree on."""
         waiting = [end for end in ends if end in self.children]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting.extend(parents.get(node, []))
-        return found
+        return _walk(waiting, self._parents)
 
-    def leaves_below(self, nodes: Sequence[Node], leaves: dict[Node, Tensor]) -> list[Tensor]:
-        """The values of `leaves` that can be reached from `nodes`."""
-        seen: set[Node] = set()
-        waiting = list(nodes)
-        while waiting:
-            node = waiting.pop()
-            if node not in seen:
-                seen.add(node)
-                waiting.extend(self.children[node])
+    def below(self, starts: Sequence[Node], leaves: Mapping[Node, Tensor]) -> list[Tensor]:
+        """The values of `leaves` that can be reached from `starts`."""
+        seen = _walk(list(starts), self.children)
         return [x for leaf, x in leaves.items() if leaf in seen]
 
 
-def _find_branches(graph: _Graph, on_way: set[Node], trained: dict[Node, Tensor]) -> list[_Branch]:
-    """Nodes on the way with children off it that lead to parameters, joined where they share one."""
-    found: list[_Branch] = []
-    for node in graph.children:
-        aside = [child for child in graph.children[node] if child not in on_way] if node in on_way else []
-        leaves = graph.leaves_below(aside, trained) if aside else []
-        if leaves:
-            mine = {id(x) for x in leaves}
-            sharing = [branch for branch in found if any(id(x) in mine for x in branch.parameters)]
-            found = [branch for branch in found if branch not in sharing]
-            nodes = [n for branch in sharing for n in branch.nodes] + [node]
-            every = {id(x): x for x in (*(x for branch in sharing for x in branch.parameters), *leaves)}
-            found.append(_Branch(nodes, list(every.values())))
-    return found
+def _walk(waiting: list[Node], following: Mapping[Node, list[Node]]) -> Set[Node]:
+    seen: dict[Node, None] = {}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen[node] = None
+            waiting.extend(following.get(node, []))
+    return seen.keys()
