@@ -47,10 +47,9 @@ def broadcast_s(setting: Setting) -> float:
 
 
 def told_outputs(program: Program) -> tuple[str, ...]:
-    """What every device group is told at the end: the loss, or without one all that the stages put out."""
-    if program.loss:
-        return (program.loss,)
-    return tuple(name for name in dict.fromkeys(program.outputs) if program.values[name].role == "op")
+    """What every device group is told at the end: the loss, or without one all outputs, and new values of buffers."""
+    returned = (program.loss,) if program.loss else tuple(dict.fromkeys(program.outputs))
+    return tuple(name for name in (*returned, *program.updates.values()) if program.values[name].role == "op")
 
 
 def _table(setting: Setting, first: int) -> StageTable:
