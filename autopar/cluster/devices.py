@@ -176,7 +176,7 @@ _MI300X = Device(
     reserved_memory_bytes=3e9,
     sources=_gpu_sources(
         "published: best shape 668.4 TFLOP/s (HW-0265); estimate: 0.48 over usual shapes",
-        "estimate: 200 TFLOP/s, composable-kernel attention forward and backward",
+        "calibrated: 200 TFLOP/s, together with sustained_fraction (3 rows)",
         "estimate: as A100, less 10 %",
     ),
 )  # fmt: skip

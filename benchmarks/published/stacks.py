@@ -88,9 +88,11 @@ _STACKS = (
     Stack("internevo", "InternEvo|InternLM", "InternEvo's hybrid_zero_optim.py: each rank broadcasts what it updated",
           fuses=False, broadcasts=True),
     replace(_MEGATRON, name="deepspeed", pattern="SC21.*ZeRO-3", gathers_apart=12, splits_sends=False,
-            source="DeepSpeed of 2021 gathers each tensor of a layer by itself, when it is needed"),
+            source="calibrated: each tensor of a layer is gathered by itself, and nothing is hidden (3 rows)"),
     replace(_MEGATRON, name="bigscience", pattern="BigScience", splits_sends=False,
             source="Megatron-DeepSpeed: as Megatron-LM, but sends whole activations"),
+    replace(_MEGATRON, name="megatron of 2022", since=2022, sums_bytes=2.0,
+            source="as of 2021, with Megatron-LM's gradient accumulation fusion: products add to the sum themselves"),
     _MEGATRON,
 )  # fmt: skip
 
