@@ -142,6 +142,7 @@ class Stage:
         send_forward_s: seconds to send its outputs to the next stage.
         send_backward_s: seconds to send the gradients of its inputs to the stage before.
         peak_memory_bytes: predicted peak bytes of a device of its group (of all the group's stages together).
+        in_flight: the most microbatches that are between forward and backward in it.
     """
 
     start: int
@@ -154,6 +155,7 @@ class Stage:
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
     peak_memory_bytes: float = 0.0
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from autopar.plan import LayerCost, LayerStrategy, Plan
+    from autopar.plan import LayerCost, LayerStrategy, Plan, Stage
 
 __all__ = ["format_plan"]
 
@@ -31,6 +31,12 @@ def format_plan(plan: Plan) -> str:
     console.print(_heading(plan))
     console.print(_layer_table(plan))
     console.print("per device and layer: K, M, G are KiB, MiB, GiB; ms of one step")
+    if plan.stages:
+        console.print(_stage_table(plan))
+        console.print(
+            "per stage: ms of one microbatch forward, backward, sent on, its gradients sent back; ms once per step;"
+        )
+        console.print("microbatches held between forward and backward; peak of a device of its group")
     if plan.stages:
         console.print(_stage_table(plan))
         console.print("ms of one microbatch, but of a step under step")
@@ -81,6 +87,37 @@ def _stage_table(plan: Plan) -> Table:
     return table
 
 
+def _stage_table(plan: Plan) -> Table:
+    """A row per stage; neighbours with as many layers that take as long share one."""
+    table = Table(box=box.ASCII2, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("stages", no_wrap=True)
+    table.add_column("layers", overflow="fold")
+    table.add_column("group", no_wrap=True)
+    for name in ("forward", "backward", "send", "back", "once", "held", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [_describe_stage(stage) for stage in plan.stages]
+    first = 0
+    for _, same in itertools.groupby(rows):
+        last = first + len(list(same)) - 1
+        start, stop = plan.stages[first].start, plan.stages[last].stop - 1
+        names = plan.layers[start].name if start == stop else f"{plan.layers[start].name} .. {plan.layers[stop].name}"
+        groups = _span(plan.stages[first].group, plan.stages[last].group)
+        table.add_row(_span(first, last), f"{names} ({stop - start + 1})", groups, *rows[first][1:])
+        first = last + 1
+    return table
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} .. {last}"
+
+
+def _describe_stage(stage: Stage) -> tuple[str, ...]:
+    """Number of layers, then the columns."""
+    seconds = (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.send_backward_s, stage.step_s)
+    size = _format_size(stage.peak_memory_bytes)
+    return (str(stage.stop - stage.start), *(f"{each * 1e3:.3g}" for each in seconds), str(stage.in_flight), size)
+
+
 def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
     labels = strategy.labels or ("?",) * len(strategy.mesh)
     axes = " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True))
@@ -117,6 +154,8 @@ def _totals(plan: Plan) -> list[str]:
         busy_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
         idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
         lines.append(f"pipeline bubble      devices wait {idle:.0%} of the step, sends apart")
+    if plan.stages:
+        lines.append(f"pipeline             {_describe_bubble(plan)}")
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     if plan.shared_storage:
@@ -129,6 +168,18 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(f"planning             {stages}")
     lines.extend(f"note: {note}" for note in plan.notes)
     return lines
+
+
+def _describe_bubble(plan: Plan) -> str:
+    """How much of all device groups' time is work of the stages."""
+    work_s = plan.num_microbatches * sum(stage.forward_s + stage.backward_s for stage in plan.stages)
+    once_s = max(sum(stage.step_s for stage in plan.stages if stage.group == group) for group in range(plan.num_groups))
+    running_s = plan.step_time_s - once_s
+    idle = 1 - work_s / (running_s * plan.num_groups) if running_s > 0 else 0.0
+    return (
+        f"{idle:.1%} of the time until the last backward is bubble; then {_format_seconds(once_s)} once per step "
+        "on the slowest group"
+    )
 
 
 def _format_seconds(seconds: float) -> str:

@@ -39,7 +39,8 @@ def estimate_flights(shape: Shape) -> tuple[int, ...]:
         ranks = [_interleaved_flights(shape, rank) for rank in range(groups)]
         found = [ranks[stage % groups][stage // groups] for stage in range(stages)]
     else:
-        found = [groups if stage >= groups or stages == groups else 2 * groups for stage in range(stages)]
+        width = _round_width(shape)
+        found = [width if stage >= groups or stages == groups else 2 * width for stage in range(stages)]
     return tuple(min(count, flight) for flight in found)
 
 
@@ -47,7 +48,7 @@ def _interleaved_flights(shape: Shape, rank: int) -> list[int]:
     """Per stage of one device group: forwards go through its stages a round of microbatches each, backwards too."""
     groups, count = shape.num_groups, shape.num_microbatches
     rounds = shape.num_stages // groups
-    width = count // max(1, count // groups)
+    width = _round_width(shape)
     ahead = min(rounds * count, (rounds - 1) * width + 2 * (groups - 1 - rank))
     held, most = [0] * rounds, [0] * rounds
     for step in range(rounds * count):
@@ -57,6 +58,11 @@ def _interleaved_flights(shape: Shape, rank: int) -> list[int]:
         if step >= ahead:
             held[rounds - 1 - (step - ahead) // width % rounds] -= 1
     return most
+
+
+def _round_width(shape: Shape) -> int:
+    """How many microbatches go through a group's stage before it turns to its next stage."""
+    return shape.num_microbatches // max(1, shape.num_microbatches // shape.num_groups)
 
 
 def fill_share(shape: Shape) -> float:

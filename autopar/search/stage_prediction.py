@@ -21,6 +21,7 @@ import numpy.typing as npt
 from autopar.plan import Stage
 from autopar.schedule import ScheduleActions, StageTimes, peak_held, simulate_schedule, stage_group
 from autopar.search.stage_constraints import Shape
+from autopar.search.stage_estimates import count_flights
 
 __all__ = ["LayerParts", "pipeline_step_s", "predict_stages", "stage_times"]
 
@@ -90,7 +91,11 @@ def predict_stages(
         own = [slice(stage.start, stage.stop) for stage in made if stage.group == group]
         peaks[group] += sum(float(parts.static_bytes[part].sum()) for part in own)
         peaks[group] += max(float(parts.transient_bytes[part].max()) for part in own)
-    return tuple(replace(stage, peak_memory_bytes=peaks[stage.group]) for stage in made)
+    flights = count_flights(actions, shape.num_stages)
+    return tuple(
+        replace(stage, peak_memory_bytes=peaks[stage.group], in_flight=flight)
+        for stage, flight in zip(made, flights, strict=True)
+    )
 
 
 def stage_times(stages: Sequence[Stage]) -> tuple[StageTimes, ...]:

@@ -19,19 +19,24 @@ from autopar.search.chain import fastest_paths
 from autopar.search.stage_constraints import PipelineDemands, Shape
 from autopar.search.stage_cuts import Cut, Pool, choose_cuts, make_pool
 from autopar.search.stage_estimates import estimate_flights, estimate_s, num_actions
+from autopar.search.stage_exact import Exact
 from autopar.search.stage_paths import GroupSolver, Layout
 from autopar.search.stage_prediction import pipeline_step_s
 from autopar.search.stage_problem import StageProblem, measure, restrict
 from autopar.search.stage_setting import stage_problem
 from autopar.search.trials import Setting
 
-__all__ = ["Draft", "Found", "Staged", "search_setting"]
+__all__ = ["Draft", "Found", "Staged", "search_problem", "search_setting"]
 
 Indices = npt.NDArray[np.intp]
 
 _POOL_PRICES = 8
 _POOL_CAPS = 2
 _TRIED_CUTS = 4
+_ENDLESS_BYTES = 1e30
+_FEW_LAYERS = 8
+_FEW_CANDIDATES = 8
+_STEPS_FEW, _STEPS_MANY = 30_000, 300  # of branch and bound, with few candidates and with many
 _WORTH = 1.15  # what seems slower than the fastest by more is not looked at again
 _SMALL = 6000  # actions that are simulated at once
 _SETTLED = 4  # larger schedules that are simulated in the end, if one of them fits
@@ -139,7 +144,16 @@ class Found:
 
 def search_setting(setting: Setting, shapes: list[Shape], demands: PipelineDemands, found: Found) -> None:
     """Add to `found` the pipelines of these shapes with the setting's candidates that look best."""
-    problem = stage_problem(setting, found.limit_bytes)
+    search_problem(setting, stage_problem(setting, found.limit_bytes), shapes, demands.cuts, found)
+
+
+def search_problem(
+    setting: Setting, problem: StageProblem, shapes: list[Shape], given: tuple[int, ...], found: Found
+) -> None:
+    """As `search_setting`, of the setting's numbers; `given` are the cuts, if they are demanded.
+
+    Small problems are solved exactly.
+    """
     paths, lower_s = _path_pool(problem, shapes)
     small, rows = restrict(problem, paths, _typical_flights(shapes))
     paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
@@ -148,8 +162,9 @@ def search_setting(setting: Setting, shapes: list[Shape], demands: PipelineDeman
     cuts: list[tuple[float, Shape, Cut]] = []
     pools: dict[int, Pool] = {}
     for shape in shapes:
-        pool = pools.setdefault(shape.num_stages, make_pool(small, paths, shape.num_stages))
-        chosen = choose_cuts(small, pool, shape, estimate_flights(shape), demands.cuts)
+        if shape.num_stages not in pools:
+            pools[shape.num_stages] = make_pool(small, paths, shape.num_stages)
+        chosen = choose_cuts(small, pools[shape.num_stages], shape, estimate_flights(shape), given)
         cuts += [(cut.seconds, shape, cut) for cut in chosen[:_TRIED_CUTS]]
     least = min((seconds for seconds, _, _ in cuts), default=0.0)
     for seconds, shape, cut in cuts:
@@ -157,8 +172,31 @@ def search_setting(setting: Setting, shapes: list[Shape], demands: PipelineDeman
             in_flight = estimate_flights(shape)
             path = solver.solve(Layout(shape, cut.bounds, in_flight), pools[shape.num_stages].paths[0].tolist())
             stages = measure(small, shape, cut.bounds, path)
-            draft = Draft(setting, small, rows, shape, cut.bounds, path, estimate_s(shape, stages, in_flight))
-            found.add(draft)
+            found.add(Draft(setting, small, rows, shape, cut.bounds, path, estimate_s(shape, stages, in_flight)))
+    for shape in shapes:
+        if len(problem.tables) <= _FEW_LAYERS and num_actions(shape) <= _SMALL:
+            _solve_exactly(setting, problem, small, rows, shape, given, found)
+
+
+def _solve_exactly(
+    setting: Setting,
+    problem: StageProblem,
+    small: StageProblem,
+    rows: tuple[Indices, ...],
+    shape: Shape,
+    given: tuple[int, ...],
+    found: Found,
+) -> None:
+    """Add what is faster than all that is known, with all candidates if there are few, else with the useful ones."""
+    steps = _STEPS_MANY
+    if max(len(table.state_in) for table in problem.tables) <= _FEW_CANDIDATES:
+        steps = _STEPS_FEW
+        small, rows = problem, tuple(np.arange(len(table.state_in)) for table in problem.tables)
+    actions = found.source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    exact = Exact(small, shape, actions, found.best_s, steps)
+    exact.run(given)
+    if exact.path:
+        found.add(Draft(setting, small, rows, shape, exact.bounds, exact.path, exact.limit_s))
 
 
 def _path_pool(problem: StageProblem, shapes: list[Shape]) -> tuple[Indices, float]:
@@ -172,7 +210,7 @@ def _path_pool(problem: StageProblem, shapes: list[Shape]) -> tuple[Indices, flo
     lower_s = 0.0
     for flight in _typical_flights(shapes):
         chain = problem.chain(flight)
-        aim = groups * problem.limit_bytes
+        aim = min(groups * problem.limit_bytes, _ENDLESS_BYTES)
         paths = fastest_paths(chain, max_prices=_POOL_PRICES, max_caps=_POOL_CAPS, mixes=False, aim_bytes=aim)
         if flight == 1:
             lower_s = paths.lower_bound_s(aim) / groups

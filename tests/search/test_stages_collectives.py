@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 
@@ -37,10 +37,9 @@ def test_device_groups_run_what_is_priced(model: str, constraints: tuple[str, ..
         return collectives
 
     for rank, run in enumerate(run_ranks(who.model, who.traced, plan, who.inputs, step)):
-        priced: Counter[tuple[str, Axis]] = Counter()
+        priced, found = defaultdict[tuple[str, Axis], float](float), defaultdict[tuple[str, Axis], float](float)
         for each in plan_collectives(who.traced.program, plan, group=rank // plan.group_size):
             priced[each.kind, each.axis] += each.times * each.num_bytes
-        found: Counter[tuple[str, Axis]] = Counter()
         for each in run:
             found[each.kind, each.axis] += each.num_bytes
         assert dict(found) == pytest.approx(dict(priced), rel=1e-12)
