@@ -244,6 +244,20 @@ def test_the_users_own_loop() -> None:
     )
 
 
+class Chain(nn.Module):
+    """Residual blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 16] -> the same."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 class Classifier(nn.Module):
     """No loss inside; two outputs, of different stages."""
 
@@ -317,6 +331,63 @@ def check_buffers() -> None:
         assert_same_step(parallel, single, inputs)
     assert_near(dict(parallel.named_buffers()), dict(single.named_buffers()), 1e-5)
     assert {x.item() for n, x in parallel.named_buffers() if n.endswith("num_batches_tracked")} == {2}
+
+
+def check_evaluation(name: str, schedule: str, **kwargs: Any) -> None:
+    """eval() runs forward only, on the stages that have the parameters, and train() goes on as before."""
+    single, inputs = make(name)
+    parallel = cut(copy.deepcopy(single), inputs, schedule, **kwargs)
+    for model in (single, parallel):
+        run_step(model, inputs)
+        model.eval()
+    with torch.no_grad():
+        expected = single(**inputs)
+        loss, logits = _read(parallel(**inputs))
+        assert error_of(loss, _read(expected)[0]) < 1e-6
+        assert (logits is not None) == (parallel.plan.stages[-1].group == dist.get_rank())
+        parallel.whole_outputs = True
+        _, logits = _read(parallel(**inputs))
+        assert type(logits) is Tensor
+        assert error_of(logits, _read(expected)[1]) < 1e-5
+    for model in (single, parallel):
+        model.train()
+    assert_same_step(parallel, single, inputs)
+    assert_near(state_of(parallel), state_of(single), 1e-5)
+
+
+def _read(output: Any) -> tuple[Tensor, Any]:
+    """Loss and logits."""
+    return output if isinstance(output, tuple) else (output.loss, output.logits)
+
+
+def check_loss_function() -> None:
+    """`loss_fn=` in stages that the search cuts; eval mode gives the outputs on every rank where there is no target."""
+    torch.manual_seed(0)
+    single, x, y = Chain(), torch.randn(8, 16), torch.randn(8, 16)
+    parallel = parallelize(
+        copy.deepcopy(single), (x,), loss_fn=functional.mse_loss, example_target=y,
+        constraints=("pipeline=2", "schedule=1f1b", "microbatches=4"),
+    )  # fmt: skip
+    for _ in range(2):
+        expected, found = functional.mse_loss(single(x), y), parallel(x, target=y)
+        assert error_of(found.detach(), expected.detach()) < 1e-6
+        expected.backward()
+        found.backward()
+        assert_same_gradients(parallel, single)
+    parallel.eval()
+    with torch.no_grad():
+        assert error_of(parallel(x), single(x)) < 1e-5
+        assert error_of(parallel(x, target=y), functional.mse_loss(single(x), y)) < 1e-6
+
+
+def test_evaluation() -> None:
+    launch(
+        2,
+        partial(check_evaluation, "gpt2", "1f1b"),
+        partial(check_evaluation, "llama", "zbv"),
+        partial(check_evaluation, "deep_batch_normed", "gpipe", num_microbatches=1),
+        partial(check_loss_function),
+    )
 
 
 def test_outputs_and_buffers() -> None:
