@@ -33,13 +33,7 @@ def format_plan(plan: Plan) -> str:
     console.print("per device and layer: K, M, G are KiB, MiB, GiB; ms of one step")
     if plan.stages:
         console.print(_stage_table(plan))
-        console.print(
-            "per stage: ms of one microbatch forward, backward, sent on, its gradients sent back; ms once per step;"
-        )
-        console.print("microbatches held between forward and backward; peak of a device of its group")
-    if plan.stages:
-        console.print(_stage_table(plan))
-        console.print("ms of one microbatch, but of a step under step")
+        console.print("ms of one microbatch, but of a step under step; held: microbatches between forward and backward")
     for line in _totals(plan):
         console.print(line)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -71,51 +65,37 @@ def _stage_table(plan: Plan) -> Table:
     table.add_column("stage", justify="right")
     table.add_column("layers", overflow="fold")
     table.add_column("ranks", no_wrap=True)
-    for name in ("forward", "backward", "send", "send back", "step", "peak"):
+    for name in ("forward", "backward", "send", "send back", "step", "held", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    for number, stage in enumerate(plan.stages):
-        first, last = stage.group * plan.group_size, (stage.group + 1) * plan.group_size - 1
-        times_s = (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.send_backward_s, stage.step_s)
-        names = [layer.name for layer in plan.layers[stage.start : stage.stop]]
+    number = 0
+    # A row per stage, but neighbours with as many layers that take as long share one.
+    for columns, alike in itertools.groupby(plan.stages, _describe_stage):
+        stages = list(alike)
+        ranks = sorted(rank for stage in stages for rank in _end_ranks(plan, stage))
+        names = [layer.name for layer in plan.layers[stages[0].start : stages[-1].stop]]
         table.add_row(
-            str(number),
+            _span(number, number + len(stages) - 1),
             names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
-            str(first) if first == last else f"{first} .. {last}",
-            *(f"{seconds * 1e3:.3g}" for seconds in times_s),
-            _format_size(stage.peak_memory_bytes),
+            _span(ranks[0], ranks[-1]),
+            *columns[1:],
         )
+        number += len(stages)
     return table
 
 
-def _stage_table(plan: Plan) -> Table:
-    """A row per stage; neighbours with as many layers that take as long share one."""
-    table = Table(box=box.ASCII2, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("stages", no_wrap=True)
-    table.add_column("layers", overflow="fold")
-    table.add_column("group", no_wrap=True)
-    for name in ("forward", "backward", "send", "back", "once", "held", "peak"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = [_describe_stage(stage) for stage in plan.stages]
-    first = 0
-    for _, same in itertools.groupby(rows):
-        last = first + len(list(same)) - 1
-        start, stop = plan.stages[first].start, plan.stages[last].stop - 1
-        names = plan.layers[start].name if start == stop else f"{plan.layers[start].name} .. {plan.layers[stop].name}"
-        groups = _span(plan.stages[first].group, plan.stages[last].group)
-        table.add_row(_span(first, last), f"{names} ({stop - start + 1})", groups, *rows[first][1:])
-        first = last + 1
-    return table
+def _describe_stage(stage: Stage) -> tuple[str, ...]:
+    """The number of layers, then the columns."""
+    times_s = (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.send_backward_s, stage.step_s)
+    size = _format_size(stage.peak_memory_bytes)
+    return (str(stage.stop - stage.start), *(f"{each * 1e3:.3g}" for each in times_s), str(stage.in_flight), size)
+
+
+def _end_ranks(plan: Plan, stage: Stage) -> tuple[int, int]:
+    return stage.group * plan.group_size, (stage.group + 1) * plan.group_size - 1
 
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first} .. {last}"
-
-
-def _describe_stage(stage: Stage) -> tuple[str, ...]:
-    """Number of layers, then the columns."""
-    seconds = (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.send_backward_s, stage.step_s)
-    size = _format_size(stage.peak_memory_bytes)
-    return (str(stage.stop - stage.start), *(f"{each * 1e3:.3g}" for each in seconds), str(stage.in_flight), size)
 
 
 def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
@@ -154,8 +134,6 @@ def _totals(plan: Plan) -> list[str]:
         busy_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
         idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
         lines.append(f"pipeline bubble      devices wait {idle:.0%} of the step, sends apart")
-    if plan.stages:
-        lines.append(f"pipeline             {_describe_bubble(plan)}")
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     if plan.shared_storage:
@@ -168,18 +146,6 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(f"planning             {stages}")
     lines.extend(f"note: {note}" for note in plan.notes)
     return lines
-
-
-def _describe_bubble(plan: Plan) -> str:
-    """How much of all device groups' time is work of the stages."""
-    work_s = plan.num_microbatches * sum(stage.forward_s + stage.backward_s for stage in plan.stages)
-    once_s = max(sum(stage.step_s for stage in plan.stages if stage.group == group) for group in range(plan.num_groups))
-    running_s = plan.step_time_s - once_s
-    idle = 1 - work_s / (running_s * plan.num_groups) if running_s > 0 else 0.0
-    return (
-        f"{idle:.1%} of the time until the last backward is bubble; then {_format_seconds(once_s)} once per step "
-        "on the slowest group"
-    )
 
 
 def _format_seconds(seconds: float) -> str:

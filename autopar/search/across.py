@@ -59,6 +59,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
             program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit
         )
         found = pipelines.run(flat_s)
+        task.notes.extend(pipelines.notes)
     staged = found.best if found else None
     if flat is None and staged is None:
         smallest = found.smallest if found else None

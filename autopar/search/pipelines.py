@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.errors import ConstraintError
 from autopar.program import Program
-from autopar.schedule import ScheduleSource
+from autopar.schedule import ScheduleSource, schedule_problem
 from autopar.search.constraints import Constraints, LayerDemands, check_degrees
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from autopar.search.prices import Prices
@@ -50,6 +50,7 @@ class PipelineSearch:
         """
         found = Found(self.source, self.limit_bytes)
         settings = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
+        self._check_possible(settings)
         if sum(map(len, settings.values())) <= _FEW:
             for groups, counts in settings.items():
                 for count in counts:
@@ -75,6 +76,32 @@ class PipelineSearch:
         _walk(settings[best][at::-1], lambda count: attempt(best, count))
         found.settle()
         return found
+
+    def _check_possible(self, settings: dict[int, list[int]]) -> None:
+        """Raise if a pipeline is demanded but there is none; else note why there is none."""
+        if any(True for groups, counts in settings.items() for count in counts for _ in self._shapes(groups, count)):
+            return
+        reason = self._assignment(2)
+        exact = f"microbatches would not be exact: {reason}" if isinstance(reason, str) else ""
+        if self.demands.needs_pipeline:
+            tried = [
+                schedule_problem(self.demands.schedule, groups, self.demands.stages or groups, count)
+                for groups, counts in settings.items()
+                for count in counts
+                if self.demands.schedule
+            ]
+            why = "; ".join(filter(None, [*dict.fromkeys(tried), exact]))
+            raise ConstraintError(
+                f"no pipeline meets {', '.join(self.request.constraints)}" + (f": {why}" if why else "")
+                + ". Change or leave out one of these constraints"
+            )  # fmt: skip
+        if exact and settings:
+            self.notes.append(f"no pipeline stages: {exact}")
+
+    def _shapes(self, groups: int, count: int) -> Iterator[Shape]:
+        num_layers = len(self.program.layers)
+        has_loss = bool(self.program.loss) or not self.request.training.is_training
+        return self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
 
     def _group_counts(self) -> Iterator[int]:
         for groups in self.demands.group_counts(self.world_size, len(self.program.layers)):
@@ -123,13 +150,8 @@ class PipelineSearch:
         task, cache = self._task(groups)
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
-        num_layers = len(self.program.layers)
-        has_loss = bool(self.program.loss) or not self.request.training.is_training
-        shapes = [
-            shape
-            for shape in self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
-            if self._shape_bound_s(shape) < min(known_s, found.hoped_s)
-        ]
+        known_s = min(known_s, found.hoped_s)
+        shapes = [shape for shape in self._shapes(groups, count) if self._shape_bound_s(shape) < known_s]
         own = Found(self.source, self.limit_bytes)
         for shared in shared_menu(task) if shapes else ():
             setting = make_setting(task, count, dict(assignment.factors), shared, cache)

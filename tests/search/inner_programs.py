@@ -162,7 +162,8 @@ class TablePrices:
         return OpTime(forward, 1.7 * forward if differentiable else 0.0, "table")
 
     def collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
-        share = {"all_reduce": 2.0, "all_gather": 1.1, "reduce_scatter": 1.0, "all_to_all": 0.3}[kind]
+        shares = {"all_reduce": 2.0, "all_gather": 1.1, "reduce_scatter": 1.0, "all_to_all": 0.3}
+        share = (shares | {"send": 1.0, "broadcast": 1.0})[kind]
         return (
             self.latency_s * (1 + axis.stride) ** 0.5
             + share * num_bytes * (axis.size - 1) / axis.size / self.bytes_per_s

@@ -13,8 +13,8 @@ def test_stages_have_rows_with_their_ranks_and_times():
     lines = str(plan).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert lines[0] == "Plan for 8 x cpu, 2 stages (1f1b), 2 microbatches"
-    assert ["0", "block.0 .. block.1 (2)", "0 .. 3", "250", "0", "0", "0", "0", "1M"] in rows
-    assert ["1", "block.2", "4 .. 7", "0", "125", "0", "0", "4", "0"] in rows
+    assert ["0", "block.0 .. block.1 (2)", "0 .. 3", "250", "0", "0", "0", "0", "0", "1M"] in rows
+    assert ["1", "block.2", "4 .. 7", "0", "125", "0", "0", "4", "0", "0"] in rows
     assert [row[0] for row in rows if "ZeRO-3" in row] == ["block.0 .. block.1", "block.2"]  # "(2)" is folded
     assert "pipeline bubble      devices wait 50% of the step, sends apart" in lines
 

@@ -1,0 +1,198 @@
+"""Plans with pipeline stages: what is demanded of them, and that they are what their numbers say."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.lower.schedules import schedule_actions
+from autopar.placement import Axis
+from autopar.plan import LayerCost, Plan, Stage
+from autopar.program import Layer, Program
+from autopar.schedule import peak_held
+from autopar.search import SearchRequest, TrainingSpec, plan_like, search
+from autopar.search.stage_prediction import pipeline_step_s
+from tests.search.across_programs import decoder_model
+from tests.search.inner_programs import TablePrices
+
+PRICES = TablePrices(devices_per_node=2)
+
+
+def model(num_layers: int = 4, *, tied: bool = False) -> Program:
+    return decoder_model(num_layers, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=tied)
+
+
+def run(program: Program, *constraints: str, world: int = 4, **more: Any) -> Plan:
+    request = SearchRequest(constraints=constraints, max_microbatches=4, schedules=schedule_actions)
+    return search(program, world, PRICES, replace(request, **more))
+
+
+def costs_of(plan: Plan, stage: Stage) -> list[LayerCost]:
+    return [plan.costs[layer.strategy] for layer in plan.layers[stage.start : stage.stop]]
+
+
+SOUGHT = [
+    ("pipeline=2", "schedule=gpipe"),
+    ("pipeline=2", "schedule=1f1b", "zero=2"),
+    ("pipeline=4", "schedule=1f1b", "recompute=full"),
+    ("pipeline=2", "schedule=interleaved_1f1b", "microbatches=2"),
+    ("pipeline=2", "schedule=interleaved_zero_bubble", "microbatches=2"),
+    ("pipeline=2", "schedule=zbv", "zero=3", "microbatches=4"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("constraints", SOUGHT, ids=str)
+def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], tied: bool) -> None:
+    plan = run(model(tied=tied), *constraints)
+    actions = schedule_actions(plan.schedule, plan.num_groups, len(plan.stages), plan.num_microbatches)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert pipeline_step_s(actions, plan.stages) == plan.step_time_s
+    assert plan.peak_memory_bytes == max(stage.peak_memory_bytes for stage in plan.stages)
+    assert plan.optimality_gap >= 0
+    broadcast_s = PRICES.collective_s("broadcast", Axis(plan.num_groups, plan.group_size), 4.0)
+    held: list[float] = []
+    for index, stage in enumerate(plan.stages):
+        costs, count = costs_of(plan, stage), plan.num_microbatches
+        is_first = stage.group not in [each.group for each in plan.stages[:index]]
+        assert stage.forward_s == pytest.approx(sum(cost.in_forward_s for cost in costs) / count)
+        assert stage.backward_s == pytest.approx(sum(cost.in_backward_s for cost in costs) / count)
+        assert 0 <= stage.weight_s <= stage.backward_s
+        once_s = sum(cost.in_step_s for cost in costs) + (broadcast_s if is_first else 0.0)
+        assert stage.step_s == pytest.approx(once_s)
+        total_s = sum(cost.total_s for cost in costs)
+        assert total_s == pytest.approx(count * (stage.forward_s + stage.backward_s) + once_s - broadcast_s * is_first)
+        held.append(sum(cost.saved_bytes for cost in costs))
+    for group, peak in enumerate(peak_held(actions, tuple(held), tuple(held))):
+        own = [stage for stage in plan.stages if stage.group == group]
+        costs = [cost for stage in own for cost in costs_of(plan, stage)]
+        static = sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
+        assert all(stage.peak_memory_bytes == pytest.approx(peak + static) for stage in own)
+
+
+def test_a_tied_parameter_is_stored_on_both_ends_and_its_gradient_exchanged() -> None:
+    constraints = ("pipeline=2", "schedule=1f1b", "cuts=3", "microbatches=2", "mesh=2", "zero=0")
+    tied, untied = (run(model(tied=each), *constraints) for each in (True, False))
+    assert [name for name, _ in tied.shared_storage] == ["embedding.weight"]
+    for stage, other in zip(tied.stages, untied.stages, strict=True):
+        assert stage.peak_memory_bytes > 0.5 * other.peak_memory_bytes
+        ends = [sum(cost.parameter_bytes for cost in costs_of(plan, s)) for plan, s in ((tied, stage), (untied, other))]
+        assert ends[0] == pytest.approx(ends[1], rel=0.5)
+    assert all(stage.step_s > PRICES.latency_s for stage in tied.stages)
+
+
+def test_what_is_demanded_is_done() -> None:
+    plan = run(model(), "stages=2", "cuts=2", "schedule=gpipe", "microbatches=4")
+    assert [(stage.start, stage.stop, stage.group) for stage in plan.stages] == [(0, 2, 0), (2, 6, 1)]
+    assert (plan.schedule, plan.num_microbatches, plan.num_groups) == ("gpipe", 4, 2)
+    named = run(model(), "cuts=blocks.1,blocks.3,head", "pipeline=4")
+    assert [stage.start for stage in named.stages] == [0, 2, 4, 5]
+    assert not run(model(), "pipeline=1").stages
+
+
+def test_a_mesh_is_that_of_one_group() -> None:
+    plan = run(model(), "pipeline=2", "mesh=2x2", "schedule=1f1b", world=8)
+    assert all(strategy.mesh == (2, 2) for strategy in plan.strategies)
+
+
+IMPOSSIBLE = [
+    (("pipeline=3",), "does not divide"),
+    (("pipeline=1", "schedule=1f1b"), "pipeline=1 allows no stages"),
+    (("stages=1", "schedule=1f1b"), "no pipeline"),
+    (("schedule=1f2b",), "did you mean '1f1b'"),
+    (("cuts=2,2",), "ascend"),
+    (("cuts=9",), "ascend"),
+    (("cuts=nowhere",), "neither a number nor one of"),
+    (("cuts=2,3", "stages=2"), "make 3 stages"),
+    (("pipeline=2", "stages=3"), "can't be met"),
+    (("pipeline=2", "schedule=zbv", "stages=2"), "can't be met"),
+    (("stages=7",), "each needs a layer"),
+    (("pipeline=2", "mesh=2x2"), "one device group"),
+    (("pipeline=2", "tensor=4"), "does not divide"),
+    (("pipeline=2", "microbatches=3"), "microbatches=3"),
+    (("pipeline=2", "schedule=1f1b", "microbatches=1"), "1f1b needs at least as many microbatches"),
+]
+
+
+@pytest.mark.parametrize(("constraints", "message"), IMPOSSIBLE, ids=str)
+def test_what_can_not_be_is_refused(constraints: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConstraintError, match=message):
+        run(model(), *constraints)
+
+
+def test_a_search_without_schedules_refuses_a_pipeline() -> None:
+    with pytest.raises(ConstraintError, match="schedules"):
+        run(model(), "pipeline=2", schedules=None)
+
+
+def test_what_does_not_fit_says_how_large_the_smallest_pipeline_is() -> None:
+    with pytest.raises(InfeasibleError, match=r"2 pipeline stages on 2 device groups.* GiB"):
+        run(model(), "pipeline=2", "schedule=gpipe", memory_limit_bytes=1e4)
+
+
+def test_more_memory_is_never_slower_and_less_recomputes() -> None:
+    constraints = ("pipeline=2", "schedule=1f1b", "microbatches=4")
+    free = run(model(), *constraints)
+    times = [free.step_time_s]
+    for share in (0.9, 0.8, 0.7):
+        limit = free.peak_memory_bytes * share
+        plan = run(model(), *constraints, memory_limit_bytes=limit)
+        assert plan.peak_memory_bytes <= limit
+        times.append(plan.step_time_s)
+    assert all(less <= more for less, more in itertools.pairwise(times))
+    assert times[-1] > times[0]
+
+
+@pytest.mark.slow
+def test_without_a_gain_there_is_no_pipeline_and_with_dear_collectives_there_is() -> None:
+    dear = replace(PRICES, bytes_per_s=1e7, latency_s=1e-3)
+    program = model(8)
+    cheap_plan = run(program)
+    assert not cheap_plan.stages
+    found = search(program, 4, dear, SearchRequest(max_microbatches=8, schedules=schedule_actions))
+    flat = search(program, 4, dear, SearchRequest(max_microbatches=8))
+    assert found.step_time_s <= flat.step_time_s
+
+
+EVALUATE = SearchRequest(training=TrainingSpec(is_training=False), max_microbatches=1, schedules=schedule_actions)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("interleaved_1f1b", "zbv"))]
+)
+def test_evaluation_keeps_parameters_where_they_are(schedule: str) -> None:
+    program = model()
+    trained = run(program, "pipeline=2", f"schedule={schedule}", "microbatches=2")
+    plan = plan_like(program, program, trained, PRICES, EVALUATE)
+    assert [(s.start, s.stop, s.group) for s in plan.stages] == [(s.start, s.stop, s.group) for s in trained.stages]
+    assert plan.num_microbatches == 1
+    assert all(stage.backward_s == 0 for stage in plan.stages)
+    assert not plan_like(program, program, run(program, "pipeline=1"), PRICES, EVALUATE).stages
+
+
+def test_layers_of_another_trace_go_where_their_parameters_are() -> None:
+    program = model()
+    trained = run(program, "cuts=3", "schedule=gpipe", "microbatches=2")
+    last = len(program.layers) - 1
+    joined = join(join(program, last - 1), 1)  # the head with the last block; two blocks in one
+    plan = plan_like(joined, program, trained, PRICES, EVALUATE)
+    assert [(stage.start, stage.stop) for stage in plan.stages] == [(0, 2), (2, 4)]
+    with pytest.raises(ConstraintError, match=r"layer 'blocks.1' needs a stage that holds all it reads"):
+        plan_like(join(program, 2), program, trained, PRICES, EVALUATE)
+
+
+def join(program: Program, index: int) -> Program:
+    """The program with this layer and the next one as one, of a kind of its own."""
+    first, second = program.layers[index : index + 2]
+    inner = set(first.outputs)
+    inputs = dict.fromkeys((*first.inputs, *(name for name in second.inputs if name not in inner)))
+    held = dict.fromkeys((*first.held, *second.held))
+    both = Layer(first.name, 0, (*first.ops, *second.ops), tuple(inputs), tuple(held), second.outputs)
+    layers = [*program.layers[:index], both, *program.layers[index + 2 :]]
+    kinds: dict[tuple[int, ...], int] = {}
+    numbered = [replace(layer, kind=kinds.setdefault((layer.kind, len(layer.ops)), len(kinds))) for layer in layers]
+    return replace(program, layers=tuple(numbered))
