@@ -22,11 +22,13 @@ from autopar.search.storage import storage_layout
 Mesh = tuple[int, ...]
 
 
-def random_plan(program: Program, world_size: int, seed: int, num_microbatches: int = 1) -> Plan:
-    """A legal plan for `program`, different for every seed."""
+def random_plan(
+    program: Program, world_size: int, seed: int, num_microbatches: int = 1, *, joins_outputs: bool = False
+) -> Plan:
+    """A legal plan for `program`, different for every seed; `joins_outputs` as in `time_assignment`."""
     rng = random.Random(seed)
     meshes = mesh_shapes(world_size, world_size, max_axes=3)
-    time = time_assignment(program, num_microbatches)
+    time = time_assignment(program, num_microbatches, joins_outputs=joins_outputs)
     assert isinstance(time, TimeAssignment), time
     strategies = [
         _random_strategy(program, layer, rng.choice(meshes), num_microbatches, time.factors[layer.kind], rng)
@@ -56,7 +58,7 @@ def random_pipeline(
 ) -> Plan:
     """A legal plan with stages: random strategies on each device group, random cuts."""
     rng = random.Random(seed)
-    plan = random_plan(program, world_size // num_groups, seed, num_microbatches)
+    plan = random_plan(program, world_size // num_groups, seed, num_microbatches, joins_outputs=True)
     rounds = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "interleaved_zero_bubble": (1, 2), "zbv": (2,)}
     possible = [count for count in rounds[schedule] if count * num_groups <= len(program.layers)]
     return with_stages(plan, num_groups, schedule, rng.choice(possible) * num_groups, rng)

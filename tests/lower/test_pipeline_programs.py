@@ -67,12 +67,12 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    ("world", "groups"),
-    [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+    ("world", "groups", "count"),
+    [(2, 2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 1), (4, 2, 2), (4, 4, 4)))],
 )
-def test_a_caller_s_loss_gives_the_gradients_of_one_device(world: int, groups: int, loss: str) -> None:
+def test_a_caller_s_loss_gives_the_gradients_of_one_device(world: int, groups: int, count: int, loss: str) -> None:
     model, inputs, traced = two_heads()
-    plan = random_pipeline(traced.program, world, 1, groups, "gpipe", 1)
+    plan = random_pipeline(traced.program, world, 1, groups, "gpipe", count)
     alone = copy.deepcopy(model)
     expected = alone(**inputs)
     LOSSES[loss](expected).backward()

@@ -1,12 +1,19 @@
 """Rehearsals are small: fewer devices, smaller batches, the same plan."""
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
 import autopar
 from autopar.errors import PlanMismatchError
+from autopar.fit import check_fit
+from autopar.plan import stages_problem
 from autopar.shrinking import shrink_inputs, shrink_plan
-from tests.models import make_llama, make_vit
+from autopar.trace import trace
+from tests.models import make_gpt2, make_llama, make_vit
+from tests.random_plans import random_pipeline, random_plan, with_stages
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +32,42 @@ def test_a_plan_for_64_devices_is_rehearsed_on_8(cluster: autopar.Cluster) -> No
     report = autopar.verify(model, plan, inputs)
     assert report.world_size == small.world_size
     assert len(report.gradient_errors) == len(list(model.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 8), ("zbv", 8), ("interleaved_1f1b", 8), ("gpipe", 8)])
+def test_a_pipeline_of_many_groups_is_rehearsed_on_few(schedule: str, stages: int) -> None:
+    model, inputs = make_gpt2(batch=32, layers=6, length=8)
+    program = trace(model, (), inputs).program
+    groups = stages if schedule in ("1f1b", "gpipe") else stages // 2
+    plan = with_stages(random_plan(program, 4, 1, 8), groups, schedule, stages, random.Random(0))
+    small = shrink_plan(plan)
+    assert (plan.world_size, small.world_size, small.num_groups) == (4 * groups, 8, 8 // small.group_size)
+    assert small.num_groups >= 2
+    assert len(small.stages) // small.num_groups == len(plan.stages) // groups
+    assert {stage.start for stage in small.stages} < {stage.start for stage in plan.stages}
+    assert small.num_microbatches in (2, 4)
+    assert not stages_problem(small)
+    assert autopar.verify(model, plan, inputs, steps=1).world_size == 8
+
+
+def test_stages_that_do_not_fit_are_refused() -> None:
+    model, inputs = make_gpt2(batch=8, layers=2, length=8)
+    program = trace(model, (), inputs).program
+    plan = random_pipeline(program, 4, 0, 2, "gpipe", 2)
+    first, second = plan.stages
+    for change, problem in (
+        ({"stages": (first, replace(second, stop=9))}, "stages end at layer 8 of 4"),
+        ({"stages": (first, replace(second, start=first.stop + 1))}, f"must start at layer {first.stop}"),
+        ({"stages": (replace(first, group=1), replace(second, group=0))}, "runs it on group 0"),
+        ({"schedule": "zbv"}, "zbv needs 2 stages per device group"),
+        ({"schedule": "1f1b", "num_microbatches": 1}, "at least as many microbatches as stages"),
+        ({"stages": ()}, "schedule 'gpipe' without stages"),
+        ({"strategies": tuple(replace(s, time=()) for s in plan.strategies)}, "0 factors in time"),
+        ({"num_microbatches": 16}, "can't be cut into 16"),
+    ):
+        with pytest.raises(PlanMismatchError, match=problem):
+            check_fit(replace(plan, **change), program, 4)
 
 
 def test_what_the_model_can_not_take_smaller_stays(cluster: autopar.Cluster) -> None:
