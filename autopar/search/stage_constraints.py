@@ -91,7 +91,10 @@ def _check(demands: PipelineDemands, program: Program, world_size: int, *, has_l
     if stages == 1 and (groups > 1 or schedule):
         raise ConstraintError("stages=1 is no pipeline: leave out pipeline= and schedule=, or ask for more stages")
     if max(groups, stages) > num_layers:
-        raise ConstraintError(f"{max(groups, stages)} stages of {num_layers} layers: each needs a layer")
+        layers = ", ".join(layer.name for layer in program.layers[:4]) + (" ..." if num_layers > 4 else "")
+        raise ConstraintError(
+            f"{max(groups, stages)} stages of {num_layers} layers ({layers}): each needs a layer, so ask for fewer stages"
+        )
     if schedule and schedule != "gpipe" and not has_loss:
         raise ConstraintError(
             f"schedule={schedule} needs the loss inside the model, as its backward passes begin before all forward "
