@@ -77,10 +77,9 @@ class _Delayed:
             return None
         names = {name: self._sources[name] for name in op.operands if name in self._sources}
         shape = _broadcast([self._type_of(names.get(name, name)).shape for name in op.operands])
-        result = op.results[0]
-        if shape == self.graph.types[result].shape:
+        if shape == self.graph.types[op.results[0]].shape:
             return [_reading(op, names)]
-        return None if result in self._live else self._expanded_after(_reading(op, names), shape)
+        return self._expanded_after(_reading(op, names), shape)
 
     def _with_small_mask(self, op: Op) -> Iterable[Op] | None:
         mask = argument(op, 3, "attn_mask", None)

@@ -240,6 +240,22 @@ def test_a_mask_that_hides_something_stays(combine):
     assert traced.program.type_of(attention.operands[3]).shape == (4, 1, 8, 8)
 
 
+def test_a_trained_bias_is_masked_once_for_all_samples():
+    """Attention repeats it, and adds up its gradient."""
+
+    def function(h, y):
+        q, row = y.view(4, 1, 8, 1), torch.arange(8)
+        seen = (row[:, None] >= row[None, :]).expand(4, 1, 8, 8)
+        bias = h.sum(0).view(1, 1, 1, 8) * row[:, None]
+        return F.scaled_dot_product_attention(q, q.cos(), q.sin(), torch.where(seen, bias, -1e9).contiguous())
+
+    traced = run(function)
+    (attention,) = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert traced.program.type_of(attention.operands[3]).shape == (1, 1, 8, 8)
+    assert traced.program.values[attention.operands[3]].requires_grad
+    assert all(constant.shape[0] == 1 or constant.ndim < 4 for constant in traced.constants.values())
+
+
 def test_bits_are_no_mask():
     """``x & 1`` is not x, although 1 is true."""
     one = torch.ones(8, dtype=torch.int64)
