@@ -93,7 +93,7 @@ def _check(demands: PipelineDemands, program: Program, world_size: int, *, has_l
     if max(groups, stages) > num_layers:
         layers = ", ".join(layer.name for layer in program.layers[:4]) + (" ..." if num_layers > 4 else "")
         raise ConstraintError(
-            f"{max(groups, stages)} stages of {num_layers} layers ({layers}): each needs a layer, so ask for fewer stages"
+            f"{max(groups, stages)} stages of {num_layers} layers ({layers}): each needs a layer, so ask for fewer"
         )
     if schedule and schedule != "gpipe" and not has_loss:
         raise ConstraintError(
