@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -99,25 +99,28 @@ def run_ranks(
 
 
 def _train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer) -> Run:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizers = [make_optimizer(trained)] if trained else []  # pipeline stages may have nothing to train
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
-        model.zero_grad()
+        optimizer.zero_grad()
         loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
         run_backward(loss)
         losses.append(loss.item())
         if step == 0:
-            gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
-        for optimizer in optimizers:
-            optimizer.step()
+            gradients = {n: p.grad.detach().clone() for n, p in _filled(model) if p.grad is not None}
+        optimizer.step()
     return Run(
         tuple(losses),
         gradients,
-        {name: p.detach().clone() for name, p in model.named_parameters()},
+        {name: p.detach().clone() for name, p in _filled(model)},
         {name: b.detach().clone() for name, b in model.named_buffers()},
     )
+
+
+def _filled(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters with elements: a rank with nothing to train has one without, for the user's optimizer."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.numel())
 
 
 def loss_of(output: Any) -> Tensor:
