@@ -154,9 +154,8 @@ class _Builder:
         strategy = self.strategy
         for name, layout, time in zip(self.layer.inputs, strategy.inputs, arrivals, strict=True):
             self.produced[name] = self._placeholder(name, layout, time)
-        for name, stored in zip(self.layer.held, strategy.storage, strict=True):
-            place = self._placeholder(name, self.copy_layouts.get(name, stored), REPLICATE)
-            self.produced[name] = place
+        for name, layout in zip(self.layer.held, self.held_layouts(), strict=True):
+            self.produced[name] = self._placeholder(name, layout, REPLICATE)
         self.context = self.graph.placeholder("context")
         for name in (*self.layer.inputs, *self.layer.held):
             self._cut_on_arrival(name)
@@ -194,19 +193,24 @@ class _Builder:
         self.graph.output(tuple(nodes))
         self.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Kind{self.layer.kind}")
-        held = tuple(
-            self.copy_layouts.get(name, stored)
-            for name, stored in zip(self.layer.held, self.strategy.storage, strict=True)
-        )
         return LayerProgram(
             module,
             self.layer,
             self.strategy,
             self.num_microbatches,
-            held,
+            self.held_layouts(),
             tuple(times),
             frozenset(self.cheap),
         )
+
+    def held_layouts(self) -> tuple[Layout, ...]:
+        """In which layouts held values arrive: as copies, but whole in the dim in which time cuts them first."""
+        found: list[Layout] = []
+        for name, stored in zip(self.layer.held, self.strategy.storage, strict=True):
+            time = self._time_on_arrival(name)
+            copy = self.copy_layouts.get(name, stored)
+            found.append(tuple(REPLICATE if time is not None and p == time else p for p in copy))
+        return tuple(found)
 
     def _placeholder(self, name: str, layout: Layout, time: Placement) -> _Place:
         node = self.graph.placeholder(node_name(name))
@@ -219,18 +223,20 @@ class _Builder:
         return TensorType(local_shape(shape, layout, self.mesh), tensor.dtype)
 
     def _cut_on_arrival(self, name: str) -> None:
-        """Cut a whole arrival that is no parameter right away, if all its readers want the same slices."""
-        place = self.produced[name]
-        if self.program.values[name].role == "parameter" or place.time.is_shard:
-            return
+        time = self._time_on_arrival(name)
+        if time is not None and not self.produced[name].time.is_shard:
+            self.produced[name] = self._cut(name, self.produced[name], time)
+
+    def _time_on_arrival(self, name: str) -> Placement | None:
+        """How a whole arrival that is no parameter is cut right away: if all its readers want the same slices."""
         wanted = {
             self.time_operands[index][mention]
             for index, op in enumerate(self.layer.ops)
             for mention, operand in enumerate(op.operands)
             if operand == name
         }
-        if len(wanted) == 1 and (time := wanted.pop()).is_shard:
-            self.produced[name] = self._cut(name, place, time)
+        is_cut = len(wanted) == 1 and self.program.values[name].role != "parameter"
+        return next((time for time in wanted if is_cut and time.is_shard), None)
 
     def _copy(self, name: str) -> _Place:
         if name not in self.copies:

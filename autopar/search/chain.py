@@ -110,10 +110,19 @@ class Paths:
     def lower_bound_s(self, limit_bytes: float) -> float:
         """No path of the chain within the limit is faster than this."""
         bounds = [
-            max(s.value_s - s.price * (limit_bytes - self.chain.fixed_bytes - below) for s in sweeps)
+            max(_bound_s(s, limit_bytes - self.chain.fixed_bytes - below) for s in sweeps)
             for below, sweeps in self.sweeps
         ]
         return self.chain.fixed_s + min(bounds)
+
+
+def _bound_s(sweep: _Sweep, allowed_bytes: float) -> float:
+    """What a sweep says of any path that holds at most so many bytes; less what the difference of two large numbers
+    may be rounded up by.
+    """
+    paid_s = sweep.price * allowed_bytes
+    rounding_s = 8 * float(np.finfo(np.float64).eps) * max(abs(sweep.value_s), abs(paid_s))
+    return sweep.value_s - paid_s - rounding_s
 
 
 def path_costs(chain: Chain, paths: Indices) -> Array:

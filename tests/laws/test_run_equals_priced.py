@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.errors import ConstraintError
 from autopar.lower import ParallelModule
@@ -14,6 +16,7 @@ from autopar.lower.communicator import Collective
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.rehearsal import loss_of, run_ranks
+from autopar.search import SearchRequest, search
 from autopar.search.layer_cost import PricedCollective
 from autopar.search.plan_collectives import plan_collectives
 from tests.models import ZOO, make_plain_gpt
@@ -172,6 +175,26 @@ def test_what_a_plan_pays_for_collectives_is_the_price_of_that_list() -> None:
         assert again <= sum(cost.recompute_s for cost in costs) * (1 + 1e-9)
         paid = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)
         assert sum(seconds for _, seconds in listed) - again == pytest.approx(paid, rel=1e-9)
+
+
+class ScaledRows(nn.Module):
+    """Scales every row of the batch by a constant of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scale = 1 + torch.arange(8, dtype=x.dtype)[:, None].expand(8, 16)
+        return F.mse_loss(self.last(torch.tanh(self.first(x) * scale.sin())), y)
+
+
+def test_a_constant_with_a_row_per_sample_is_cut_in_time_before_it_is_cut_on_devices() -> None:
+    torch.manual_seed(0)
+    who = trained_alone(ScaledRows(), {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}, in_double=False)
+    request = SearchRequest(constraints=("data=2", "microbatches=2"))
+    assert_run_equals_priced(who, search(who.traced.program, 2, quick_prices(2), request))
 
 
 def test_the_law_notices_a_price_left_out() -> None:

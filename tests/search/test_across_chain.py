@@ -127,3 +127,10 @@ def test_paths_are_near_the_optimum_on_average() -> None:
 def test_nothing_fits_below_the_smallest() -> None:
     pool = fastest_paths(make_chain(1, 3, 4))
     assert pool.best(min(pool.peak_bytes) - 1) == -1
+
+
+def test_the_bound_holds_where_memory_is_dear() -> None:
+    chain = make_chain(247, 4, 5)  # at 1 s per byte, values of 1e10 s lose the microseconds
+    time, peak = every_path(chain)
+    limit = float(peak.min())
+    assert fastest_paths(chain).lower_bound_s(limit) <= time[peak <= limit].min()
