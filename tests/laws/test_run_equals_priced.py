@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import ConstraintError
@@ -187,7 +186,7 @@ class ScaledRows(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         scale = 1 + torch.arange(8, dtype=x.dtype)[:, None].expand(8, 16)
-        return F.mse_loss(self.last(torch.tanh(self.first(x) * scale.sin())), y)
+        return nn.functional.mse_loss(self.last(torch.tanh(self.first(x) * scale.sin())), y)
 
 
 def test_a_constant_with_a_row_per_sample_is_cut_in_time_before_it_is_cut_on_devices() -> None:
