@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,6 +38,7 @@ def train(name: str, world: int, seed: int, num_microbatches: int) -> tuple[Any,
     return tuple(losses), gradients, {n: x.clone() for n, x in parallel.full_state_dict().items()}
 
 
+@pytest.mark.slow
 def test_gloo_processes_train_as_one_device() -> None:
     model, inputs = make("plain_gpt")
     expected = train_single(model, inputs)

@@ -79,7 +79,7 @@ CASES: dict[str, list[tuple[int, str]]] = {
         (4, "zbv data=2"),
     ],
 }
-FAST = ("deep_gpt2", "deep_t5", "deep_crossing")
+FAST = ("deep_gpt2",)
 
 
 def constraints_of(text: str) -> Constraints:

@@ -76,6 +76,7 @@ def test_a_plan_survives_its_text() -> None:
 
 @given(shares=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=3))
 @settings(max_examples=3, deadline=None)
+@pytest.mark.slow
 def test_more_memory_is_never_slower(shares: list[float]) -> None:
     program = small_model(2)
     largest = run(program).peak_memory_bytes

@@ -202,6 +202,7 @@ def test_skip_connections_cross_cuts():
     assert any(sum(traced.program.values[n].role == "op" for n in layer.inputs) > 1 for layer in layers)
 
 
+@pytest.mark.slow
 def test_no_layer_is_too_long():
     class Long(nn.Module):
         def __init__(self):
@@ -280,6 +281,7 @@ def test_unused_parameters_are_listed():
 # ---------------------------------------------------------------- identity, sources, other devices
 
 
+@pytest.mark.slow
 def test_fingerprint_is_of_structure():
     def fingerprint(**changes):
         model, inputs = models.make_plain_gpt(**({"batch": 2, "layers": 2} | changes))

@@ -21,6 +21,7 @@ def cluster() -> autopar.Cluster:
     return autopar.Cluster.of("h100", nodes=8, devices_per_node=8)
 
 
+@pytest.mark.slow
 def test_a_plan_for_64_devices_is_rehearsed_on_8(cluster: autopar.Cluster) -> None:
     model, inputs = make_llama(batch=64, length=64)
     plan = autopar.plan(model, cluster, inputs, constraints=["data=8", "tensor=8", "zero=3", "microbatches=4"])
@@ -70,6 +71,7 @@ def test_stages_that_do_not_fit_are_refused() -> None:
             check_fit(replace(plan, **change), program, 4)
 
 
+@pytest.mark.slow
 def test_what_the_model_can_not_take_smaller_stays(cluster: autopar.Cluster) -> None:
     model, inputs = make_vit(batch=64)
     plan = autopar.plan(model, cluster, inputs, constraints=["data=64"])
@@ -82,6 +84,7 @@ def test_batches_shrink_step_by_step() -> None:
     assert all(batch["flag"] is True for batch in batches)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model_is_refused(cluster: autopar.Cluster) -> None:
     model, inputs = make_llama(batch=64)
     plan = autopar.plan(model, cluster, inputs)
