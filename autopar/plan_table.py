@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["format_plan"]
 
 _WIDTH = 110
+_FEW_STAGES = 16
 _STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
@@ -51,7 +52,8 @@ def _layer_table(plan: Plan) -> Table:
         table.add_column(name, overflow="fold")
     for name in ("params", "grads", "optim", "saved", "temp", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
-    starts = [stage.start for stage in plan.stages]
+    # Where there are many stages, their own table says where they are cut.
+    starts = [stage.start for stage in plan.stages] if len(plan.stages) <= _FEW_STAGES else []
     numbered = enumerate(plan.layers)
     for (index, _), group in itertools.groupby(numbered, lambda pair: (pair[1].strategy, bisect(starts, pair[0]))):
         layers = [layer for _, layer in group]

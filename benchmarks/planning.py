@@ -33,6 +33,7 @@ class Case:
     batch: int
     sequence: int
     peer_cpu_s: float = 0.0
+    constraints: tuple[str, ...] = ()
 
 
 CASES = {
@@ -42,6 +43,10 @@ CASES = {
     "8b-32-layers-64": Case(32, 4096, 14336, 32, 8, 128256, 8, 64, 8192, 631),
     "70b-512": Case(80, 8192, 28672, 64, 8, 128256, 64, 512, 8192),
     "405b-16384": Case(126, 16384, 53248, 128, 8, 128256, 2048, 2048, 8192),
+    "405b-16384-flat": Case(126, 16384, 53248, 128, 8, 128256, 2048, 2048, 8192, constraints=("pipeline=1",)),
+    "405b-16384-1f1b": Case(
+        126, 16384, 53248, 128, 8, 128256, 2048, 2048, 8192, constraints=("pipeline=16", "schedule=1f1b")
+    ),
 }
 
 
@@ -61,7 +66,7 @@ def run_case(case: Case) -> dict[str, float | str]:
         ids = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
     cluster = autopar.Cluster.of("h100", nodes=case.nodes, devices_per_node=8)
     wall, cpu = time.perf_counter(), time.process_time()
-    plan = autopar.plan(model, cluster, {"input_ids": ids, "labels": ids})
+    plan = autopar.plan(model, cluster, {"input_ids": ids, "labels": ids}, constraints=case.constraints)
     return {
         "wall_s": time.perf_counter() - wall,
         "cpu_s": time.process_time() - cpu,
@@ -69,6 +74,10 @@ def run_case(case: Case) -> dict[str, float | str]:
         **{f"{stage}_s": seconds for stage, seconds in plan.planning_s},
         "step_s": plan.step_time_s,
         "gap": plan.optimality_gap,
+        "microbatches": plan.num_microbatches,
+        "pipeline": f"{plan.schedule} of {len(plan.stages)} stages on {plan.num_groups} groups"
+        if plan.stages
+        else "none",
         "strategies": "; ".join(
             f"{'x'.join(map(str, s.mesh))} {'/'.join(s.labels)} zero={s.zero}" for s in plan.strategies
         ),
@@ -96,7 +105,7 @@ def main() -> None:
             continue
         row = json.loads(done.stdout.splitlines()[-1])
         peer = f", nearest peer {CASES[name].peer_cpu_s:.0f} CPU s" if CASES[name].peer_cpu_s else ""
-        strategies = row.pop("strategies")
+        strategies = f"pipeline {row.pop('pipeline')}; {row.pop('strategies')}"
         figures = ", ".join(f"{key} {value:.3g}" for key, value in row.items())
         sys.stdout.write(f"{name}: {figures}{peer}\n    {strategies}\n")
         sys.stdout.flush()

@@ -122,6 +122,11 @@ class ClusterPrices:
         check_kind(kind)
         if self.profile is None or axis.size <= 1:
             return None
+        if kind == "send" and not self.profile.measured_axes(kind):
+            # To broadcast to one other rank is to send to it.
+            pairs = [a for a in self.profile.measured_axes("broadcast") if a.size == 2]
+            similar = [a for a in pairs if self._reach(a) == self._reach(axis)]
+            return (self.profile.collective("broadcast", min(similar)), 1.0) if similar else None
         similar = [a for a in self.profile.measured_axes(kind) if self._reach(a) == self._reach(axis)]
         if not similar:
             return None

@@ -40,7 +40,7 @@ _STEPS_FEW, _STEPS_MANY = 30_000, 300  # of branch and bound, with few candidate
 _WORTH = 1.15  # what seems slower than the fastest by more is not looked at again
 _SMALL = 6000  # actions that are simulated at once
 _SETTLED = 4  # larger schedules that are simulated in the end, if one of them fits
-_DOUBT = 0.1  # how far estimates may be too high
+_DOUBT = 0.05  # how far estimates may be too high
 
 
 @dataclass(frozen=True, eq=False)

@@ -229,3 +229,21 @@ def test_more_memory_is_more_usable_memory():
     cluster = Cluster.of("h100")
     more = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes + 1))
     assert ClusterPrices(more).memory_bytes > ClusterPrices(cluster).memory_bytes
+
+
+def test_a_send_is_one_hop_however_long_the_pipeline():
+    prices = ClusterPrices(Cluster.of("h100", nodes=4, devices_per_node=8))
+    inside, across = prices.collective_s("send", Axis(2, 4), 1e6), prices.collective_s("send", Axis(2, 8), 1e6)
+    assert 0 < inside < across
+    assert prices.collective_s("send", Axis(4, 8), 1e6) == across
+    # Some hops leave the node: the slowest is what a pipeline waits for.
+    assert prices.collective_s("send", Axis(8, 4), 1e6) == across
+
+
+def test_a_profile_prices_a_send_as_a_broadcast_to_one_other_rank():
+    points = {
+        "collective/broadcast/2/1": [(1e3, 1e-4), (1e6, 1e-3)],
+        "collective/broadcast/4/1": [(1e3, 1.0), (1e6, 2.0)],
+    }
+    prices = ClusterPrices(Cluster.of("cpu", devices_per_node=4), _profile(**points))
+    assert prices.collective_s("send", Axis(4, 1), 1e6) == pytest.approx(1e-3)

@@ -33,7 +33,7 @@ def test_device_groups_run_what_is_priced(model: str, constraints: tuple[str, ..
 
     def step(module: ParallelModule) -> list[Collective]:
         with module.recording() as collectives:
-            loss_of(module(**who.inputs)).backward()  # pyright: ignore[reportUnknownMemberType]
+            loss_of(module(**who.inputs)).backward()
         return collectives
 
     for rank, run in enumerate(run_ranks(who.model, who.traced, plan, who.inputs, step)):
