@@ -105,7 +105,7 @@ def test_a_step_runs_what_was_priced(model: str, world: int, constraints: Constr
 PIPELINES = {
     "deep_gpt2": ("1f1b tensor=2", "zbv data=2 zero=2", "gpipe pipeline=4", "interleaved_1f1b"),
     "deep_llama": ("interleaved_zero_bubble data=2 zero=3", "zbv pipeline=2 data=2 zero=3 recompute=full"),
-    "deep_t5": ("1f1b pipeline=4", "interleaved_1f1b data=2 zero=1 microbatches=1"),
+    "deep_t5": ("1f1b pipeline=4", "interleaved_1f1b data=2 zero=1"),
     "deep_unet": ("zbv data=2", "gpipe pipeline=4"),
     "deep_crossing": ("gpipe pipeline=4", "zbv tensor=2"),
     "deep_half_frozen": ("1f1b pipeline=4", "interleaved_zero_bubble data=2"),
