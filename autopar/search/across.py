@@ -69,7 +69,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     if staged is not None and staged.step_s < flat_s:
         assert request.schedules is not None
         notes = staged.setting.task.notes
-        plan = assemble_staged(staged, program, prices, request.training, request.schedules)
+        plan = assemble_staged(staged, request.schedules)
     else:
         assert flat is not None
         notes = task.notes

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.placement import Layout
+from autopar.placement import Axis, Layout, local_shape
 from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
 from autopar.program import Layer, Program
 from autopar.search.candidates import Candidate, Scene
 from autopar.search.crossings import Crossing, crossing_parts_s
 from autopar.search.labels import axis_labels
-from autopar.search.layer_cost import TrainingSpec, is_differentiable, layer_cost
-from autopar.search.layer_memory import ParameterMemory
+from autopar.search.layer_cost import TrainingSpec, is_differentiable, layer_cost, optimizer_s_per_element
+from autopar.search.layer_memory import ParameterMemory, parameter_memory
 from autopar.search.placed import place
 from autopar.search.prices import Prices
 
-__all__ = ["Choice", "SharedCost", "assemble_plan", "boundary_seconds", "first_readers", "layer_costs"]
+__all__ = ["Choice", "SharedCost", "assemble_plan", "boundary_seconds", "first_readers", "layer_costs", "shared_costs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,25 @@ class SharedCost:
     step_s: float
     memory: ParameterMemory
     exchange_s: float
+
+
+def shared_costs(scene: Scene, num_devices: int, num_groups: int) -> dict[str, SharedCost]:
+    """What each shared parameter takes on a device group (of `num_devices`) that reads it."""
+    training, prices = scene.training, scene.prices
+    found: dict[str, SharedCost] = {}
+    for name, (mesh, layout) in scene.shared.items():
+        value = scene.program.values[name]
+        dtype = value.type.dtype
+        stored = math.prod(local_shape(value.type.shape, layout, mesh))
+        memory = parameter_memory(dtype, stored, stored, 0, value.requires_grad, training)
+        step_s = exchange_s = 0.0
+        if value.requires_grad and training.is_training:
+            step_s = stored * optimizer_s_per_element(scene.program, dtype, num_devices, prices, training)
+            if num_groups > 1:
+                num_bytes = stored * training.gradient_itemsize(dtype)
+                exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), num_bytes)
+        found[name] = SharedCost(step_s, memory, exchange_s)
+    return found
 
 
 def boundary_seconds(choice: Choice) -> list[tuple[float, float]]:

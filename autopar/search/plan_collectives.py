@@ -17,7 +17,7 @@ from autopar.search.reshard_tables import LOCAL
 from autopar.search.stage_assembly import sent_values
 from autopar.search.stage_setting import told_outputs
 
-__all__ = ["plan_collectives", "stage_collectives"]
+__all__ = ["own_strategy", "plan_collectives", "stage_collectives"]
 
 
 def plan_collectives(
@@ -68,10 +68,14 @@ def _own_collectives(
     training: TrainingSpec,
     shared: SharedStorage,
 ) -> tuple[PricedCollective, ...]:
-    """Those inside a layer, whose strategy names the values of the first layer of its kind."""
+    """Those inside a layer."""
+    return layer_collectives(program, layer, own_strategy(program, layer, strategy), num_microbatches, training, shared)
+
+
+def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> LayerStrategy:
+    """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
     names = dict(zip(_value_names(program.kinds[layer.kind]), _value_names(layer), strict=True))
-    own = replace(strategy, copies=tuple((names[name], layout) for name, layout in strategy.copies))
-    return layer_collectives(program, layer, own, num_microbatches, training, shared)
+    return replace(strategy, copies=tuple((names[name], layout) for name, layout in strategy.copies))
 
 
 def _value_names(layer: Layer) -> tuple[str, ...]:

@@ -9,20 +9,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.placement import local_shape
+from autopar.placement import Axis, local_shape
 from autopar.plan import LayerCost, LayerStrategy, Plan, Stage
-from autopar.program import Program, itemsize_bytes
+from autopar.program import itemsize_bytes
 from autopar.schedule import ScheduleActions, ScheduleSource, stage_group
 from autopar.search.assembly import Choice, assemble_plan, layer_costs
 from autopar.search.crossings import Crossing
-from autopar.search.prices import Prices
 from autopar.search.stage_constraints import Shape
 from autopar.search.stage_prediction import LayerParts, pipeline_step_s, predict_stages
 from autopar.search.stage_setting import broadcast_s
 from autopar.search.stages import Staged
-from autopar.search.training import TrainingSpec
 
-__all__ = ["SentValue", "assemble_staged", "sent_values"]
+__all__ = ["SentValue", "assemble_pipeline", "assemble_staged", "layer_groups", "sent_values"]
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,25 @@ def sent_values(
             yield SentValue(first, stage, num_bytes, stage != made and stage not in reading)
 
 
-def assemble_staged(
-    staged: Staged, program: Program, prices: Prices, training: TrainingSpec, source: ScheduleSource
-) -> Plan:
+def assemble_staged(staged: Staged, source: ScheduleSource) -> Plan:
     """The plan of this pipeline; limits, gap, constraints and notes are the caller's to fill in."""
-    shape, bounds = staged.shape, staged.bounds
-    actions = source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    groups = layer_groups(staged.shape, staged.bounds)
+    return assemble_pipeline(staged.setting.choice(staged.path, groups), staged.shape, staged.bounds, source)
+
+
+def layer_groups(shape: Shape, bounds: Sequence[int]) -> tuple[int, ...]:
+    """Per layer, the device group that runs it; `bounds` are the stages' first layers, then the number of layers."""
     groups = [stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages)]
-    group_of = tuple(groups[bisect.bisect_right(bounds, layer) - 1] for layer in range(len(program.layers)))
-    choice = staged.setting.choice(staged.path, group_of)
-    stages = _predict(choice, staged, actions)
+    return tuple(groups[bisect.bisect_right(bounds, layer) - 1] for layer in range(bounds[-1]))
+
+
+def assemble_pipeline(choice: Choice, shape: Shape, bounds: Sequence[int], source: ScheduleSource) -> Plan:
+    """As `assemble_plan`, of a choice that runs in stages."""
+    scene = choice.scene
+    actions = source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    stages = _predict(choice, shape, bounds, actions)
     return replace(
-        assemble_plan(choice, program, prices, training),
+        assemble_plan(choice, scene.program, scene.prices, scene.training),
         step_time_s=pipeline_step_s(actions, stages),
         peak_memory_bytes=max(stage.peak_memory_bytes for stage in stages),
         stages=stages,
@@ -86,23 +91,24 @@ def assemble_staged(
     )
 
 
-def _predict(choice: Choice, staged: Staged, actions: ScheduleActions) -> tuple[Stage, ...]:
-    shape, scene, axis = staged.shape, choice.scene, staged.setting.task.pipeline_axis
+def _predict(choice: Choice, shape: Shape, bounds: Sequence[int], actions: ScheduleActions) -> tuple[Stage, ...]:
+    scene = choice.scene
+    axis = Axis(shape.num_groups, choice.world_size // shape.num_groups)
     sends = np.zeros((shape.num_stages, 2))
     relayed = np.zeros(shape.num_stages)
     strategies = [candidate.strategy for candidate in choice.candidates]
-    for sent in sent_values(choice.crossings, staged.bounds, strategies):
+    for sent in sent_values(choice.crossings, bounds, strategies):
         has_gradient = sent.crossing.requires_grad and scene.training.is_training
         seconds = scene.prices.collective_s("send", axis, sent.num_bytes)
         sends[sent.stage] += seconds, seconds if has_gradient else 0.0
         relayed[sent.stage] += sent.num_bytes if sent.is_relayed else 0.0
     return predict_stages(
         shape,
-        staged.bounds,
+        bounds,
         _parts(layer_costs(choice), shape),
         [(float(ahead), float(back)) for ahead, back in sends],
         relayed.tolist(),
-        broadcast_s(staged.setting),
+        broadcast_s(scene.program, scene.prices, axis),
         actions,
     )
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import local_shape
+from autopar.placement import Axis, local_shape
 from autopar.program import Program, itemsize_bytes
 from autopar.search.boundary import arrival_layout
 from autopar.search.crossings import Crossing, Placed, crossing_matrix
+from autopar.search.prices import Prices
 from autopar.search.stage_problem import Move, StageProblem, StageTable, Tie, Traveller
 from autopar.search.trials import Setting
 
@@ -34,16 +35,15 @@ def stage_problem(setting: Setting, limit_bytes: float) -> StageProblem:
         skips,
         tuple(_travellers(setting)),
         tuple(_ties(setting)),
-        broadcast_s(setting),
+        broadcast_s(task.program, task.prices, task.pipeline_axis),
         limit_bytes,
     )
 
 
-def broadcast_s(setting: Setting) -> float:
+def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
     """Seconds to tell all device groups what they all get."""
-    task = setting.task
-    sizes = (float(task.program.type_of(name).num_bytes) for name in told_outputs(task.program))
-    return sum(task.prices.collective_s("broadcast", task.pipeline_axis, size) for size in sizes)
+    sizes = (float(program.type_of(name).num_bytes) for name in told_outputs(program))
+    return sum(prices.collective_s("broadcast", pipeline_axis, size) for size in sizes)
 
 
 def told_outputs(program: Program) -> tuple[str, ...]:

@@ -14,16 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError
-from autopar.placement import REPLICATE, Axis, Layout, local_shape, refine_mesh, shard
+from autopar.placement import REPLICATE, Axis, Layout, refine_mesh, shard
 from autopar.program import Layer, Program
-from autopar.search.assembly import Choice, SharedCost
+from autopar.search.assembly import Choice, SharedCost, shared_costs
 from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
 from autopar.search.candidates import Candidate, Scene, layer_candidates
 from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths
 from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
-from autopar.search.layer_cost import SharedStorage, is_differentiable, optimizer_s_per_element
-from autopar.search.layer_memory import parameter_memory
+from autopar.search.layer_cost import SharedStorage, is_differentiable
 from autopar.search.meshes import mesh_shapes
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
@@ -241,7 +240,9 @@ def make_setting(
     states: dict[State, int] = {}
     tables = {first: _table(candidates, states) for first, candidates in by_class.items()}
     crossings = find_crossings(task.program, factors, count)
-    return Setting(task, scene, by_class, crossings, states, tables, _shared_costs(task, scene))
+    return Setting(
+        task, scene, by_class, crossings, states, tables, shared_costs(scene, task.num_devices, task.num_groups)
+    )
 
 
 def _class_candidates(
@@ -346,22 +347,3 @@ def _move_matrix(
         [placed(int(s)) for s in sources], [placed(int(t)) for t in targets],
     )  # fmt: skip
     return matrix
-
-
-def _shared_costs(task: Task, scene: Scene) -> dict[str, SharedCost]:
-    """What each shared parameter takes on a device group that reads it."""
-    training = scene.training
-    found: dict[str, SharedCost] = {}
-    for name, (mesh, layout) in scene.shared.items():
-        value = task.program.values[name]
-        dtype = value.type.dtype
-        stored = math.prod(local_shape(value.type.shape, layout, mesh))
-        memory = parameter_memory(dtype, stored, stored, 0, value.requires_grad, training)
-        step_s = exchange_s = 0.0
-        if value.requires_grad and training.is_training:
-            step_s = stored * optimizer_s_per_element(task.program, dtype, task.num_devices, task.prices, training)
-            if task.num_groups > 1:
-                num_bytes = stored * training.gradient_itemsize(dtype)
-                exchange_s = task.prices.collective_s("send", task.pipeline_axis, num_bytes)
-        found[name] = SharedCost(step_s, memory, exchange_s)
-    return found

@@ -1,0 +1,39 @@
+"""A plan priced again has the numbers that its search gave it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.lower.schedules import schedule_actions
+from autopar.search import TrainingSpec
+from autopar.search.repricing import reprice
+from tests.zoo import plan_for, quick_prices, subject
+
+
+@pytest.mark.parametrize(
+    ("model", "constraints"),
+    [
+        ("gpt2", ("pipeline=1",)),
+        ("llama", ("pipeline=1", "tensor=2", "zero=3")),
+        ("plain_gpt", ("pipeline=1", "microbatches=2", "zero=2")),
+        ("gpt2", ("pipeline=2", "schedule=1f1b", "microbatches=2")),
+    ],
+)
+def test_of_a_searched_plan_nothing_changes(model: str, constraints: tuple[str, ...]) -> None:
+    staged = "pipeline=2" in constraints
+    plan = plan_for(model, 4, constraints, stages=True)
+    assert bool(plan.stages) == staged
+    found = reprice(subject(model).traced.program, plan, quick_prices(4), TrainingSpec(), schedule_actions)
+    assert found.step_time_s == pytest.approx(plan.step_time_s, rel=1e-9)
+    assert found.peak_memory_bytes == pytest.approx(plan.peak_memory_bytes, rel=1e-9)
+    assert (found.layers, found.strategies, found.schedule) == (plan.layers, plan.strategies, plan.schedule)
+    assert [(s.start, s.stop, s.group) for s in found.stages] == [(s.start, s.stop, s.group) for s in plan.stages]
+
+
+def test_a_plan_that_recomputes_more_is_slower() -> None:
+    plan = plan_for("llama", 4, ("pipeline=1", "recompute=none"), stages=True)
+    edited = replace(plan, strategies=tuple(replace(each, recompute="full") for each in plan.strategies))
+    found = reprice(subject("llama").traced.program, edited, quick_prices(4), TrainingSpec(), schedule_actions)
+    assert found.step_time_s > plan.step_time_s
