@@ -1,0 +1,7 @@
+"""``python -m autopar.explain``."""
+
+import sys
+
+from autopar.explain.cli import main
+
+sys.exit(main())

@@ -1,0 +1,130 @@
+"""What is asked of the planner, as text: clusters, and the ``name=value`` of what-ifs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from autopar.cluster import Cluster
+from autopar.errors import QuestionError
+
+__all__ = ["Asked", "change", "parse_cluster"]
+
+_RATE_UNITS = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Gb/s": 1e9 / 8}
+_LINKS = {"inter": "between", "between": "between", "intra": "within", "within": "within"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The planner's inputs that can be varied.
+
+    Args:
+        cluster: the devices and links.
+        memory: bytes per device, or text; None: what a device has.
+        batch: rows of the global batch; None: what the target has.
+        sequence: tokens per row; None: what the target has.
+        constraints: as `autopar.plan` takes them.
+        optimizer: as `autopar.plan` takes it.
+        precision: as `autopar.plan` takes it.
+    """
+
+    cluster: Cluster
+    memory: float | str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    constraints: tuple[str, ...] = ()
+    optimizer: str = "adamw"
+    precision: str | None = None
+
+    @property
+    def shapes(self) -> tuple[int | None, int | None]:
+        """What the model has to be traced for."""
+        return self.batch, self.sequence
+
+
+def parse_cluster(text: str) -> Cluster:
+    """``"8x8xh100"``: nodes x devices per node x device; ``"8xh100"`` is one node; or a file that `Cluster.save` wrote.
+
+    Raises:
+        QuestionError: it is neither.
+        MeshError: there is no such device.
+    """
+    if text.endswith(".json"):
+        try:
+            return Cluster.load(text)
+        except OSError as error:
+            raise QuestionError(f"cluster file {text!r} can't be read: {error.strerror}") from error
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
+    if match is None or not int(match[2]) or (match[1] is not None and not int(match[1])):
+        raise QuestionError(
+            f"--cluster {text!r}: write nodes x devices per node x device, such as 8x8xh100 (one node: 4xa100-80); "
+            f"devices: {', '.join(Cluster.names())}; or the path of a file that Cluster.save wrote"
+        )
+    return Cluster.of(match[3], nodes=int(match[1] or 1), devices_per_node=int(match[2]))
+
+
+def change(asked: Asked, text: str) -> Asked:
+    """`asked` with one thing changed.
+
+    Args:
+        asked: what was asked before.
+        text: ``memory=40GiB``, ``nodes=16``, ``batch=128``, ``seq=4096``, ``device=h200``, ``link.inter=100GB/s``,
+            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, or a constraint such as ``tensor=2``.
+
+    Raises:
+        QuestionError: it is none of these.
+    """
+    name, separator, value = text.partition("=")
+    name = name.strip()
+    value = value.strip()
+    if not separator or not value:
+        raise QuestionError(
+            f"{text!r}: write name=value, such as memory=40GiB, nodes=16, batch=128 or link.inter=100GB/s"
+        )
+    if name == "memory":
+        return replace(asked, memory=value)
+    if name in ("batch", "seq"):
+        number = _whole(text, value)
+        return replace(asked, batch=number) if name == "batch" else replace(asked, sequence=number)
+    if name in ("nodes", "device"):
+        return replace(asked, cluster=_other_cluster(asked.cluster, text, name, value))
+    if name.startswith("link."):
+        return replace(asked, cluster=_other_link(asked.cluster, text, name.removeprefix("link."), value))
+    if name == "precision":
+        return replace(asked, precision=value)
+    if name == "optimizer":
+        return replace(asked, optimizer=value)
+    return replace(asked, constraints=(*asked.constraints, text))
+
+
+def _whole(text: str, value: str) -> int:
+    if not value.isdecimal() or not int(value):
+        raise QuestionError(f"{text!r}: {value!r} is no positive whole number")
+    return int(value)
+
+
+def _other_cluster(cluster: Cluster, text: str, name: str, value: str) -> Cluster:
+    if name == "nodes":
+        return replace(cluster, num_nodes=_whole(text, value))
+    return Cluster.of(value, nodes=cluster.num_nodes, devices_per_node=cluster.devices_per_node)
+
+
+def _other_link(cluster: Cluster, text: str, which: str, value: str) -> Cluster:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([KMGT]?[Bb]/s)", value)
+    if which not in _LINKS or match is None or match[2] not in _RATE_UNITS:
+        raise QuestionError(
+            f"{text!r}: write link.inter=100GB/s (per device, between nodes) or link.intra=300GB/s (inside a node); "
+            f"units: {', '.join(_RATE_UNITS)}"
+        )
+    rate = float(match[1]) * _RATE_UNITS[match[2]]
+    link = getattr(cluster, _LINKS[which])
+    # The rates of the three kinds of collectives keep their proportions.
+    factor = rate / link.gather_bytes_per_s
+    changed = replace(
+        link,
+        name=f"{link.name} at {value}",
+        all_reduce_bytes_per_s=link.all_reduce_bytes_per_s * factor,
+        gather_bytes_per_s=rate,
+        exchange_bytes_per_s=link.exchange_bytes_per_s * factor,
+    )
+    return replace(cluster, **{_LINKS[which]: changed})

@@ -1,0 +1,147 @@
+"""Why a plan is as it is: where time and bytes go, what binds, which link carries what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.explain.planner import Answer
+from autopar.plan import LayerCost, Plan
+from autopar.search.plan_collectives import plan_collectives
+
+__all__ = ["Explanation", "KindRow", "LinkRow", "explain"]
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """One layer kind under one strategy: seconds per step and bytes per device, of all its layers together.
+
+    `layers` are their names.
+    """
+
+    layers: tuple[str, ...]
+    axes: str
+    storage: str
+    recompute: str
+    seconds: tuple[tuple[str, float], ...]
+    num_bytes: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """What one kind of collective carries over one link in a step: bytes of a device's buffers, runs, seconds."""
+
+    link: str
+    kind: str
+    runs: int
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What there is to say about one plan.
+
+    Args:
+        shares: what the step's seconds are spent on, largest first; they add up to the step.
+        kinds: where time and bytes go, by layer kind.
+        links: collectives by link.
+        binds: one sentence: what keeps the plan from being faster.
+        memory_share: predicted peak over the limit.
+        sources: share of the step's seconds by where its prices come from.
+    """
+
+    shares: tuple[tuple[str, float], ...]
+    kinds: tuple[KindRow, ...]
+    links: tuple[LinkRow, ...]
+    binds: str
+    memory_share: float
+    sources: tuple[tuple[str, float], ...]
+
+
+_SECONDS = {
+    "forward": "forward_s", "backward": "backward_s", "recompute": "recompute_s",
+    "activation communication": "activation_comm_s", "parameter communication": "parameter_comm_s",
+    "optimizer": "optimizer_s",
+}  # fmt: skip
+_BYTES = {
+    "parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes",
+    "saved": "saved_bytes", "transient": "transient_bytes",
+}  # fmt: skip
+_STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+
+def explain(answer: Answer) -> Explanation:
+    """Explain a plan from its own costs and collectives."""
+    plan = answer.plan
+    shares = _shares(plan)
+    links = _links(answer)
+    return Explanation(
+        shares=shares,
+        kinds=tuple(_kinds(plan)),
+        links=links,
+        binds=_binds(plan, dict(shares), links),
+        memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
+        sources=plan.price_source,
+    )
+
+
+def _layer_costs(plan: Plan) -> Iterable[LayerCost]:
+    return (plan.costs[layer.strategy] for layer in plan.layers)
+
+
+def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
+    """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits."""
+    costs = list(_layer_costs(plan))
+    found = {name: sum(getattr(cost, field) for cost in costs) / plan.num_groups for name, field in _SECONDS.items()}
+    waiting = plan.step_time_s - sum(found.values())
+    if plan.stages:
+        found["waiting in the pipeline"] = waiting
+    return tuple(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _kinds(plan: Plan) -> Iterable[KindRow]:
+    layers: dict[int, list[str]] = {}
+    for layer in plan.layers:
+        layers.setdefault(layer.strategy, []).append(layer.name)
+    for index, names in layers.items():
+        strategy, cost = plan.strategies[index], plan.costs[index]
+        labels = strategy.labels or ("?",) * len(strategy.mesh)
+        yield KindRow(
+            tuple(names),
+            " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True)),
+            _STORAGE[strategy.zero],
+            strategy.recompute,
+            tuple((name, len(names) * getattr(cost, field)) for name, field in _SECONDS.items()),
+            tuple((name, len(names) * getattr(cost, field)) for name, field in _BYTES.items()),
+        )
+
+
+def _links(answer: Answer) -> tuple[LinkRow, ...]:
+    cluster = answer.asked.cluster
+    rows: dict[tuple[str, str], list[float]] = {}
+    for run in plan_collectives(answer.program, answer.plan, answer.training):
+        is_within = run.axis.size * run.axis.stride <= cluster.devices_per_node
+        link = cluster.within.name if is_within else cluster.between.name
+        row = rows.setdefault((link, run.kind), [0, 0.0, 0.0])
+        row[0] += run.times
+        row[1] += run.times * run.num_bytes
+        row[2] += run.times * answer.prices.collective_s(run.kind, run.axis, run.num_bytes)
+    found = [LinkRow(link, kind, int(runs), size, seconds) for (link, kind), (runs, size, seconds) in rows.items()]
+    return tuple(sorted(found, key=lambda row: -row.seconds))
+
+
+def _binds(plan: Plan, shares: dict[str, float], links: tuple[LinkRow, ...]) -> str:
+    total = plan.step_time_s or 1.0
+    computing = sum(shares[name] for name in ("forward", "backward", "recompute")) / total
+    talking = (shares["activation communication"] + shares["parameter communication"]) / total
+    full = plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0
+    memory = f"memory is {full:.0%} full"
+    if full > 0.9:
+        memory += ", so it shapes the plan (see what more of it would give: --what-if memory=...)"
+    if talking > computing and links:
+        first = links[0]
+        main = f"communication takes {talking:.0%} of the step, most of it {first.kind} over {first.link}"
+    else:
+        main = f"computing takes {computing:.0%} of the step"
+    return f"{main}; {memory}"

@@ -1,0 +1,87 @@
+"""Plans for whatever is asked: the model is traced once per shape, and searched as often as needed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from autopar.api import trace_model
+from autopar.arguments import read_bytes, read_dtype, training_spec
+from autopar.cost import ClusterPrices
+from autopar.errors import QuestionError
+from autopar.explain.asked import Asked
+from autopar.explain.targets import ModelTarget, load_target
+from autopar.lower.schedules import schedule_actions
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import SearchRequest, TrainingSpec, search
+
+__all__ = ["Answer", "Planner"]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A plan with what it was made from."""
+
+    asked: Asked
+    plan: Plan
+    program: Program
+    prices: ClusterPrices
+    training: TrainingSpec
+
+
+@dataclass
+class Planner:
+    """Answers questions about one target."""
+
+    target: str
+    _traced: dict[tuple[object, ...], tuple[Program, float]] = field(
+        default_factory=dict[tuple[object, ...], tuple[Program, float]]
+    )
+    _models: dict[tuple[int | None, int | None], ModelTarget] = field(
+        default_factory=dict[tuple["int | None", "int | None"], ModelTarget]
+    )
+
+    def answer(self, asked: Asked) -> Answer:
+        """The fastest plan.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            AutoparError: the target, or what is asked of it, can't be used.
+        """
+        prices, request = self._request(asked)
+        program, trace_s = self._program(asked)
+        plan = search(program, asked.cluster.world_size, prices, request)
+        plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
+        return Answer(asked, plan, program, prices, request.training)
+
+    def context(self, asked: Asked, plan: Plan) -> Answer:
+        """`plan`, made elsewhere, with the program and prices that belong to it."""
+        prices, request = self._request(asked)
+        return Answer(asked, plan, self._program(asked)[0], prices, request.training)
+
+    def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
+        memory = None if asked.memory is None else read_bytes(asked.memory)
+        training = training_spec(self._model(asked).model, asked.optimizer)
+        request = SearchRequest(memory, training, asked.constraints, schedules=schedule_actions)
+        return ClusterPrices(asked.cluster, None), request
+
+    def _model(self, asked: Asked) -> ModelTarget:
+        if asked.shapes not in self._models:
+            found = load_target(self.target, *asked.shapes)
+            if isinstance(found, Plan):
+                raise QuestionError(
+                    f"{self.target!r} is a saved plan, which knows no model to plan again for: name the model as "
+                    "package.module:factory, file.py:factory or config.json"
+                )
+            self._models[asked.shapes] = found
+        return self._models[asked.shapes]
+
+    def _program(self, asked: Asked) -> tuple[Program, float]:
+        key = (*asked.shapes, asked.precision)
+        if key not in self._traced:
+            target = self._model(asked)
+            started = time.perf_counter()
+            traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(asked.precision))
+            self._traced[key] = traced.program, time.perf_counter() - started
+        return self._traced[key]

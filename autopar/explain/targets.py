@@ -1,0 +1,141 @@
+"""What is to be explained: a factory in a module or file, a Hugging Face config, or a saved plan."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autopar.errors import QuestionError
+from autopar.plan import Plan
+
+__all__ = ["ModelTarget", "load_target"]
+
+
+@dataclass(frozen=True)
+class ModelTarget:
+    """A model with one global batch; parameters and inputs may be on the meta device."""
+
+    model: nn.Module
+    example_inputs: Any
+
+
+def load_target(text: str, batch: int | None = None, sequence: int | None = None) -> ModelTarget | Plan:
+    """What `text` names.
+
+    Args:
+        text: ``"package.module:factory"``, ``"file.py:factory"``, the path of a Hugging Face ``config.json`` (a causal
+            language model with labels), or the path of a saved plan.
+        batch: rows of the batch; a factory gets it as ``batch=`` if it has such a parameter.
+        sequence: tokens of a row; a factory gets it as ``seq=`` or ``sequence=``.
+
+    Raises:
+        QuestionError: it names nothing of the kind; the message says what was looked for.
+    """
+    if text.endswith(".json"):
+        return _load_json(Path(text), batch, sequence)
+    place, separator, name = text.rpartition(":")
+    if not separator or not place or not name:
+        raise QuestionError(
+            f"{text!r} names no model: write package.module:factory, file.py:factory, the path of a Hugging Face "
+            "config.json, or the path of a saved plan (*.json)"
+        )
+    return _call_factory(text, getattr(_import(place), name, None), batch, sequence)
+
+
+def _load_json(path: Path, batch: int | None, sequence: int | None) -> ModelTarget | Plan:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QuestionError(f"{str(path)!r} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise QuestionError(f"{str(path)!r} is no JSON: {error}") from error
+    if isinstance(data, dict) and "autopar_plan" in data:
+        return Plan.load(path)
+    if isinstance(data, dict) and "model_type" in data:
+        return _from_config(path, cast("dict[str, Any]", data), batch, sequence)
+    raise QuestionError(
+        f"{str(path)!r} is neither a saved plan (it has no 'autopar_plan') nor a Hugging Face config (no 'model_type')"
+    )
+
+
+def _from_config(path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None) -> ModelTarget:
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise QuestionError(f"{str(path)!r} is a Hugging Face config: pip install transformers to read it") from error
+    if batch is None:
+        raise QuestionError(f"{str(path)!r} says nothing of the batch: add --batch 64 (rows of the global batch)")
+    config = transformers.AutoConfig.for_model(**data)
+    length = sequence or int(getattr(config, "max_position_embeddings", 0) or 0)
+    if not length:
+        raise QuestionError(f"{str(path)!r} says nothing of the sequence length: add --seq 4096")
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        kind = data["model_type"]
+        raise QuestionError(
+            f"{str(path)!r} is a {kind!r}, which is no causal language model: write a file with a factory that returns "
+            "(model, example_inputs) and name it as file.py:factory"
+        ) from error
+    ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    return ModelTarget(model, {"input_ids": ids, "labels": ids})
+
+
+def _import(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        sys.path.insert(0, "")
+        try:
+            return importlib.import_module(place)
+        except ImportError as error:
+            raise QuestionError(
+                f"module {place!r} can't be imported: {error}. For a file write file.py:factory"
+            ) from error
+        finally:
+            sys.path.remove("")
+    path = Path(place)
+    if not path.is_file():
+        raise QuestionError(f"there is no file {place!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | None) -> ModelTarget:
+    if not callable(factory):
+        raise QuestionError(f"{text!r}: there is no function of that name")
+    wanted = {"batch": batch, "seq": sequence, "sequence": sequence}
+    known = inspect.signature(factory).parameters
+    given = {name: value for name, value in wanted.items() if name in known and value is not None}
+    if (batch is not None and "batch" not in given) or (sequence is not None and not {"seq", "sequence"} & set(given)):
+        raise QuestionError(
+            f"{text!r} takes {', '.join(known) or 'no arguments'}: give it parameters batch and seq for --batch and "
+            "--seq to go to, or leave these out"
+        )
+    made: Any = factory(**given)
+    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
+    if len(pair) == 2 and isinstance(pair[0], nn.Module):
+        return ModelTarget(pair[0], pair[1])
+    if isinstance(made, nn.Module):
+        return ModelTarget(made, None)
+    kind = str(type(cast("object", made)).__name__)
+    raise QuestionError(f"{text!r} returned a {kind}: return a model, or (model, example_inputs)")

@@ -1,0 +1,141 @@
+"""``python -m autopar.explain`` as a user types it: plans, questions, and what wrong questions are answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.explain.cli import main
+from autopar.plan import Plan
+
+TARGET = "tests.explain.targets:make"
+QUICK = ("--why-seconds", "0", "--constraint", "pipeline=1")
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a question that must succeed prints."""
+    assert main([*arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def ask_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found = json.loads(ask(capsys, *arguments, "--json"))
+    assert found["autopar_explain"] == 1
+    return found
+
+
+def test_a_plan_is_explained_in_text(capsys: pytest.CaptureFixture[str]) -> None:
+    text = ask(capsys, TARGET, "--cluster", "4xh100", *QUICK)
+    for part in ("Plan for 4 x H100-80GB", "Why this plan", "the step goes to", "Layer kinds", "planning took trace"):
+        assert part in text
+
+
+def test_json_has_the_plan_and_where_its_time_goes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    arguments = (TARGET, "--cluster", "4xh100", *QUICK, "--save", str(path), "--what-if", "nodes=2")
+    found = ask_json(capsys, *arguments)
+    plan = Plan.from_json(json.dumps(found["plan"]))
+    assert plan == Plan.load(path)
+    assert sum(seconds for _, seconds in found["explanation"]["shares"]) == pytest.approx(plan.step_time_s)
+    in_kinds = sum(seconds for kind in found["explanation"]["kinds"] for _, seconds in kind["seconds"])
+    assert in_kinds == pytest.approx(plan.step_time_s)
+    other = found["what_if"][0]
+    assert other["changed"] == "nodes=2"
+    assert other["plan"]["world_size"] == 8
+    assert other["difference"]["step_time_s"][0] == plan.step_time_s
+
+
+def test_what_crosses_links_takes_the_time_that_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask_json(capsys, TARGET, "--cluster", "4xh100", "--constraint", "tensor=4", *QUICK)
+    shares = dict(found["explanation"]["shares"])
+    on_links = sum(row["seconds"] for row in found["explanation"]["links"])
+    assert on_links > 0
+    assert on_links == pytest.approx(shares["activation communication"] + shares["parameter communication"])
+
+
+def test_forced_choices_are_never_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (TARGET, "--cluster", "4xh100", "--constraint", "pipeline=1", "--constraint", "tensor=1")
+    found = ask_json(capsys, *arguments, "--why-seconds", "60")
+    best_s = found["plan"]["step_time_s"]
+    rows = {row["constraint"]: row for row in found["forced"]}
+    assert {"zero=3", "recompute=full"} <= rows.keys()
+    assert all(row["step_s"] >= best_s * (1 - 1e-9) for row in rows.values() if row["step_s"] is not None)
+    assert rows["recompute=full"]["step_s"] > best_s
+
+
+def test_a_sweep_has_a_plan_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask_json(capsys, TARGET, "--cluster", "1x2xh100", "--sweep", "nodes=1,2", "--constraint", "pipeline=1")
+    assert [row["plan"]["world_size"] for row in found["sweep"]] == [2, 4]
+    assert found["sweep"][0]["efficiency"] == pytest.approx(1.0)
+    assert "efficiency" in ask(
+        capsys, TARGET, "--cluster", "1x2xh100", "--sweep", "nodes=1", "--constraint", "pipeline=1"
+    )
+
+
+def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--save", str(path))
+    same = ask_json(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
+    assert same["fits"]
+    assert same["step_time_s"][0] == pytest.approx(same["step_time_s"][1], rel=1e-9)
+    edited = json.loads(path.read_text())
+    for strategy in edited["strategies"]:
+        strategy["recompute"] = "full"
+    path.write_text(json.dumps(edited))
+    found = ask_json(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
+    assert found["step_time_s"][1] > found["step_time_s"][0]
+    assert "the edit costs +" in ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
+
+
+def test_two_plans_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, constraint in zip(paths, ("tensor=4", "data=4"), strict=True):
+        ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--constraint", constraint, "--save", path)
+    found = ask_json(capsys, "--diff", *paths)["difference"]
+    assert any(each["what"] == "mesh" and "tensor" in each["first"] for each in found["decisions"])
+    assert "both decide the same" in ask(capsys, "--diff", paths[0], paths[0])
+    assert "Plan for 4 x H100-80GB" in ask(capsys, paths[0])
+
+
+def test_a_config_of_a_language_model_is_a_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=96
+    )
+    config.save_pretrained(tmp_path)
+    arguments = (str(tmp_path / "config.json"), "--cluster", "2xa100", "--batch", "4", "--seq", "32", *QUICK)
+    assert ask_json(capsys, *arguments)["plan"]["samples_per_step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "name a model"),
+        ((TARGET,), "--cluster 8x8xh100"),
+        ((TARGET, "--cluster", "8by8"), "nodes x devices per node x device"),
+        ((TARGET, "--cluster", "4xh200x"), "known are"),
+        (("tests.explain.targets:made", "--cluster", "4xh100"), "no function of that name"),
+        (("tests.explain.targets:make_nothing", "--cluster", "4xh100"), "return a model"),
+        (("no.such.module:make", "--cluster", "4xh100"), "can't be imported"),
+        (("absent.py:make", "--cluster", "4xh100"), "no file"),
+        (("absent.json", "--cluster", "4xh100"), "can't be read"),
+        (("gpt", "--cluster", "4xh100"), "names no model"),
+        ((TARGET, "--cluster", "4xh100", "--seq", "8"), "give it parameters batch and seq"),
+        ((TARGET, "--cluster", "4xh100", "--memory", "lots"), "no amount of memory"),
+        ((TARGET, "--cluster", "4xh100", "--constraint", "tenser=2"), "tensor"),
+        ((TARGET, "--cluster", "4xh100", "--sweep", "nodes"), "name=value,value"),
+        ((TARGET, "--cluster", "4xh100", "--sweep", "link.inter=fast"), "link.inter=100GB/s"),
+        ((TARGET, "--cluster", "4xh100", "--sweep", "batch=few"), "no positive whole number"),
+        (("--diff", "a.json", "b.json"), "can't be read"),
+    ],
+)
+def test_wrong_questions_say_what_to_type(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    assert main(list(arguments)) == 1
+    output = capsys.readouterr()
+    assert told in output.err
+    assert output.out == ""
