@@ -18,7 +18,7 @@ from autopar.rehearsal import loss_of, run_ranks
 from autopar.search import SearchRequest, search
 from autopar.search.layer_cost import PricedCollective
 from autopar.search.plan_collectives import plan_collectives
-from tests.models import ZOO, make_plain_gpt
+from tests.models import WORLDS, ZOO, make_plain_gpt
 from tests.random_plans import random_pipeline, random_plan
 from tests.zoo import Subject, plan_for, quick_prices, subject, trained_alone
 
@@ -87,8 +87,9 @@ CASES = [
         marks=() if (world, constraints) == (2, ()) and model in ("llama", "unet", "contrastive") else pytest.mark.slow,
     )
     for model in ZOO
-    for world in (2, 4, 8)
+    for world in WORLDS[model]
     for constraints in ((), *forced(world))
+    if world > 2 or not constraints
 ]  # fmt: skip
 NO_MICROBATCHES = ("unet", "contrastive")
 

@@ -12,7 +12,7 @@ from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.labels import degrees
-from tests.models import ZOO
+from tests.models import WORLDS, ZOO
 from tests.zoo import assert_parity, plan_for, subject
 
 Constraints = tuple[str, ...]
@@ -78,7 +78,7 @@ def forced(model: str, world: int) -> Iterator[Constraints]:
 
 def cases() -> Iterator[pytest.param]:
     for model in ZOO:
-        for world in (2, 4, 8):
+        for world in WORLDS[model]:
             for constraints in ((), *forced(model, world)):
                 fast = model in FAST and world == 2 and not constraints
                 name = f"{model}-{world}-{'+'.join(constraints) or 'searched'}"
