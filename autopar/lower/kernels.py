@@ -109,15 +109,29 @@ def cross_entropy_denominator(
     return weights.masked_fill(~counts, 0.0).sum(dtype=dtype)
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``aten.scaled_dot_product_attention`` with a mask in the dtype of `query`.
+
+    torch takes float32 masks whatever the others' dtype, but on the CPU (seen on 2.13) it reads them as float64 where
+    the others are: a wrong result without an error.
+    """
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(query.dtype)
+    return torch.ops.aten.scaled_dot_product_attention.default(query, key, value, attn_mask, *args, **kwargs)
+
+
 OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
+        "aten.scaled_dot_product_attention.default": attention,
         "autopar.dropout": dropout,
         "autopar.cross_entropy": cross_entropy,
         "autopar.cross_entropy_denominator": cross_entropy_denominator,
         "autopar.batch_norm": batch_norm,
     }
 )
-"""Whole ops, called with the op's arguments."""
+"""Whole ops, called with the op's arguments: autopar's own, and those of torch that need care."""
 
 KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -132,8 +146,8 @@ KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 def resolve_target(target: str) -> Callable[..., Any]:
     """The callable that `Op.target` names.
 
-    ``"autopar.<name>"`` is in `OPS`; ``"operator.<name>"``, ``"math.<name>"``, ``"builtins.<name>"`` and
-    ``"torch.<name>"`` are Python functions; ``"<namespace>.<op>.<overload>"`` is a torch op.
+    ``"autopar.<name>"`` (and little else) is in `OPS`; ``"operator.<name>"``, ``"math.<name>"``,
+    ``"builtins.<name>"`` and ``"torch.<name>"`` are Python functions; ``"<namespace>.<op>.<overload>"`` is a torch op.
 
     Raises:
         PlanMismatchError: nothing has that name here, for instance because a library of ops is not imported.

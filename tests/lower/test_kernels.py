@@ -332,3 +332,15 @@ def test_a_sum_of_many_narrow_losses_does_not_overflow() -> None:
     found = OPS["autopar.cross_entropy"](logits, target, None, 1, -100, 0.0, "sum")
     assert found.dtype is torch.float32
     assert found.item() == pytest.approx(20000 * 4.15888, rel=1e-3)  # 83,178 is beyond float16's 65,504
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_attention_reads_masks_of_other_dtypes(dtype: torch.dtype) -> None:
+    query, key, value = (
+        torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)
+    )
+    mask = torch.zeros(2, 1, 4, 4)
+    mask[:, :, :, 2:] = torch.finfo(torch.float32).min
+    found = resolve_target("aten.scaled_dot_product_attention.default")(query, key, value, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key[:, :, :2], value[:, :, :2])
+    torch.testing.assert_close(found, expected)
