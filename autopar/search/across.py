@@ -56,8 +56,9 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     if _considers_pipelines(request, constraints, demands):
         assert request.schedules is not None
         pipelines = PipelineSearch(
-            program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit
-        )
+            program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit,
+            task.settled,
+        )  # fmt: skip
         found = pipelines.run(flat_s)
         task.notes.extend(pipelines.notes)
     staged = found.best if found else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,10 @@ _BUBBLE = 2  # microbatches per device group with which the search begins
 
 @dataclass(eq=False)
 class PipelineSearch:
-    """One search over pipelines; `notes` grows while it works."""
+    """One search over pipelines; `notes` grows while it works.
+
+    `settled` has the demands that a plan without stages can meet, by class of layers: pipelines must meet as much.
+    """
 
     program: Program
     world_size: int
@@ -39,6 +42,7 @@ class PipelineSearch:
     layer_demands: tuple[LayerDemands, ...]
     demands: PipelineDemands
     limit_bytes: float
+    settled: Mapping[int, LayerDemands] = field(default_factory=dict[int, LayerDemands])
     notes: list[str] = field(default_factory=list[str])
     assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
     tasks: dict[int, tuple[Task, CandidateCache]] = field(default_factory=dict[int, "tuple[Task, CandidateCache]"])
@@ -142,6 +146,7 @@ class PipelineSearch:
         if groups not in self.tasks:
             devices = self.world_size // groups
             task = Task(self.program, devices, self.prices, self.request, self.constraints, self.layer_demands, groups)
+            task.settled.update(self.settled)
             self.tasks[groups] = (task, {})
         return self.tasks[groups]
 

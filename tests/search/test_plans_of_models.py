@@ -1,7 +1,8 @@
-"""A plan priced again has the numbers that its search gave it."""
+"""Plans of real models: priced again they have the numbers of their search; constraints hold with stages as well."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -37,3 +38,14 @@ def test_a_plan_that_recomputes_more_is_slower() -> None:
     edited = replace(plan, strategies=tuple(replace(each, recompute="full") for each in plan.strategies))
     found = reprice(subject("llama").traced.program, edited, quick_prices(4), TrainingSpec(), schedule_actions)
     assert found.step_time_s > plan.step_time_s
+
+
+def test_a_pipeline_never_excuses_a_plan_from_a_degree() -> None:
+    """On groups of two devices no layer can be cut into four: such pipelines are out, not the demand."""
+    constraints = ("model.layers.0: tensor=4", "model.layers.1: data=2", "model.layers.1: tensor=2")
+    plan = plan_for("llama", 4, constraints, stages=True)
+    layer = next(layer for layer in plan.layers if layer.name == "model.layers.0")
+    strategy = plan.strategies[layer.strategy]
+    axes = zip(strategy.mesh, strategy.labels, strict=True)
+    assert math.prod(size for size, label in axes if label == "tensor") == 4
+    assert not plan.stages
