@@ -219,8 +219,8 @@ def local_tensor(x: DTensor) -> Tensor:
 
 
 def local_part_of(x: Tensor) -> Tensor:
-    """`local_tensor` of a DTensor; a plain tensor itself, outside autograd."""
-    return local_tensor(x) if isinstance(x, DTensor) else x.detach()
+    """What this rank has of a tensor, outside autograd: `local_tensor` of a DTensor, a plain tensor itself."""
+    return (local_tensor(x) if isinstance(x, DTensor) else x).detach()
 
 
 def storage_key(x: Tensor) -> int:

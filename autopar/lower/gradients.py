@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import local_tensor, scale_in_place, tensor_norms
+from autopar.lower.compat import local_part_of, scale_in_place, tensor_norms
 from autopar.lower.failures import naming_failures
 from autopar.lower.stage_map import StageMap
 from autopar.lower.store import Stored
@@ -49,16 +48,12 @@ def clip_gradients(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for _, gradient in gradients:
-        local = _local(gradient)
+        local = local_part_of(gradient)
         by_dtype.setdefault(local.dtype, []).append(local)
     with torch.no_grad():
         for dtype, locals_ in by_dtype.items():
             scale_in_place(locals_, scale.to(dtype))
     return total
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 @torch.no_grad()
@@ -78,7 +73,7 @@ def _total_norm(
         if stored.groups[0] != stages.group:
             continue
         axes = tuple(a for a, p in zip(mesh_axes(mesh), stored.layout, strict=True) if p.is_shard and a.size > 1)
-        groups.setdefault(axes, []).append(_local(gradient))
+        groups.setdefault(axes, []).append(local_part_of(gradient))
     totals = [_group_power(groups[axes], axes, communicator, norm_type) for axes in sorted(groups)]
     is_largest = math.isinf(norm_type)
     # float64 across stages, whatever the dtypes of each.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import call_function, dtensor_like, local_tensor
+from autopar.lower.compat import call_function, dtensor_like, local_part_of
 from autopar.lower.store import ParameterStore
 from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 
@@ -87,11 +87,7 @@ class LayerParameters:
         return found
 
     def _cast(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [_local(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return local_tensor(parameter).detach() if isinstance(parameter, DTensor) else parameter.detach()
+        return [local_part_of(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
 
 
 class Gathering:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.lower.communicator import Communicator
-from autopar.placement import Axis, Layout, mesh_axes
+from autopar.placement import Axis
 
 __all__ = [
     "RandomState",
@@ -24,7 +24,6 @@ __all__ = [
     "generator_state",
     "random_scope",
     "resume_generator",
-    "shard_index",
 ]
 
 _MASK = (1 << 64) - 1
@@ -64,24 +63,12 @@ class RandomState:
     microbatch: int = 0
 
     def seed(self, op_index: int, shard: int) -> int:
-        """The seed of the op at `op_index` (program-wide) on shard number `shard` (`shard_index`)."""
+        """The seed of the op at `op_index` (program-wide) on shard number `shard` (replicas share one)."""
         return derive_seed(self.base_seed, op_index, self.microbatch, shard)
 
     def generator(self, op_index: int, shard: int) -> torch.Generator:
         """A generator that starts at `seed`, for ops that take one (`autopar.dropout`)."""
         return torch.Generator(self.device).manual_seed(self.seed(op_index, shard))
-
-
-def shard_index(rank: int, layout: Layout, mesh: tuple[int, ...]) -> int:
-    """Which shard of a tensor laid out as `layout` lies on `rank`: replicas (and terms) have the same number.
-
-    It is the row-major coordinate over the axes that shard.
-    """
-    index = 0
-    for placement, axis in zip(layout, mesh_axes(mesh), strict=True):
-        if placement.is_shard:
-            index = index * axis.size + axis.coordinate(rank)
-    return index
 
 
 def agree_base_seed(communicator: Communicator) -> int:

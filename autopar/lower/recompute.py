@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
-from autopar.lower.compat import local_tensor, storage_key
+from autopar.lower.compat import local_part_of, storage_key
 from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.parameters import Gathering
@@ -192,7 +191,7 @@ def run_keeping_less(
 
 def _free_gathered(boxes: Sequence[_Box], gathering: Gathering) -> dict[int, _Recipe]:
     """Let go of saved gathered parameters; storage -> how to gather it again."""
-    own = {storage_key(_stored(p)) for p in gathering.parameters}
+    own = {storage_key(local_part_of(p)) for p in gathering.parameters}
     recipes: dict[int, _Recipe] = {}
     for index, value in enumerate(gathering.values()):
         if storage_key(value) not in own:
@@ -202,10 +201,6 @@ def _free_gathered(boxes: Sequence[_Box], gathering: Gathering) -> dict[int, _Re
             box.let_go(recipes[storage_key(box.tensor)])
     gathering.free()
     return recipes
-
-
-def _stored(parameter: Tensor) -> Tensor:
-    return local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _drop_cheap(

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.lower.compat import call_function, local_tensor
+from autopar.lower.compat import call_function, local_part_of
 from autopar.lower.execution import Executor
 from autopar.lower.layer_runner import LayerUse
 from autopar.lower.parameters import Gathering
@@ -61,7 +60,7 @@ class StepGradients:
             self._leaves[index] = leaves
             return self._shared[index]
         if index not in self._leaves:
-            locals_ = [local_tensor(p) if isinstance(p, DTensor) else p for p in stored]
+            locals_ = [local_part_of(p) for p in stored]
             self._leaves[index] = [_leaf(x, p.requires_grad) for x, p in zip(locals_, stored, strict=True)]
         use = LayerUse(Gathering(runner.parameters, self._leaves[index], is_freed=zero == 3, prefetch=True))
         if zero == 2:
@@ -138,7 +137,7 @@ def spread_overflow(gradients: Sequence[Tensor | None], any_rank: Callable[[Tens
 
 
 def _locals(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients if g is not None]
+    return [local_part_of(g) for g in gradients if g is not None]
 
 
 def release_later(

@@ -21,11 +21,11 @@ from autopar.search.assembly import assemble_plan
 from autopar.search.constraints import Constraints, demands_on, parse_constraints
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatch import TimeAssignment, time_assignment
-from autopar.search.pipelines import PipelineSearch
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
-from autopar.search.stage_assembly import assemble_staged
-from autopar.search.stage_constraints import PipelineDemands, pipeline_demands
+from autopar.search.stages.assembly import assemble_staged
+from autopar.search.stages.constraints import PipelineDemands, pipeline_demands
+from autopar.search.stages.settings import PipelineSearch
 from autopar.search.trials import CandidateCache, Task, Trial, batch_size, make_trial, shared_menu
 
 __all__ = ["search"]

@@ -91,10 +91,6 @@ class LayerDemands:
     recompute: str = ""
     whole: tuple[int, ...] = ()
 
-    def is_empty(self) -> bool:
-        """Whether nothing is demanded."""
-        return self == LayerDemands()
-
 
 def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
     """Read the user's constraints.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from autopar.errors import InfeasibleError
 from autopar.search.assembly import Choice, layer_costs
-from autopar.search.stages import Staged
+from autopar.search.stages.solve import Staged
 
 __all__ = ["describe_infeasible"]
 

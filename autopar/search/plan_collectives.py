@@ -14,8 +14,8 @@ from autopar.search.flows import find_flows, time_view
 from autopar.search.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives
 from autopar.search.layer_tables import tidy
 from autopar.search.reshard_tables import LOCAL
-from autopar.search.stage_assembly import sent_values
-from autopar.search.stage_setting import told_outputs
+from autopar.search.stages.assembly import sent_values
+from autopar.search.stages.setting import told_outputs
 
 __all__ = ["own_strategy", "plan_collectives", "stage_collectives"]
 

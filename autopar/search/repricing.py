@@ -14,8 +14,8 @@ from autopar.search.crossings import find_crossings
 from autopar.search.layer_cost import layer_cost
 from autopar.search.plan_collectives import own_strategy
 from autopar.search.prices import Prices
-from autopar.search.stage_assembly import assemble_pipeline, layer_groups
-from autopar.search.stage_constraints import Shape
+from autopar.search.stages.assembly import assemble_pipeline, layer_groups
+from autopar.search.stages.constraints import Shape
 from autopar.search.training import TrainingSpec
 
 __all__ = ["reprice"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.program import Arg, Op, Ref, TensorType
 
-__all__ = ["Graph", "Names", "check", "map_refs", "rename", "with_kwargs"]
+__all__ = ["Graph", "Names", "check", "map_refs", "rename"]
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,6 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
         outputs=tuple(final.get(name, name) for name in graph.outputs),
         updates={buffer: final.get(name, name) for buffer, name in graph.updates.items()},
     )
-
-
-def with_kwargs(op: Op, **changes: Arg) -> tuple[tuple[str, Arg], ...]:
-    """The op's keyword arguments with some changed or added."""
-    return tuple({**dict(op.kwargs), **changes}.items())
 
 
 def check(graph: Graph) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from autopar.lower.communicator import Communicator, simulate
-from autopar.lower.random import RandomState, agree_base_seed, derive_seed, random_scope, shard_index
-from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
+from autopar.lower.random import RandomState, agree_base_seed, derive_seed, random_scope
 
 CPU = torch.device("cpu")
 
@@ -30,13 +29,6 @@ def test_derived_seeds_are_the_same_in_every_process():
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
     # splitmix64 from state 0 gives 0xE220A8397B1DCDAF first (its published test vector)
     assert derive_seed(0, 0) == 0xE220A8397B1DCDAF >> 1
-
-
-def test_replicas_share_a_shard_number_and_shards_do_not():
-    mesh = (2, 2, 2)
-    layout = (shard(1), REPLICATE, shard(0))
-    assert [shard_index(rank, layout, mesh) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert {shard_index(rank, (PARTIAL, BROADCAST, REPLICATE), mesh) for rank in range(8)} == {0}
 
 
 def test_a_state_draws_by_op_microbatch_and_shard():

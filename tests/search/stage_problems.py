@@ -9,10 +9,10 @@ from typing import cast
 import numpy as np
 
 from autopar.lower.schedules import schedule_actions
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_prediction import pipeline_step_s
-from autopar.search.stage_problem import Move, StageProblem, StageTable, Tie, Traveller, measure
-from autopar.search.stages import Found, search_problem
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.prediction import pipeline_step_s
+from autopar.search.stages.problem import Move, StageProblem, StageTable, Tie, Traveller, measure
+from autopar.search.stages.solve import Found, search_problem
 from autopar.search.trials import Setting
 
 NUM_STATES = 2

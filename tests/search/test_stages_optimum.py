@@ -10,10 +10,10 @@ import pytest
 
 from autopar.lower.schedules import schedule_actions
 from autopar.schedule import SCHEDULES, schedule_problem
-from autopar.search.pipelines import least_share
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_estimates import count_flights, estimate_flights
-from autopar.search.stage_problem import StageProblem
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.estimates import count_flights, estimate_flights
+from autopar.search.stages.problem import StageProblem
+from autopar.search.stages.settings import least_share
 from tests.search.stage_problems import every_pipeline, make_problem, search_shapes
 
 CASES = [

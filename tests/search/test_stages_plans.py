@@ -15,7 +15,7 @@ from autopar.plan import LayerCost, Plan, Stage
 from autopar.program import Layer, Program
 from autopar.schedule import peak_held
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
-from autopar.search.stage_prediction import pipeline_step_s
+from autopar.search.stages.prediction import pipeline_step_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.plan import Stage
 from autopar.schedule import ScheduleActions
-from autopar.search.stage_constraints import Shape
+from autopar.search.stages.constraints import Shape
 
 __all__ = ["count_flights", "estimate_flights", "estimate_s", "fill_share", "num_actions"]
 

@@ -13,7 +13,7 @@ from autopar.program import Program, itemsize_bytes
 from autopar.search.boundary import arrival_layout
 from autopar.search.crossings import Crossing, Placed, crossing_matrix
 from autopar.search.prices import Prices
-from autopar.search.stage_problem import Move, StageProblem, StageTable, Tie, Traveller
+from autopar.search.stages.problem import Move, StageProblem, StageTable, Tie, Traveller
 from autopar.search.trials import Setting
 
 __all__ = ["broadcast_s", "stage_problem", "told_outputs"]

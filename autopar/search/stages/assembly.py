@@ -15,10 +15,10 @@ from autopar.program import itemsize_bytes
 from autopar.schedule import ScheduleActions, ScheduleSource, stage_group
 from autopar.search.assembly import Choice, assemble_plan, layer_costs
 from autopar.search.crossings import Crossing
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_prediction import LayerParts, pipeline_step_s, predict_stages
-from autopar.search.stage_setting import broadcast_s
-from autopar.search.stages import Staged
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.prediction import LayerParts, pipeline_step_s, predict_stages
+from autopar.search.stages.setting import broadcast_s
+from autopar.search.stages.solve import Staged
 
 __all__ = ["SentValue", "assemble_pipeline", "assemble_staged", "layer_groups", "sent_values"]
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from autopar.schedule import stage_group
 from autopar.search.chain import Chain, LayerTable, fastest_paths
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_problem import StageProblem
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.problem import StageProblem
 
 __all__ = ["GroupSolver", "Layout"]
 

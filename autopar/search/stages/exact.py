@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from autopar.plan import Stage
 from autopar.schedule import ScheduleActions, stage_group
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_prediction import pipeline_step_s
-from autopar.search.stage_problem import Move, StageProblem, measure
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.prediction import pipeline_step_s
+from autopar.search.stages.problem import Move, StageProblem, measure
 
 __all__ = ["Exact", "Option", "stage_menu"]
 

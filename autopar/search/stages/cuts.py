@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_estimates import fill_share
-from autopar.search.stage_problem import StageProblem
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.estimates import fill_share
+from autopar.search.stages.problem import StageProblem
 
 __all__ = ["Cut", "Pool", "choose_cuts", "make_pool"]
 

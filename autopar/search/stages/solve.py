@@ -1,9 +1,9 @@
 """The search over pipeline stages: device groups, stages, cuts, microbatches and schedules.
 
 For every number of device groups and of microbatches there is a setting of candidates on the devices of one group.
-A pool of paths through all its layers (`chain`) gives numbers from which `stage_cuts` chooses where to cut;
-`stage_paths` then chooses the candidates of every group under its memory, and what comes out is simulated with the
-schedule's own action list (`stage_prediction`): the fastest is the plan.
+A pool of paths through all its layers (`chain`) gives numbers from which `cuts` chooses where to cut;
+`paths` then chooses the candidates of every group under its memory, and what comes out is simulated with the
+schedule's own action list (`prediction`): the fastest is the plan.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 from autopar.plan import Stage
 from autopar.schedule import ScheduleSource
 from autopar.search.chain import fastest_paths
-from autopar.search.stage_constraints import PipelineDemands, Shape
-from autopar.search.stage_cuts import Cut, Pool, choose_cuts, make_pool
-from autopar.search.stage_estimates import estimate_flights, estimate_s, num_actions
-from autopar.search.stage_exact import Exact
-from autopar.search.stage_paths import GroupSolver, Layout
-from autopar.search.stage_prediction import pipeline_step_s
-from autopar.search.stage_problem import StageProblem, measure, restrict
-from autopar.search.stage_setting import stage_problem
+from autopar.search.stages.constraints import PipelineDemands, Shape
+from autopar.search.stages.cuts import Cut, Pool, choose_cuts, make_pool
+from autopar.search.stages.estimates import estimate_flights, estimate_s, num_actions
+from autopar.search.stages.exact import Exact
+from autopar.search.stages.paths import GroupSolver, Layout
+from autopar.search.stages.prediction import pipeline_step_s
+from autopar.search.stages.problem import StageProblem, measure, restrict
+from autopar.search.stages.setting import stage_problem
 from autopar.search.trials import Setting
 
 __all__ = ["Draft", "Found", "Staged", "search_problem", "search_setting"]

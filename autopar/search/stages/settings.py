@@ -15,8 +15,8 @@ from autopar.search.constraints import Constraints, LayerDemands, check_degrees
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
-from autopar.search.stage_constraints import PipelineDemands, Shape
-from autopar.search.stages import Found, search_setting
+from autopar.search.stages.constraints import PipelineDemands, Shape
+from autopar.search.stages.solve import Found, search_setting
 from autopar.search.trials import CandidateCache, Task, batch_size, make_setting, shared_menu
 
 __all__ = ["PipelineSearch"]

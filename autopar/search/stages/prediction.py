@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from autopar.plan import Stage
 from autopar.schedule import ScheduleActions, StageTimes, peak_held, simulate_schedule, stage_group
-from autopar.search.stage_constraints import Shape
-from autopar.search.stage_estimates import count_flights
+from autopar.search.stages.constraints import Shape
+from autopar.search.stages.estimates import count_flights
 
 __all__ = ["LayerParts", "pipeline_step_s", "predict_stages", "stage_times"]
 
