@@ -19,7 +19,7 @@ from autopar.schedule import schedule_problem, stage_group
 
 __all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,10 @@ class Plan:
         planning_s: seconds spent, by stage ("trace", "search" ...).
         stages: the pipeline stages in order; ``()`` without a pipeline.
         schedule: one of `autopar.schedule.SCHEDULES`; "" without a pipeline.
+        overlapped_s: seconds of communication that compute hides: the layers' seconds (without a pipeline) add up to
+            ``step_time_s + overlapped_s``.
+        step_time_error: how far the step time can be off, relative to it: what was seen on runs like this; 0: unknown.
+        memory_error: the same of the peak memory.
     """
 
     fingerprint: str
@@ -207,6 +211,9 @@ class Plan:
     planning_s: tuple[tuple[str, float], ...] = ()
     stages: tuple[Stage, ...] = ()
     schedule: str = ""
+    overlapped_s: float = 0.0
+    step_time_error: float = 0.0
+    memory_error: float = 0.0
 
     @property
     def num_groups(self) -> int:
