@@ -1,126 +1,38 @@
-"""Predicted beside measured: ``python benchmarks/accuracy.py published [--csv FILE] [--json]``.
+"""Predicted beside measured: ``python benchmarks/accuracy.py WHAT``, WHAT a module of `benchmarks.predictions`.
 
-``published`` predicts the throughput of published training runs from their configurations (`benchmarks/published`).
-It prints the error of each source and each kind of GPU, and for each source also the error that is left when the
-calibrated constants are fitted without it.  With ``--json`` the last line is
-``{"mean_absolute_error": ..., "rows": ...}`` over every row that could be priced.
+``published`` compares published training runs with what their configurations should take; ``layers`` the seconds of
+every layer kind of the model zoo on this machine; ``steps`` those of whole training steps on a few processes;
+``memory`` what a rank allocates; ``gpu`` steps on one NVIDIA GPU.  ``python benchmarks/accuracy.py WHAT --help`` says
+more.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.published import Run, UnpricedRowError, predict_s, read_runs
-from benchmarks.published.holdout import Fitter
-
-_PUBLISHED = Path(__file__).parent / "published" / "throughput.csv"
+_MODULES = Path(__file__).parent / "predictions"
 
 
-class Outcome(NamedTuple):
-    """A priced row and the relative error of its throughput, positive if it was predicted faster than it is."""
-
-    run: Run
-    error: float
-
-
-class Priced(NamedTuple):
-    """A priced table: the rows with a price, and (id, reason) of the others."""
-
-    outcomes: list[Outcome]
-    skipped: list[tuple[str, str]]
-
-    @property
-    def mean_absolute_error(self) -> float:
-        """Over all rows with a price."""
-        return mean_absolute(self.outcomes)
-
-
-def mean_absolute(outcomes: list[Outcome]) -> float:
-    """Mean absolute error; 0 without rows."""
-    return sum(abs(outcome.error) for outcome in outcomes) / max(1, len(outcomes))
-
-
-def price_rows(path: str | Path) -> Priced:
-    """Predict every row of the table in `path`."""
-    priced = Priced([], [])
-    for row in read_runs(path):
-        if isinstance(row, tuple):
-            priced.skipped.append(row)
-            continue
-        try:
-            priced.outcomes.append(Outcome(row, row.measured_s / predict_s(row) - 1))
-        except UnpricedRowError as reason:
-            priced.skipped.append((row.id, str(reason)))
-    return priced
-
-
-def hold_out(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
-    """Per source, the errors of its rows with constants that were fitted to all other sources only."""
-    fitter = Fitter(outcome.run for outcome in outcomes)
-    held: dict[str, list[Outcome]] = {}
-    for family in sorted({outcome.run.family for outcome in outcomes}):
-        fitted = fitter.fit(outcome.run for outcome in outcomes if outcome.run.family != family)
-        own = [outcome.run for outcome in outcomes if outcome.run.family == family]
-        held[family] = [Outcome(run, fitter.error(run, fitted)) for run in own]
-    return held
-
-
-def _groups(outcomes: list[Outcome], column: str) -> list[tuple[str, list[Outcome]]]:
-    groups: defaultdict[str, list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        groups[getattr(outcome.run, column)].append(outcome)
-    return sorted(groups.items())
-
-
-def print_table(priced: Priced) -> None:
-    """Errors per source and per GPU, and over all rows; then what has no price, and why."""
-    held = hold_out(priced.outcomes)
-    print(f"{'rows':>5} {'error':>7} {'bias':>7} {'held out':>9}  {'worst row':<19}")
-    for column in ("family", "gpu"):
-        for name, group in _groups(priced.outcomes, column):
-            worst = max(group, key=lambda outcome: abs(outcome.error))
-            bias = sum(outcome.error for outcome in group) / len(group)
-            without = f"{mean_absolute(held[name]):9.1%}" if name in held else " " * 9
-            print(
-                f"{len(group):5d} {mean_absolute(group):7.1%} {bias:+7.1%} {without}  "
-                f"{worst.run.id:<11} {worst.error:>+7.1%}  {name}"
-            )
-        print()
-    for reason, group in _reasons(priced.skipped):
-        print(f"not priced, {len(group)} rows: {reason}: {', '.join(group)}")
-    everything = [outcome for group in held.values() for outcome in group]
-    print(
-        f"all {len(priced.outcomes)} rows: mean absolute error {priced.mean_absolute_error:.1%}; "
-        f"each source with constants fitted to the others: {mean_absolute(everything):.1%}"
+def main() -> int:
+    """Run what the command line says; returns the exit status."""
+    names = sorted(path.stem for path in _MODULES.glob("*.py") if not path.stem.startswith("_"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=names)
+    options, rest = parser.parse_known_args(sys.argv[1:2])
+    module = importlib.import_module(f"benchmarks.predictions.{options.what}")  # only this one: some need torch
+    own = argparse.ArgumentParser(
+        prog=f"accuracy.py {options.what}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def _reasons(skipped: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for name, reason in skipped:
-        reasons[reason].append(name)
-    return sorted(reasons.items())
-
-
-def main() -> None:
-    """Run what the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["published"])
-    parser.add_argument("--csv", type=Path, default=_PUBLISHED)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    options = parser.parse_args()
-    priced = price_rows(options.csv)
-    print_table(priced)
-    if options.json:
-        print(json.dumps({"mean_absolute_error": priced.mean_absolute_error, "rows": len(priced.outcomes)}))
+    module.add_arguments(own)
+    return module.run(own.parse_args([*rest, *sys.argv[2:]]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

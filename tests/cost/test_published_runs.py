@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import hold_out, mean_absolute, price_rows
+from benchmarks.predictions.published import hold_out, mean_absolute, price_rows
 from benchmarks.published import predict_s, read_runs
 from benchmarks.published.calibration import CALIBRATED, PRIORS
 

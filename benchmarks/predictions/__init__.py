@@ -1,0 +1,1 @@
+"""What `benchmarks/accuracy.py` compares: each module here has `add_arguments` and `run`."""
