@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -156,15 +157,43 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
 }
 
 
-def train(model: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer, steps: int = 5) -> list[float]:
-    """The usual loop; the loss of every step."""
-    optimizer = make_optimizer(model.parameters())
+def steps(optimizer: torch.optim.Optimizer, count: int, compute: Callable[[], Tensor]) -> list[float]:
+    """The usual loop around the loss that `compute` gives; the loss of every step."""
     losses: list[float] = []
-    for _ in range(steps):
+    for _ in range(count):
         optimizer.zero_grad()
-        losses.append(run_step(model, inputs))
+        loss = compute()
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
     return losses
+
+
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], count: int) -> list[float]:
+    """`steps` of a model with its loss inside."""
+    return steps(optimizer, count, lambda: loss_of(model(**inputs)))
+
+
+def train(model: nn.Module, inputs: Mapping[str, Any], make_optimizer: MakeOptimizer, steps: int = 5) -> list[float]:
+    """The same with a new optimizer."""
+    return train_on(model, make_optimizer(model.parameters()), inputs, steps)
+
+
+def assert_same_training_by_outside_loss(parallel: ParallelModule, single: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Five steps of both, with a loss that the user computes from their outputs, logits and features."""
+
+    def loss_from(model: nn.Module) -> Tensor:
+        logits, features = model(x)
+        return functional.cross_entropy(logits, y) + 0.1 * features.square().mean()
+
+    wanted, got = (
+        steps(OPTIMIZERS["adamw foreach"](model.parameters()), 5, partial(loss_from, model))
+        for model in (single, parallel)
+    )
+    for a, b in zip(wanted, got, strict=True):
+        assert abs(a - b) < 1e-5 * abs(a)
+    assert wanted[-1] < wanted[0]
+    assert_near(state_of(parallel), state_of(single), 1e-4, floor=1e-2)
 
 
 def assert_same_training(
@@ -174,7 +203,7 @@ def assert_same_training(
     expected, found = copy.deepcopy(single), parallel
     found.load_state_dict(expected.state_dict())
     before = state_of(expected)
-    wanted, got = train(expected, inputs, make_optimizer), train(found, inputs, make_optimizer)
+    wanted, got = (train(model, inputs, make_optimizer) for model in (expected, found))
     for a, b in zip(wanted, got, strict=True):
         assert abs(a - b) <= 1e-5 * abs(a), (wanted, got)
     after = state_of(expected)

@@ -24,12 +24,14 @@ from tests.end_to_end.harness import (
     OPTIMIZERS,
     assert_near,
     assert_same_training,
+    assert_same_training_by_outside_loss,
     error_of,
     launch,
     make,
     parallelize,
     run_step,
     state_of,
+    train_on,
     whole,
 )
 from tests.end_to_end.pipelines import all_gradients, assert_same_gradients, assert_same_step, cut, gathered
@@ -280,21 +282,7 @@ def check_loss_outside() -> None:
     torch.manual_seed(0)
     single, x, y = Classifier(), torch.randn(8, 16), torch.randint(0, 10, (8,))
     parallel = cut(copy.deepcopy(single), (x,), "gpipe", num_microbatches=1)
-    losses: list[list[float]] = []
-    for model in (single, parallel):
-        optimizer = OPTIMIZERS["adamw foreach"](model.parameters())
-        losses.append([])
-        for _ in range(5):
-            optimizer.zero_grad()
-            logits, features = model(x)
-            loss = functional.cross_entropy(logits, y) + 0.1 * features.square().mean()
-            loss.backward()
-            losses[-1].append(loss.item())
-            optimizer.step()
-    for a, b in zip(*losses, strict=True):
-        assert abs(a - b) < 1e-5 * abs(a)
-    assert losses[0][-1] < losses[0][0]
-    assert_near(state_of(parallel), state_of(single), 1e-4, floor=1e-2)
+    assert_same_training_by_outside_loss(parallel, single, x, y)
     logits, _ = parallel(x)
     logits.sum().backward(retain_graph=True)
     with pytest.raises(AutoparError, match=r"call the model again before each backward\(\)"):
@@ -427,26 +415,17 @@ def check_resuming(folder: str) -> None:
     single, inputs = make("llama")
     staged = cut(copy.deepcopy(single), inputs, "zbv")
     optimizer = OPTIMIZERS["adamw foreach"](staged.parameters())
-    steps(staged, optimizer, inputs, 2)
+    train_on(staged, optimizer, inputs, 2)
     state, optimizer_state = get_state_dict(staged, optimizer)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    expected = steps(staged, optimizer, inputs, 2)
+    expected = train_on(staged, optimizer, inputs, 2)
 
     for resumed in (parallelize(single, inputs, constraints=("tensor=2",)), cut(single, inputs, "1f1b", cuts=(2,))):
         optimizer = OPTIMIZERS["adamw foreach"](resumed.parameters())
         state, optimizer_state = get_state_dict(resumed, optimizer)
         dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
         set_state_dict(resumed, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-        assert steps(resumed, optimizer, inputs, 2) == pytest.approx(expected, rel=1e-5)
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, count: int) -> list[float]:
-    losses: list[float] = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        losses.append(run_step(model, inputs))
-        optimizer.step()
-    return losses
+        assert train_on(resumed, optimizer, inputs, 2) == pytest.approx(expected, rel=1e-5)
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.end_to_end.harness import (
     OPTIMIZERS,
     assert_near,
     assert_same_step,
+    assert_same_training_by_outside_loss,
     error_of,
     gradients_of,
     launch,
@@ -368,21 +369,7 @@ def check_loss_outside(constraints: Sequence[str]) -> None:
     model = Classifier()
     x, y = torch.randn(8, 16), torch.randint(0, 10, (8,))
     parallel = parallelize(copy.deepcopy(model), (x,), constraints=constraints)
-    losses: list[list[float]] = []
-    for trained in (model, parallel):
-        optimizer = OPTIMIZERS["adamw foreach"](trained.parameters())
-        losses.append([])
-        for _ in range(5):
-            optimizer.zero_grad()
-            logits, features = trained(x)
-            loss = functional.cross_entropy(logits, y) + 0.1 * features.square().mean()
-            loss.backward()
-            losses[-1].append(loss.item())
-            optimizer.step()
-    for a, b in zip(*losses, strict=True):
-        assert abs(a - b) < 1e-5 * abs(a)
-    assert losses[0][-1] < losses[0][0]
-    assert_near(state_of(parallel), state_of(model), 1e-4, floor=1e-2)
+    assert_same_training_by_outside_loss(parallel, model, x, y)
 
 
 def test_outputs() -> None:

@@ -34,9 +34,9 @@ from tests.end_to_end.harness import (
     launch,
     make,
     parallelize,
-    run_step,
     state_of,
     train,
+    train_on,
     whole_mesh,
 )
 from tests.random_plans import random_plan
@@ -195,28 +195,17 @@ def check_resuming(folder: str) -> None:
     model, inputs = make("llama")
     parallel = parallelize(model, inputs, constraints=("data=2", "zero=3"))
     optimizer = OPTIMIZERS["adamw foreach"](parallel.parameters())
-    steps(parallel, optimizer, inputs, 2)
+    train_on(parallel, optimizer, inputs, 2)
     state, optimizer_state = get_state_dict(parallel, optimizer)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    expected = steps(parallel, optimizer, inputs, 2)
+    expected = train_on(parallel, optimizer, inputs, 2)
 
     resumed = parallelize(model, inputs, plan=parallel.plan)
     optimizer = OPTIMIZERS["adamw foreach"](resumed.parameters())
     state, optimizer_state = get_state_dict(resumed, optimizer)
     dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
     set_state_dict(resumed, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-    assert steps(resumed, optimizer, inputs, 2) == expected
-
-
-def steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Mapping[str, Any], count: int
-) -> list[float]:
-    losses: list[float] = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        losses.append(run_step(model, inputs))
-        optimizer.step()
-    return losses
+    assert train_on(resumed, optimizer, inputs, 2) == expected
 
 
 def check_plan_file(folder: str) -> None:
