@@ -1,7 +1,6 @@
-"""A profile: what was measured on real devices and links, as curves of seconds over work.  Plain data,
-readable JSON.
+"""A profile: what was measured on real devices and links.  Plain data, readable JSON.
 
-The keys of `Profile.curves`:
+The keys of `Profile.curves`, seconds over an amount of work:
 
 =================================  ====================================================
 ``matmul/<dtype>/forward``         seconds over flops; so ``backward`` (both gradients)
@@ -10,97 +9,100 @@ The keys of `Profile.curves`:
 ``elementwise/forward``            the same for any other op; so ``backward``
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
+``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``; ``first_touch``: written to memory
+                                   that the process did not have before
 ``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
 =================================  ====================================================
+
+The keys of `Profile.readings`, other values over an amount:
+
+===================================  ====================================================
+``interference/<kind>/<n>/<stride>`` over bytes of a collective: by how many seconds compute gets slower for each second
+                                     of the collective beside it, in [0, 1]
+``launch``                           seconds for the host to have a device begin with the smallest op (amount: 1)
+``allocator/<what>``                 bytes of a device's allocator, over bytes asked for: `autopar.cost.measure.memory`
+===================================  ====================================================
+
+`Profile.layers` holds whole layers, `Profile.steps` real training steps beside what was predicted of them; their keys
+are whatever text identifies them to who stores them.  To change a file of a profile that others may be changing too:
+`autopar.cost.profile_file.update`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
+from autopar.cost.curves import Curve, Point
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
 
-__all__ = ["Curve", "Point", "Profile"]
+__all__ = ["Curve", "LayerTime", "ObservedStep", "Point", "Profile", "Reading", "Readings"]
 
-_VERSION = 1
+_VERSION = 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
-class Point:
-    """One measurement: `amount` of work (flops or bytes) took `seconds` (a median); `spread` is
-    (q3-q1)/median."""
+class Reading:
+    """One measurement of something else than seconds of work: `value` at `amount`; `spread` is (q3-q1)/median."""
 
     amount: float
-    seconds: float
+    value: float
     spread: float = 0.0
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Seconds over an amount of work, through measured points in order of amount.
+class Readings:
+    """Measurements of one thing at several amounts, taken at `date` under `contention` (as in `Curve`)."""
 
-    Between points it is a straight line in logarithms; below the first it stays (overhead), above the last
-    it grows
-    in proportion.  It never falls: a point that is faster than a smaller one is lifted to it.
+    points: tuple[Reading, ...]
+    date: str = ""
+    contention: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """A whole layer that was lowered and timed.
+
+    Args:
+        forward_s: seconds of its forward, without collectives.
+        backward_s: seconds of its backward, without collectives.
+        spread: (q3-q1)/median of the sum.
+        date: when it was timed, ISO 8601.
     """
 
-    points: tuple[Point, ...]
-    _logs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    forward_s: float
+    backward_s: float
+    spread: float = 0.0
+    date: str = ""
 
-    def __post_init__(self) -> None:
-        """Prepare the interpolation.
 
-        Raises:
-            MissingPriceError: there is no point, or one is not positive.
-        """
-        ordered = sorted(self.points)
-        if not ordered or any(p.amount <= 0 or not 0 < p.seconds < math.inf for p in ordered):
-            raise MissingPriceError(f"a curve needs points of positive amount and seconds, got {self.points}")
-        amounts = tuple(math.log(p.amount) for p in ordered)
-        highest = [ordered[0].seconds]
-        for point in ordered[1:]:
-            highest.append(max(highest[-1], point.seconds))
-        object.__setattr__(self, "points", tuple(ordered))
-        object.__setattr__(self, "_logs", (amounts, tuple(math.log(s) for s in highest)))
+@dataclass(frozen=True)
+class ObservedStep:
+    """A real training step beside what was predicted of it.
 
-    def without_gains_by_splitting(self) -> Curve:
-        """This curve, with each point lifted to at least the rate of the larger ones.
+    Args:
+        predicted_s: seconds that the plan promised.
+        measured_s: seconds that it took, a median.
+        predicted_bytes: peak memory of the fullest device that the plan promised.
+        measured_bytes: peak memory that was seen there.
+        spread: (q3-q1)/median of the seconds.
+        date: when it ran, ISO 8601.
+    """
 
-        A small op that is measured again and again finds its operands in the cache, which it would not in a program:
-        taken at its word, cutting a batch into microbatches would make it cheaper.
-        """
-        lifted: list[Point] = []
-        for point in reversed(self.points):
-            rate = lifted[-1].seconds / lifted[-1].amount if lifted else 0.0
-            lifted.append(Point(point.amount, max(point.seconds, point.amount * rate), point.spread))
-        return Curve(tuple(reversed(lifted)))
-
-    def seconds(self, amount: float) -> float:
-        """Seconds of `amount` of work."""
-        amounts, seconds = self._logs
-        if amount <= self.points[0].amount:
-            return math.exp(seconds[0])
-        at = math.log(amount)
-        if at >= amounts[-1]:
-            return math.exp(seconds[-1] + at - amounts[-1])
-        right = bisect_right(amounts, at)
-        left = right - 1
-        part = (at - amounts[left]) / (amounts[right] - amounts[left])
-        return math.exp(seconds[left] + part * (seconds[right] - seconds[left]))
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of the smallest amount."""
-        return math.exp(self._logs[1][0])
+    predicted_s: float
+    measured_s: float
+    predicted_bytes: float
+    measured_bytes: float
+    spread: float = 0.0
+    date: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,12 @@ class Profile:
     Args:
         device: the device's name.
         num_ranks: how many processes measured at the same time.
-        date: when, ISO 8601.
+        date: when it was last added to, ISO 8601.
         software: versions and settings that the numbers depend on.
-        curves: see the module's table.
+        curves: see the module's first table.
+        readings: see the module's second table.
+        layers: whole layers.
+        steps: real steps.
     """
 
     device: str
@@ -120,16 +125,56 @@ class Profile:
     date: str
     software: Mapping[str, str] = field(hash=False)
     curves: Mapping[str, Curve] = field(hash=False)
+    readings: Mapping[str, Readings] = field(default_factory=dict[str, Readings], hash=False)
+    layers: Mapping[str, LayerTime] = field(default_factory=dict[str, LayerTime], hash=False)
+    steps: Mapping[str, ObservedStep] = field(default_factory=dict[str, ObservedStep], hash=False)
+
+    def with_layers(self, layers: Mapping[str, LayerTime]) -> Self:
+        """This profile and `layers`; new ones replace old ones of the same key."""
+        return replace(self, layers={**self.layers, **layers})
+
+    def with_steps(self, steps: Mapping[str, ObservedStep]) -> Self:
+        """This profile and `steps`; new ones replace old ones of the same key."""
+        return replace(self, steps={**self.steps, **steps})
+
+    def merged(self, newer: Profile) -> Self:
+        """This profile and all that `newer` has, of the same machine; what both have is `newer`'s."""
+        return replace(
+            self,
+            date=max(self.date, newer.date),
+            curves={**self.curves, **newer.curves},
+            readings={**self.readings, **newer.readings},
+            layers={**self.layers, **newer.layers},
+            steps={**self.steps, **newer.steps},
+        )
+
+    def without(self, is_left_out: Callable[[str], bool]) -> Self:
+        """This profile less the curves and readings whose key `is_left_out`."""
+        return replace(
+            self,
+            curves={key: curve for key, curve in self.curves.items() if not is_left_out(key)},
+            readings={key: readings for key, readings in self.readings.items() if not is_left_out(key)},
+        )
 
     def measured_axes(self, kind: str) -> tuple[Axis, ...]:
         """The axes on which a collective of `kind` was measured."""
-        prefix = f"collective/{kind}/"
-        found = (key.removeprefix(prefix).split("/") for key in self.curves if key.startswith(prefix))
-        return tuple(sorted(Axis(int(size), int(stride)) for size, stride in found))
+        return _axes(self.curves, f"collective/{kind}/")
 
     def collective(self, kind: str, axis: Axis) -> Curve:
         """The curve of `kind` on one of `measured_axes`."""
         return self.curves[f"collective/{kind}/{axis.size}/{axis.stride}"]
+
+    def interference(self, kind: str, axis: Axis) -> float | None:
+        """By how many seconds compute gets slower for each second of such a collective beside it, in [0, 1].
+
+        Of the largest message on the measured axis most like `axis`: seconds are lost to large messages.  None: no
+        collective of `kind` was measured beside compute.
+        """
+        found = _axes(self.readings, f"interference/{kind}/")
+        if not found:
+            return None
+        nearest = min(found, key=lambda a: (abs(a.size - axis.size), abs(a.stride - axis.stride), a))
+        return max(self.readings[f"interference/{kind}/{nearest.size}/{nearest.stride}"].points).value
 
     @property
     def spread(self) -> float:
@@ -138,7 +183,7 @@ class Profile:
         return spreads[len(spreads) // 2] if spreads else 0.0
 
     def to_json(self) -> str:
-        """The profile as readable JSON, one curve a line."""
+        """The profile as readable JSON, one curve, layer or step a line."""
         head = {
             "autopar_profile": _VERSION,
             "device": self.device,
@@ -146,13 +191,20 @@ class Profile:
             "date": self.date,
             "software": dict(self.software),
         }
-        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        curves = [
-            f"    {json.dumps(key)}: {json.dumps([[p.amount, p.seconds, p.spread] for p in curve.points])}"
-            for key, curve in sorted(self.curves.items())
-        ]
-        lines.append('  "curves": {\n' + ",\n".join(curves) + "\n  }")
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        parts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        sections: dict[str, dict[str, dict[str, Any]]] = {
+            "curves": {key: _series(c, [[p.amount, p.seconds, p.spread] for p in c.points])
+                       for key, c in self.curves.items()},
+            "readings": {key: _series(r, [[p.amount, p.value, p.spread] for p in r.points])
+                         for key, r in self.readings.items()},
+            "layers": {key: asdict(layer) for key, layer in self.layers.items()},
+            "steps": {key: asdict(step) for key, step in self.steps.items()},
+        }  # fmt: skip
+        for name, rows in sections.items():
+            lines = [f"    {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(rows.items())]
+            inside = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
+            parts.append(f'  "{name}": {inside}')
+        return "{\n" + ",\n".join(parts) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -166,11 +218,17 @@ class Profile:
             version = data.pop("autopar_profile")
             if version != _VERSION:
                 raise ValueError(f"autopar_profile is {version}, not {_VERSION}")
-            curves = {key: Curve(_points(rows)) for key, rows in data.pop("curves").items()}
-            return cls(curves=curves, **data)
+            return cls(
+                curves=_section(data, "curves", lambda row: Curve(_rows(Point, row.pop("points")), **row)),
+                readings=_section(data, "readings", lambda row: Readings(_rows(Reading, row.pop("points")), **row)),
+                layers=_section(data, "layers", lambda row: LayerTime(**row)),
+                steps=_section(data, "steps", lambda row: ObservedStep(**row)),
+                **data,
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MissingPriceError(
-                f"this is not the JSON of a profile ({type(error).__name__}: {error}); measure it again"
+                f"this is not the JSON of a profile ({type(error).__name__}: {error}); measure it again: "
+                "python -m autopar.profile"
             ) from error
 
     def save(self, path: str | Path) -> None:
@@ -192,5 +250,18 @@ class Profile:
         return cls.from_json(Path(path).read_text())
 
 
-def _points(rows: Iterable[Iterable[float]]) -> tuple[Point, ...]:
-    return tuple(Point(*map(float, row)) for row in rows)
+def _axes(keys: Iterable[str], prefix: str) -> tuple[Axis, ...]:
+    found = (key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix))
+    return tuple(sorted(Axis(int(size), int(stride)) for size, stride in found))
+
+
+def _series(series: Curve | Readings, points: list[list[float]]) -> dict[str, Any]:
+    return {"date": series.date, "contention": series.contention, "points": points}
+
+
+def _section(data: dict[str, Any], name: str, read: Callable[[dict[str, Any]], T]) -> dict[str, T]:
+    return {key: read(row) for key, row in data.pop(name).items()}
+
+
+def _rows(kind: Callable[..., T], rows: Iterable[Iterable[float]]) -> tuple[T, ...]:
+    return tuple(kind(*map(float, row)) for row in rows)

@@ -1,0 +1,57 @@
+"""The file of a profile, which several processes may read and add to at the same time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from autopar.cost.profile import Profile
+from autopar.errors import MissingPriceError
+
+__all__ = ["read", "update"]
+
+_LOCK_S = 60.0
+
+
+def read(path: str | Path) -> Profile | None:
+    """The profile in the file `path`; None if there is no such file, or it is none.
+
+    A file that is no profile (of this version) is renamed, with a warning that says to what, so that a new one can take
+    its place.
+    """
+    path = Path(path)
+    try:
+        return Profile.load(path)
+    except FileNotFoundError:
+        return None
+    except (MissingPriceError, UnicodeDecodeError) as error:
+        aside = path.with_name(path.name + ".damaged")
+        path.replace(aside)
+        warnings.warn(f"{path} can't be used: {error}. It is kept as {aside}", stacklevel=2)
+        return None
+
+
+def update(path: str | Path, change: Callable[[Profile | None], Profile]) -> Profile:
+    """Replace the profile in the file `path` by ``change(profile)``, and return that.
+
+    Nothing that others add between reading and writing is lost: they wait for this, for up to a minute.
+
+    Args:
+        path: the file; its folder is made if need be.
+        change: gets what is in the file (None: no file, or a damaged one), gives what is to be in it.
+
+    Raises:
+        filelock.Timeout: somebody has been changing the file for a minute.
+
+    Example:
+        >>> update(path, lambda found: (found or empty).with_steps({key: step}))    # doctest: +SKIP
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(path) + ".lock", timeout=_LOCK_S):
+        changed = change(read(path))
+        changed.save(path)
+    return changed
