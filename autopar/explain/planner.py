@@ -14,20 +14,21 @@ from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search import Considered, SearchRequest, TrainingSpec, search
 
 __all__ = ["Answer", "Planner"]
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A plan with what it was made from."""
+    """A plan with what it was made from, and what else the search looked at."""
 
     asked: Asked
     plan: Plan
     program: Program
     prices: ClusterPrices
     training: TrainingSpec
+    considered: tuple[Considered, ...] = ()
 
 
 @dataclass
@@ -51,9 +52,11 @@ class Planner:
         """
         prices, request = self._request(asked)
         program, trace_s = self._program(asked)
+        considered: list[Considered] = []
+        request = replace(request, on_considered=considered.append)
         plan = search(program, asked.cluster.world_size, prices, request)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
-        return Answer(asked, plan, program, prices, request.training)
+        return Answer(asked, plan, program, prices, request.training, tuple(considered))
 
     def context(self, asked: Asked, plan: Plan) -> Answer:
         """`plan`, made elsewhere, with the program and prices that belong to it."""

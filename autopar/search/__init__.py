@@ -2,7 +2,7 @@
 
 from autopar.search.across import search
 from autopar.search.alike import plan_like
-from autopar.search.request import SearchRequest
+from autopar.search.request import Considered, SearchRequest
 from autopar.search.training import TrainingSpec
 
-__all__ = ["SearchRequest", "TrainingSpec", "plan_like", "search"]
+__all__ = ["Considered", "SearchRequest", "TrainingSpec", "plan_like", "search"]

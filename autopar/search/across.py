@@ -18,6 +18,7 @@ from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.assembly import assemble_plan
+from autopar.search.considered import considered_paths, considered_pipeline
 from autopar.search.constraints import Constraints, demands_on, parse_constraints
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatch import TimeAssignment, time_assignment
@@ -26,6 +27,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.stages.assembly import assemble_staged
 from autopar.search.stages.constraints import PipelineDemands, pipeline_demands
 from autopar.search.stages.settings import PipelineSearch
+from autopar.search.stages.solve import Found
 from autopar.search.trials import CandidateCache, Task, Trial, batch_size, make_trial, shared_menu
 
 __all__ = ["search"]
@@ -61,6 +63,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         )  # fmt: skip
         found = pipelines.run(flat_s)
         task.notes.extend(pipelines.notes)
+    _tell(request, trials, found)
     staged = found.best if found else None
     if flat is None and staged is None:
         smallest = found.smallest if found else None
@@ -85,6 +88,17 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         notes=(*program.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),
     )
+
+
+def _tell(request: SearchRequest, trials: tuple[Trial, ...], found: Found | None) -> None:
+    """Hand out what was looked at, to who asks for it."""
+    if request.on_considered is None:
+        return
+    for trial in trials:
+        for path in considered_paths(trial):
+            request.on_considered(path)
+    for staged in found.simulated if found else ():
+        request.on_considered(considered_pipeline(staged))
 
 
 def _considers_pipelines(request: SearchRequest, constraints: Constraints, demands: PipelineDemands) -> bool:

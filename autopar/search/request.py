@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.schedule import ScheduleSource
 from autopar.search.layer_cost import TrainingSpec
 
-__all__ = ["SearchRequest"]
+__all__ = ["Considered", "SearchRequest"]
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A plan that a search looked at: predicted seconds of a step, peak bytes per device, and what most layers do."""
+
+    step_time_s: float
+    peak_memory_bytes: float
+    what: str
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,7 @@ class SearchRequest:
         max_microbatches: the largest number of microbatches that is tried.
         max_axes: the largest number of mesh axes of a layer.
         schedules: where the action lists of pipeline schedules come from; None: no pipeline is considered.
+        on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
     """
 
     memory_limit_bytes: float | None = None
@@ -30,3 +41,4 @@ class SearchRequest:
     max_microbatches: int = 16
     max_axes: int = 2
     schedules: ScheduleSource | None = None
+    on_considered: Callable[[Considered], None] | None = None

@@ -87,7 +87,7 @@ class Draft:
 @dataclass(eq=False)
 class Found:
     """What a search has found so far: the fastest that fits, the smallest that doesn't, what has yet to be simulated,
-    and a lower bound on everything that was looked at.
+    what was, and a lower bound on everything that was looked at.
     """
 
     source: ScheduleSource
@@ -96,6 +96,7 @@ class Found:
     smallest: Staged | None = None
     drafts: list[Draft] = field(default_factory=list[Draft])
     lower_s: float = np.inf
+    simulated: list[Staged] = field(default_factory=list[Staged])
 
     @property
     def best_s(self) -> float:
@@ -129,10 +130,13 @@ class Found:
             if staged is not None:
                 self._keep(staged)
         self.drafts += other.drafts
+        self.simulated += other.simulated
         self.lower_s = min(self.lower_s, other.lower_s)
 
     def _simulate(self, draft: Draft) -> None:
-        self._keep(draft.simulate(self.source))
+        staged = draft.simulate(self.source)
+        self.simulated.append(staged)
+        self._keep(staged)
 
     def _keep(self, staged: Staged) -> None:
         if staged.peak_bytes <= self.limit_bytes:
