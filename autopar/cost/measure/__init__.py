@@ -22,7 +22,8 @@ from autopar.cost.measure.collectives import (
     measure_collectives,
     share_text,
 )
-from autopar.cost.measure.ops import Measurement, measure_ops
+from autopar.cost.measure.ops import op_probes
+from autopar.cost.measure.probe import Measurement
 from autopar.cost.measure.timing import Contention
 from autopar.cost.profile import Curve, Point, Profile
 from autopar.errors import MissingPriceError
@@ -109,7 +110,9 @@ def _measure(
     is_alone = talk.world_size == 1
     max_over_ranks(talk, [0.0])  # so that all start together
     contention = Contention(device)
-    ops = list(measure_ops(device, dtypes, budget_s * (1.0 if is_alone else _OPS_SHARE)))
+    probes = op_probes(device, dtypes)
+    each_s = budget_s * (1.0 if is_alone else _OPS_SHARE) / sum(probe.share for probe in probes)
+    ops = [measurement for probe in probes for measurement in probe.measure(each_s * probe.share)]
     now_s, factor = max_over_ranks(talk, [time.time(), contention.factor()])
     links = [] if is_alone else list(measure_collectives(talk, axes, budget_s * (1 - _OPS_SHARE)))
     found = ops + links

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from autopar.cost.measure.ops import Measurement
+from autopar.cost.measure.probe import Measurement
 from autopar.cost.measure.timing import median_of, synchronize
 from autopar.placement import Axis
 

@@ -1,6 +1,6 @@
 """Measures ops on one device: forward and backward seconds over the work that `count_work` counts.
 
-Each probe is an op, as a trace would write it, beside a function that runs it.  The amount of work comes from
+Each call is an op, as a trace would write it, beside a function that runs it.  The amount of work comes from
 the same `count_work` that prices ops later, so that a measured op of the same size gets its measured time.
 What a call of autograd costs by itself is subtracted: a step pays it once, not once an op.
 """
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from autopar.cost.measure.probe import Measurement, Probe
 from autopar.cost.measure.timing import Sample, sample
 from autopar.cost.work import Work, count_work, packet_name
 from autopar.program import Op, Ref, TensorType
 
-__all__ = ["Measurement", "measure_ops"]
+__all__ = ["op_probes"]
 
 _WIDTH = 512
 _ROWS = {"cpu": (2, 128, 2048), "cuda": (128, 4096, 32768)}
@@ -32,22 +34,13 @@ _ATTENTIONS = {
     "cuda": ((1, 8, 512, 128), (1, 16, 2048, 128), (1, 32, 8192, 128)),
 }
 _LEAST_S = 1e-7
+_BASE_S = 0.02
 _ADAM_BYTES = 28
 """AdamW in float32 reads parameter, gradient and two moments, and writes all but the gradient."""
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """`amount` of work took `taken`; `key` names the curve of the profile."""
-
-    key: str
-    amount: float
-    taken: Sample
-
-
-@dataclass(frozen=True)
-class _Probe:
-    key: str
+class _Call:
     target: str
     run: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
@@ -55,35 +48,53 @@ class _Probe:
     kwargs: tuple[tuple[str, bool], ...] = ()
 
 
-def measure_ops(device: torch.device, dtypes: tuple[str, ...], budget_s: float) -> Iterator[Measurement]:
-    """Measure every probe; the keys and amounts are the same on every rank.
+_Make = Callable[[torch.device], _Call]
+"""Allocates the operands on a device, so that only what is being measured takes memory."""
+
+
+def op_probes(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool = False) -> tuple[Probe, ...]:
+    """What to measure of ops: matrix products and attention first, then what moves bytes.
 
     Args:
         device: where to run.
         dtypes: of matrix products and attention; other ops are measured in the first one.
-        budget_s: seconds to spend in all, about; each probe runs a few times even if that takes longer.
+        is_dense: sweep many shapes, instead of the few that a plan can wait for.
     """
-    probes = [
-        *_product_probes(device, dtypes),
-        *_attention_probes(device, dtypes),
-        *_other_probes(device, dtypes[0]),
-    ]
-    slice_s = budget_s / (2 * len(probes) + 8)
-    base_s = _autograd_s(device, slice_s)
-    for probe in probes:
-        yield from _measure_probe(probe, device, slice_s, base_s)
-    yield from _measure_views(device, slice_s, base_s)
-    yield from _measure_optimizer(device, slice_s)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    sweeps: dict[str, list[_Make]] = {}
+    for dtype in dtypes:
+        sweeps[f"matmul/{dtype}"] = [partial(_product, dtype, shape) for shape in _PRODUCTS[kind]]
+        sweeps[f"attention/{dtype}"] = [partial(_attention, dtype, shape) for shape in _ATTENTIONS[kind]]
+    for target, make in _ROW_CALLS.items():
+        name = "elementwise" if target == "aten.mul.Tensor" else f"op/{packet_name(target)}"
+        sweeps[name] = [partial(make, target, rows, dtypes[0]) for rows in _ROWS[kind]]
+    ops = (_sweep(name, makes, device) for name, makes in sweeps.items())
+    views = Probe(("view/forward", "view/backward"), 1, partial(_measure_views, device), 2.0, is_own_time=True)
+    optimizer = Probe(("optimizer",), 2, partial(_measure_optimizer, device), 2.0, is_own_time=True)
+    return (*ops, views, optimizer)
 
 
-def _measure_probe(probe: _Probe, device: torch.device, slice_s: float, base_s: float) -> Iterator[Measurement]:
-    leaves = tuple(x.requires_grad_() for x in probe.inputs if x.is_floating_point())
-    result = probe.run(*probe.inputs)
-    work = _work_of(probe, result)
+def _sweep(name: str, makes: list[_Make], device: torch.device) -> Probe:
+    has_backward = name.removeprefix("op/") not in _WITHOUT_BACKWARD
+    keys = (f"{name}/forward", f"{name}/backward") if has_backward else (f"{name}/forward",)
+
+    def measure(budget_s: float) -> Iterator[Measurement]:
+        slice_s = budget_s / (len(keys) * len(makes))
+        base_s = _autograd_s(device, min(slice_s, _BASE_S))
+        for make in makes:
+            yield from _measure_call(name, make(device), device, slice_s, base_s)
+
+    return Probe(keys, len(makes), measure, float(len(keys) * len(makes)), is_own_time=True)
+
+
+def _measure_call(name: str, call: _Call, device: torch.device, slice_s: float, base_s: float) -> Iterator[Measurement]:
+    leaves = tuple(x.requires_grad_() for x in call.inputs if x.is_floating_point())
+    result = call.run(*call.inputs)
+    work = _work_of(call, result)
     with torch.no_grad():
-        taken = sample(lambda: probe.run(*probe.inputs), device, slice_s)
+        taken = sample(lambda: call.run(*call.inputs), device, slice_s)
     is_counted = work.kind in ("matmul", "attention")
-    yield Measurement(f"{probe.key}/forward", work.flops if is_counted else work.num_bytes, taken)
+    yield Measurement(f"{name}/forward", work.flops if is_counted else work.num_bytes, taken)
     if work.backward_num_bytes:
         gradient = torch.ones_like(result)
 
@@ -92,7 +103,7 @@ def _measure_probe(probe: _Probe, device: torch.device, slice_s: float, base_s: 
 
         amount = work.backward_flops if is_counted else work.backward_num_bytes
         taken = sample(backward, device, slice_s)
-        yield Measurement(f"{probe.key}/backward", amount, _less(taken, base_s))
+        yield Measurement(f"{name}/backward", amount, _less(taken, base_s))
 
 
 def _less(taken: Sample, base_s: float) -> Sample:
@@ -106,89 +117,84 @@ def _autograd_s(device: torch.device, slice_s: float) -> float:
     return sample(lambda: torch.autograd.grad(x, x, gradient), device, slice_s).seconds
 
 
-def _work_of(probe: _Probe, result: Tensor) -> Work:
-    refs = tuple(Ref(str(index)) for index in range(len(probe.inputs)))
-    op = Op("probe", probe.target, refs, probe.kwargs, ("result",), saves=probe.saves)
-    return count_work(op, tuple(map(_type_of, probe.inputs)), (_type_of(result),))
+def _work_of(call: _Call, result: Tensor) -> Work:
+    refs = tuple(Ref(str(index)) for index in range(len(call.inputs)))
+    op = Op("call", call.target, refs, call.kwargs, ("result",), saves=call.saves)
+    return count_work(op, tuple(map(_type_of, call.inputs)), (_type_of(result),))
 
 
 def _type_of(x: Tensor) -> TensorType:
     return TensorType(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
-def _sizes(table: dict[str, tuple[tuple[int, ...], ...]], device: torch.device) -> tuple[tuple[int, ...], ...]:
-    return table["cuda" if device.type == "cuda" else "cpu"]
+def _product(dtype: str, shape: tuple[int, ...], device: torch.device) -> _Call:
+    rows, inner, columns = shape
+    x, weight = _random((rows, inner), dtype, device), _random((columns, inner), dtype, device)
+    return _Call("aten.linear.default", F.linear, (x, weight), (0, 1))
 
 
-def _product_probes(device: torch.device, dtypes: tuple[str, ...]) -> Iterator[_Probe]:
-    for dtype in dtypes:
-        for rows, inner, columns in _sizes(_PRODUCTS, device):
-            x = _random((rows, inner), dtype, device)
-            weight = _random((columns, inner), dtype, device)
-            yield _Probe(f"matmul/{dtype}", "aten.linear.default", F.linear, (x, weight), (0, 1))
-
-
-def _attention_probes(device: torch.device, dtypes: tuple[str, ...]) -> Iterator[_Probe]:
+def _attention(dtype: str, shape: tuple[int, ...], device: torch.device) -> _Call:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
+    inputs = tuple(_random(shape, dtype, device) for _ in range(3))
     target, kwargs = "aten.scaled_dot_product_attention.default", (("is_causal", True),)
-    for dtype in dtypes:
-        for shape in _sizes(_ATTENTIONS, device):
-            inputs = tuple(_random(shape, dtype, device) for _ in range(3))
-            yield _Probe(f"attention/{dtype}", target, attend, inputs, (0, 1, 2, 3), kwargs)
+    return _Call(target, attend, inputs, (0, 1, 2, 3), kwargs)
 
 
 def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=getattr(torch, dtype), device=device)
 
 
-# Target, function of one tensor, and what autograd saves (0: the operand, 1: the result).
-_UNARY: tuple[tuple[str, Callable[[Tensor], Tensor], tuple[int, ...]], ...] = (
-    ("aten.gelu.default", F.gelu, (0,)),
-    ("aten.silu.default", F.silu, (0,)),
-    ("aten.relu.default", F.relu, (1,)),
-    ("aten.tanh.default", torch.tanh, (1,)),
-    ("aten.softmax.int", lambda x: torch.softmax(x, -1), (1,)),
-    ("aten.pow.Tensor_Scalar", lambda x: x**2, (0,)),
-    ("aten.sum.dim_IntList", lambda x: x.sum(-1), ()),
-    ("aten.clone.default", torch.clone, ()),
-    ("aten.neg.default", torch.neg, ()),
-    ("autopar.dropout", lambda x: F.dropout(x, 0.1), ()),
-)
+# Target: function of one tensor, and what autograd saves (0: the operand, 1: the result).
+_UNARY: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "aten.gelu.default": (F.gelu, (0,)),
+    "aten.silu.default": (F.silu, (0,)),
+    "aten.relu.default": (F.relu, (1,)),
+    "aten.tanh.default": (torch.tanh, (1,)),
+    "aten.softmax.int": (lambda x: torch.softmax(x, -1), (1,)),
+    "aten.pow.Tensor_Scalar": (lambda x: x**2, (0,)),
+    "aten.sum.dim_IntList": (lambda x: x.sum(-1), ()),
+    "aten.clone.default": (torch.clone, ()),
+    "aten.neg.default": (torch.neg, ()),
+    "autopar.dropout": (lambda x: F.dropout(x, 0.1), ()),
+}
+_BINARY: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "aten.mul.Tensor": (torch.mul, (0, 1)),
+    "aten.add.Tensor": (torch.add, ()),
+    "aten.cat.default": (lambda x, y: torch.cat((x, y), -1), ()),
+}
 
 
-def _other_probes(device: torch.device, dtype: str) -> Iterator[_Probe]:
-    for rows in _ROWS["cuda" if device.type == "cuda" else "cpu"]:
-        yield from _row_probes(rows, device, dtype)
+def _on_one(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
+    run, saves = _UNARY[target]
+    return _Call(target, run, (_random((rows, _WIDTH), dtype, device),), saves)
 
 
-def _row_probes(rows: int, device: torch.device, dtype: str) -> Iterator[_Probe]:
-    def random(*shape: int) -> Tensor:
-        return _random(shape, dtype, device)
-
-    x = random(rows, _WIDTH)
-    ids = torch.randint(_WIDTH, (rows,), device=device)
-    yield _Probe("elementwise", "aten.mul.Tensor", torch.mul, (x, random(rows, _WIDTH)), (0, 1))
-    yield _named("aten.add.Tensor", torch.add, (x, random(rows, _WIDTH)), ())
-    yield _named("aten.cat.default", _join, (x, random(rows, _WIDTH)), ())
-    for target, run, saves in _UNARY:
-        yield _named(target, run, (random(rows, _WIDTH),), saves)
-    yield _named("aten.layer_norm.default", _layer_norm, (x, random(_WIDTH), random(_WIDTH)), (0, 1))
-    yield _named("aten.embedding.default", _embed, (random(_WIDTH, _WIDTH), ids), (1,))
-    yield _named("autopar.cross_entropy", _cross_entropy, (x, ids), (0, 1))
+def _on_two(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
+    run, saves = _BINARY[target]
+    return _Call(target, run, tuple(_random((rows, _WIDTH), dtype, device) for _ in range(2)), saves)
 
 
-def _named(target: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], saves: tuple[int, ...]) -> _Probe:
-    return _Probe(f"op/{packet_name(target)}", target, run, inputs, saves)
+def _normalised(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
+    inputs = tuple(_random(shape, dtype, device) for shape in ((rows, _WIDTH), (_WIDTH,), (_WIDTH,)))
+    return _Call(target, _layer_norm, inputs, (0, 1))
+
+
+def _embedded(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
+    return _Call(target, _embed, (_random((_WIDTH, _WIDTH), dtype, device), _ids(rows, device)), (1,))
+
+
+def _compared(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
+    return _Call(target, _cross_entropy, (_random((rows, _WIDTH), dtype, device), _ids(rows, device)), (0, 1))
+
+
+def _ids(rows: int, device: torch.device) -> Tensor:
+    return torch.randint(_WIDTH, (rows,), device=device)
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, (_WIDTH,), weight, bias)
-
-
-def _join(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((first, second), -1)
 
 
 def _embed(table: Tensor, ids: Tensor) -> Tensor:
@@ -199,7 +205,19 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target, reduction="sum")
 
 
-def _measure_views(device: torch.device, slice_s: float, base_s: float) -> Iterator[Measurement]:
+_ROW_CALLS: dict[str, Callable[[str, int, str, torch.device], _Call]] = {
+    **dict.fromkeys(_BINARY, _on_two),
+    **dict.fromkeys(_UNARY, _on_one),
+    "aten.layer_norm.default": _normalised,
+    "aten.embedding.default": _embedded,
+    "autopar.cross_entropy": _compared,
+}
+_WITHOUT_BACKWARD = ("aten.add",)
+
+
+def _measure_views(device: torch.device, budget_s: float) -> Iterator[Measurement]:
+    slice_s = budget_s / 2
+    base_s = _autograd_s(device, min(slice_s, _BASE_S))
     x = torch.randn((8, _WIDTH), device=device).requires_grad_()
     result = x.transpose(0, 1)
     gradient = torch.ones_like(result)
@@ -213,7 +231,8 @@ def _measure_views(device: torch.device, slice_s: float, base_s: float) -> Itera
     yield Measurement("view/backward", 1.0, _less(sample(backward, device, slice_s), base_s))
 
 
-def _measure_optimizer(device: torch.device, slice_s: float) -> Iterator[Measurement]:
+def _measure_optimizer(device: torch.device, budget_s: float) -> Iterator[Measurement]:
+    slice_s = budget_s / 2
     for num_elements in (2**14, 2**20):
         parameters = [torch.randn(num_elements // 8, device=device).requires_grad_() for _ in range(8)]
         for parameter in parameters:

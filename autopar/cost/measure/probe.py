@@ -1,0 +1,40 @@
+"""What can be measured alone: a `Probe` gives the points of a few curves of the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autopar.cost.measure.timing import Sample
+
+__all__ = ["Measurement", "Probe"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """`amount` of work took `taken`; `key` names the curve of the profile."""
+
+    key: str
+    amount: float
+    taken: Sample
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Something to measure; keys and amounts are the same on every rank.
+
+    Args:
+        keys: the curves (or readings) of the profile that it gives.
+        num_points: how many points each of them gets.  A curve with fewer was measured in less detail.
+        measure: takes seconds to spend, about, and measures; nothing is allocated before.
+        share: of the seconds to spend, relative to other probes.
+        is_own_time: its seconds are the thread's own on a CPU, to be multiplied by what sharing the cores costs.
+        is_reading: its values are not seconds of work but readings (`autopar.cost.profile.Readings`).
+    """
+
+    keys: tuple[str, ...]
+    num_points: int
+    measure: Callable[[float], Iterator[Measurement]]
+    share: float = 1.0
+    is_own_time: bool = False
+    is_reading: bool = False
