@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 __all__ = [
     "SCHEDULES",
     "Action",
+    "ActionTiming",
     "ScheduleActions",
     "ScheduleSource",
     "Span",
@@ -143,11 +144,26 @@ class Timeline:
         return 1 - computing / (self.step_s * len(self.spans)) if self.step_s else 0.0
 
 
-def simulate_schedule(actions: ScheduleActions, stages: tuple[StageTimes, ...]) -> Timeline:
+class ActionTiming(Protocol):
+    """What F, B, I and W take, where that depends on what the device group did before."""
+
+    def __call__(self, group: int, index: int, start_s: float) -> float:
+        """Seconds of the action that starts now; `index` counts through all groups' lists.  A group's come in order."""
+        ...
+
+
+def simulate_schedule(
+    actions: ScheduleActions, stages: tuple[StageTimes, ...], timing: ActionTiming | None = None
+) -> Timeline:
     """When every action runs, each group working through its list in order.
 
     Sends don't hold the sender up.  A transfer starts when both its SEND and its RECV have been reached and the link of
     these two groups in this direction is free; F, B and I wait for what they read.
+
+    Args:
+        actions: the schedule.
+        stages: what each stage takes.
+        timing: if given, it tells the seconds of F, B, I and W instead of `stages`.
 
     Raises:
         ValueError: the lists wait for each other for ever.
@@ -161,7 +177,8 @@ def simulate_schedule(actions: ScheduleActions, stages: tuple[StageTimes, ...]) 
     for event, index, actor, cost, read in wiring.events:
         if event == _COMPUTE:
             start = max(clocks[actor], stops[read])
-            clocks[actor] = stops[index] = start + seconds[cost]
+            took_s = seconds[cost] if timing is None else timing(actor, index, start)
+            clocks[actor] = stops[index] = start + took_s
             starts[index] = start
         elif event == _REACH:
             starts[index] = stops[index] = clocks[actor]

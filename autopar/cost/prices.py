@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from autopar.cluster import Cluster, OpTime
 from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
 from autopar.cost.efficiency import attention_efficiency, product_efficiency
+from autopar.cost.overlap import TAKEN
 from autopar.cost.profile import Curve, Profile
 from autopar.cost.work import Work, count_work, packet_name
 from autopar.errors import MissingPriceError
@@ -104,6 +105,16 @@ class ClusterPrices:
         if curve is not None:
             return curve.seconds(num_bytes)
         return num_bytes / self._bytes_per_s + _OPTIMIZER_KERNELS * self.cluster.device.launch_s
+
+    def interference(self, kind: str, axis: Axis) -> float:
+        """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
+
+        As measured; else 1 on a CPU, whose cores do the sending as well, so that nothing counts as hidden; else `TAKEN`.
+        """
+        measured = self.profile.interference(kind, axis) if self.profile else None
+        if measured is not None:
+            return min(1.0, max(0.0, measured))
+        return 1.0 if self.cluster.device.name == "cpu" else TAKEN
 
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
         """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
@@ -34,15 +34,21 @@ __all__ = [
     "TrainingSpec",
     "add_storage",
     "is_cheap",
+    "is_differentiable",
+    "is_rerun",
     "layer_collectives",
     "layer_cost",
+    "optimizer_s",
     "optimizer_s_per_element",
     "own_training",
     "parameter_times",
     "placed_collectives",
     "placed_cost",
+    "running_collectives",
     "running_costs",
     "storage_cost",
+    "stored_collectives",
+    "weight_share",
 ]
 
 
@@ -51,7 +57,8 @@ class PricedCollective:
     """One collective that runs `times` per step: of value `value`, on `axis`, a buffer of `num_bytes`.
 
     `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
-    ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).
+    ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
+    runs before the op of index `before` (behind the last one: their number), in its backward the other way round.
     """
 
     value: str
@@ -61,6 +68,7 @@ class PricedCollective:
     times: int
     phase: str
     purpose: str
+    before: int = field(default=0, compare=False)
 
 
 def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) -> tuple[int, int]:
@@ -122,23 +130,28 @@ def own_training(program: Program, layer: Layer, training: TrainingSpec) -> Trai
 def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
     """As `layer_collectives`, of a layer that a strategy has been applied to."""
     training = own_training(placed.program, placed.layer, training)
-    held = (flow for flow in placed.read_flows() if flow.is_parameter)
-    stored = [run for flow in held for run in _storage_collectives(placed, flow, training)]
-    return (*stored, *_running_collectives(placed, training))
+    return (*stored_collectives(placed, training), *running_collectives(placed, training))
 
 
-def _running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
-    """All but those between the storage and the copy of parameters."""
+def stored_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
+    """Those between the storage and the copy of parameters; `training` is the layer's own."""
+    for flow in placed.read_flows():
+        if flow.is_parameter:
+            yield from _storage_collectives(placed, flow, training)
+
+
+def running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
+    """All the others; `training` is the layer's own."""
     for flow in placed.read_flows():
         yield from _flow_collectives(placed, flow, training)
     times = placed.view.num_microbatches
-    for op, state in zip(placed.layer.ops, placed.states, strict=True):
+    for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
         for run in kernel_runs(state, placed.mesh):
-            backward = run.phase == "backward"
-            if not backward or training.is_training:
-                yield PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel")
-            if not backward and _reruns_collectives(placed, training):
-                yield PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, "recompute", "kernel")
+            inside = PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel", index + 1)
+            if run.phase != "backward" or training.is_training:
+                yield inside
+            if run.phase != "backward" and _reruns_collectives(placed, training):
+                yield replace(inside, phase="recompute")
 
 
 def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
@@ -154,13 +167,15 @@ def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -
     first = placed.view.value_type(flow).num_bytes
     times = (count, count if has_gradient else 0, again)
     if not flow.is_parameter:
-        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose)
+        made = flow.producer + 1 if flow.source == "op" else 0
+        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose, made)
     for op, mention in flow.readers:
         num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
-        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose)
+        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose, op)
     if flow.output >= 0:
         back = 0 if _is_only_returned(placed.program, name) else times[1]
-        yield from _collectives(name, placed.to_output(flow), (first, first), (count, back, again), purpose)
+        last = len(placed.layer.ops)
+        yield from _collectives(name, placed.to_output(flow), (first, first), (count, back, again), purpose, last)
 
 
 def _is_only_returned(program: Program, name: str) -> bool:
@@ -180,7 +195,7 @@ def _storage_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec
         placed.view.value_type(flow).num_bytes,
         tensor.num_elements * training.gradient_itemsize(tensor.dtype),
     )
-    yield from _collectives(flow.value.name, placed.to_copy(flow), num_bytes, times, "parameter")
+    yield from _collectives(flow.value.name, placed.to_copy(flow), num_bytes, times, "parameter", 0)
 
 
 def _collectives(
@@ -189,6 +204,7 @@ def _collectives(
     num_bytes: tuple[float, float],
     times: tuple[int, int, int],
     purpose: str,
+    before: int,
 ) -> Iterator[PricedCollective]:
     """The collectives of a reshard; `num_bytes` of value and gradient, `times` forward, backward, again."""
     ahead, back, again = times
@@ -200,7 +216,7 @@ def _collectives(
         )
         for kind, whole, count, phase in runs:
             if kind not in LOCAL and count and whole:
-                yield PricedCollective(name, kind, step.axis, whole * step.fraction, count, phase, purpose)
+                yield PricedCollective(name, kind, step.axis, whole * step.fraction, count, phase, purpose, before)
 
 
 def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
@@ -235,7 +251,7 @@ def running_costs(
         backward_s += count * time.backward_s
         weight_s += count * time.backward_s * weight_share(placed.program, op)
     activation_s = parameter_s = again_s = ahead_s = 0.0
-    runs = list(_running_collectives(replace(placed, recompute="full"), training))
+    runs = list(running_collectives(replace(placed, recompute="full"), training))
     for run in runs:
         seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
         if run.phase == "recompute":
@@ -266,24 +282,22 @@ def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) ->
     training = own_training(placed.program, placed.layer, training)
     count = placed.view.num_microbatches
     seconds = ahead_s = once_s = weight_s = 0.0
-    for flow in placed.read_flows():
-        if flow.is_parameter:
-            for run in _storage_collectives(placed, flow, training):
-                each_s = prices.collective_s(run.kind, run.axis, run.num_bytes)
-                seconds += run.times * each_s
-                if run.phase == "forward" and placed.zero == 3:
-                    ahead_s += count * each_s
-                elif run.phase == "backward" and placed.zero >= 2:
-                    weight_s += run.times * each_s
-                else:
-                    once_s += run.times * each_s
+    for run in stored_collectives(placed, training):
+        each_s = prices.collective_s(run.kind, run.axis, run.num_bytes)
+        seconds += run.times * each_s
+        if run.phase == "forward" and placed.zero == 3:
+            ahead_s += count * each_s
+        elif run.phase == "backward" and placed.zero >= 2:
+            weight_s += run.times * each_s
+        else:
+            once_s += run.times * each_s
     memory = held_memory(placed, training)
     return LayerCost(
         parameter_comm_s=seconds,
         forward_comm_s=ahead_s,
         step_comm_s=once_s,
         weight_s=weight_s,
-        optimizer_s=_optimizer_seconds(placed, prices, training),
+        optimizer_s=optimizer_s(placed, prices, training),
         parameter_bytes=memory.parameter_bytes,
         gradient_bytes=memory.gradient_bytes,
         optimizer_bytes=memory.optimizer_bytes,
@@ -327,8 +341,8 @@ def optimizer_s_per_element(
     return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
 
 
-def _optimizer_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds of the optimizer on what this device stores of the layer's parameters."""
+def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds of the optimizer on what this device stores of the layer's parameters, those in shared storage apart."""
     rates: dict[str, float] = {}
     seconds = 0.0
     for flow in placed.flows.values():

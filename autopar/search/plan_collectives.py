@@ -17,7 +17,13 @@ from autopar.search.reshard_tables import LOCAL
 from autopar.search.stages.assembly import sent_values
 from autopar.search.stages.setting import told_outputs
 
-__all__ = ["own_strategy", "plan_collectives", "stage_collectives"]
+__all__ = [
+    "crossing_collectives",
+    "own_strategy",
+    "plan_collectives",
+    "returning_collectives",
+    "stage_collectives",
+]
 
 
 def plan_collectives(
@@ -47,7 +53,7 @@ def plan_collectives(
     values = {name: value for value, name in program.parameters.items()}
     shared = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
     arriving: list[list[PricedCollective]] = [[] for _ in program.layers]
-    for reader, run in _crossing_collectives(program, strategies, plan.num_microbatches, training):
+    for reader, run in crossing_collectives(program, strategies, plan.num_microbatches, training):
         arriving[reader].append(run)
     found: list[PricedCollective] = []
     stages = [stage for stage in plan.stages if stage.group == group]
@@ -56,7 +62,7 @@ def plan_collectives(
         if index in own or not plan.stages:
             found += before
             found += _own_collectives(program, layer, strategy, plan.num_microbatches, training, shared)
-            found += _returning_collectives(program, layer, strategy, plan.num_microbatches, training)
+            found += returning_collectives(program, layer, strategy, plan.num_microbatches, training)
     return (*found, *stage_collectives(program, plan, training, group))
 
 
@@ -82,7 +88,7 @@ def _value_names(layer: Layer) -> tuple[str, ...]:
     return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
 
 
-def _crossing_collectives(
+def crossing_collectives(
     program: Program, strategies: list[LayerStrategy], num_microbatches: int, training: TrainingSpec
 ) -> Iterator[tuple[int, PricedCollective]]:
     """(index of the reading layer, collective) for every value that crosses to another layer."""
@@ -105,7 +111,7 @@ def _crossing_collectives(
                     )
 
 
-def _returning_collectives(
+def returning_collectives(
     program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, training: TrainingSpec
 ) -> Iterator[PricedCollective]:
     """Those that make the loss and new values of buffers whole, and turn terms of other outputs into values."""

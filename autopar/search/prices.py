@@ -52,6 +52,13 @@ class Prices(Protocol):
         """Seconds of one optimizer step over local elements, reading and writing so many bytes of each."""
         ...
 
+    def interference(self, kind: str, axis: Axis) -> float:
+        """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
+
+        At 1 nothing is hidden: compute stands still as long as the collective runs.
+        """
+        ...
+
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
         """`{"latency_s": ..., "bytes_per_s": ...}` of this collective, for explanations."""
         ...

@@ -153,6 +153,7 @@ class TablePrices:
     devices_per_node: int = 8
     latency_s: float = 7e-6
     bytes_per_s: float = 3e11
+    taken: float = 0.2
 
     def op_s(
         self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
@@ -171,6 +172,9 @@ class TablePrices:
 
     def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
         return 1e-6 + num_parameters * bytes_per_parameter / 2e12
+
+    def interference(self, kind: str, axis: Axis) -> float:
+        return self.taken
 
     def describe_collective(self, kind: str, axis: Axis) -> dict[str, float]:
         return {"latency_s": self.latency_s, "bytes_per_s": self.bytes_per_s}
