@@ -109,7 +109,7 @@ class ClusterPrices:
     def interference(self, kind: str, axis: Axis) -> float:
         """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
 
-        As measured; else 1 on a CPU, whose cores do the sending as well, so that nothing counts as hidden; else `TAKEN`.
+        As measured; else 1 on a CPU, whose cores do the sending as well (nothing counts as hidden); else `TAKEN`.
         """
         measured = self.profile.interference(kind, axis) if self.profile else None
         if measured is not None:

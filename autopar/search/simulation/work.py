@@ -73,7 +73,7 @@ class LayerWork:
     reduces_each: bool
 
     def of(self, layer: int, name: str, names: Mapping[str, str], around: Around) -> LayerWork:
-        """The same of the layer of this index and name (`names` from these values' names to its), with what is around it."""
+        """The same of the layer of this index and name, its values named as `names` says, with what is around it."""
 
         def own(items: Iterable[Item]) -> tuple[Item, ...]:
             return tuple(
