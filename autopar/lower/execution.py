@@ -95,7 +95,7 @@ class Executor:
         gathering = Gathering(
             runner.parameters, runner.parameters.current(), is_freed=runner.strategy.zero == 3, prefetch=True
         )
-        return LayerUse(gathering)
+        return LayerUse.of(gathering)
 
     def run(
         self,
@@ -120,11 +120,13 @@ class Executor:
         """Run consecutive layers of one microbatch on `values`, which afterwards has what later layers or the caller
         read.
 
-        The next layer's parameters are on their way while a layer computes.
+        The next layer's parameters are on their way while a layer computes, and so are in backward those that must be
+        gathered anew.
         """
         open_layer = open_layer or self.open_layer
         random = RandomState(base_seed, self.communicator.device, microbatch) if self.is_random else None
         use = open_layer(indices.start) if indices else None
+        awaited: Gathering | None = None
         for index in indices:
             assert use is not None
             runner = self.runners[index]
@@ -132,6 +134,8 @@ class Executor:
             inputs = [reshard_tensor(values[name], steps, self.communicator) for name, steps in runner.moves]
             context = LayerContext(self.communicator, microbatch, runner.first_op, random)
             outputs = runner.run(use, inputs, context)
+            if use.gathering is not None and use.gathering.is_awaited and any(x.requires_grad for x in outputs):
+                use.gathering.before, awaited = awaited, use.gathering
             values |= zip(runner.layer.outputs, outputs, strict=True)
             for name in runner.dead:
                 values.pop(name, None)

@@ -13,7 +13,7 @@ from autopar.lower.communicator import Communicator
 from autopar.lower.compat import run_twice
 from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import LayerProgram
-from autopar.lower.parameters import Gathering, LayerParameters, gather_parameters
+from autopar.lower.parameters import Gathering, LayerParameters, enter_parameters, gather_parameters
 from autopar.lower.recompute import KeepingProgram, run_keeping_less
 from autopar.lower.reshard_ops import apply_forward
 from autopar.placement import Axis, Step
@@ -25,14 +25,22 @@ __all__ = ["LayerRunner", "LayerUse"]
 
 @dataclass(frozen=True)
 class LayerUse:
-    """Where one run of a layer takes its parameters from: a gathering, or copies that are there already."""
+    """Where one run of a layer takes its parameters from: copies that are there already, or a gathering for those that
+    `entered`.
+    """
 
     gathering: Gathering | None = None
+    entered: Sequence[Tensor] = ()
     fixed: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, gathering: Gathering) -> LayerUse:
+        """One that begins now, before the layer before runs."""
+        return cls(gathering, enter_parameters(gathering))
 
     def copies(self) -> Sequence[Tensor]:
         """The compute copies, differentiable."""
-        return self.fixed if self.gathering is None else gather_parameters(self.gathering)
+        return self.fixed if self.gathering is None else gather_parameters(self.gathering, self.entered)
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,8 @@ class LayerRunner:
     ) -> Sequence[Tensor]:
         freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
         kept = None if freed else self._held(use.copies(), context.communicator)
+        if freed:
+            freed.is_awaited = True
 
         def run(*inputs: Tensor) -> Sequence[Tensor]:
             held = self._held(use.copies(), context.communicator) if kept is None else kept

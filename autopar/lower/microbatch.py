@@ -30,6 +30,8 @@ def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: i
     step = StepGradients(executor) if with_gradients else None
     found: list[dict[str, Tensor]] = []
     for microbatch in range(executor.num_microbatches):
+        if step is not None:
+            step.is_last = microbatch == executor.num_microbatches - 1
         values = executor.run(tensors, base_seed, microbatch, step.open_layer if step else None)
         values[program.loss] = executor.make_whole(program.loss, values[program.loss])
         if step is not None:

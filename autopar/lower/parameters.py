@@ -2,11 +2,16 @@
 
 `LayerParameters` knows for one layer the moves from storage (`store`) to the copy layouts; `Gathering` is one use of a
 layer's parameters: it gathers them, frees them (ZeRO-3) and gathers them anew, and reduces their gradients.
+
+What moves does so beside compute: forward, a layer's parameters are gathered while the layer before computes, and so
+backward while the layer behind does; its gradients are reduced while the layer before computes its backward.  One layer
+is on its way at a time, so memory is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +25,7 @@ from autopar.lower.compat import call_function, dtensor_like, local_part_of
 from autopar.lower.store import ParameterStore
 from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 
-__all__ = ["Gathering", "LayerParameters", "gather_parameters"]
+__all__ = ["Gathering", "LayerParameters", "Reduction", "enter_parameters", "gather_parameters"]
 
 
 class LayerParameters:
@@ -73,25 +78,44 @@ class LayerParameters:
         """The compute copies."""
         return self._cast(parameters) if handle is None else handle.wait()
 
-    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the copies -> gradients of the stored parts, in the dtype that they have."""
+    def start_reduce(self, gradients: Sequence[Tensor | None]) -> Reduction:
+        """Set off: gradients of the copies -> gradients of the stored parts, in the dtype that they have."""
         if not self.moves_backward:
-            return list(gradients)
+            return Reduction(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        reduced = start_reduce_bucket(
+        handle = start_reduce_bucket(
             [g for g in gradients if g is not None], [self.steps[i] for i in present], self.communicator
-        ).wait()
-        found: list[Tensor | None] = [None] * len(gradients)
-        for index, gradient in zip(present, reduced, strict=True):
-            found[index] = gradient
-        return found
+        )
+        return Reduction([None] * len(gradients), present, handle)
 
     def _cast(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [local_part_of(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients on their way to where parameters are stored; those of `present` come by `handle`."""
+
+    gradients: Sequence[Tensor | None]
+    present: Sequence[int] = ()
+    handle: BucketHandle | None = None
+
+    def wait(self) -> list[Tensor | None]:
+        """The gradients of the stored parts, in the parameters' order."""
+        found = list(self.gradients)
+        if self.handle is not None:
+            for index, gradient in zip(self.present, self.handle.wait(), strict=True):
+                found[index] = gradient
+        return found
+
+
 class Gathering:
-    """One use of a layer's parameters: gathered when asked for, and if `is_freed` again after `free`."""
+    """One use of a layer's parameters: gathered when asked for, and if `is_freed` again after `free`.
+
+    Attributes:
+        is_awaited: whether backward will ask for copies that were freed.
+        before: the gathering that backward will ask for after this one; it is started when this one has come.
+    """
 
     def __init__(
         self,
@@ -100,13 +124,23 @@ class Gathering:
         *,
         is_freed: bool = False,
         prefetch: bool = False,
+        values: Sequence[Tensor] | None = None,
+        add: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None,
     ) -> None:
-        """`parameters` are the stored DTensors, or plain tensors of the same local parts."""
+        """`parameters` are the stored DTensors, or plain tensors of the same local parts.
+
+        `values` are the copies if they are there already; `add` adds to their gradients what is to be reduced with
+        them.
+        """
         self.layer = layer
         self.parameters = parameters
         self.is_freed = is_freed
+        self.is_awaited = False
+        self.before: Gathering | None = None
+        self._add = add
+        self._values: list[Tensor] | None = None if values is None else list(values)
         self._handle = layer.start_gather(parameters) if prefetch else None
-        self._values: list[Tensor] | None = None
+        self._reduction: Reduction | None = None
 
     def values(self) -> list[Tensor]:
         """The compute copies, outside autograd."""
@@ -114,18 +148,30 @@ class Gathering:
             handle = self._handle or self.layer.start_gather(self.parameters)
             self._handle = None
             self._values = self.layer.finish_gather(self.parameters, handle)
+            if self.before is not None:
+                self.before.prefetch()
         return self._values
+
+    def prefetch(self) -> None:
+        """Set the gathers off, if the copies are neither there nor on their way."""
+        if self._values is None and self._handle is None:
+            self._handle = self.layer.start_gather(self.parameters)
 
     def free(self) -> None:
         """Forget the copies, if they are to be freed; the next `values` gathers them anew."""
         if self.is_freed:
             self._values = None
 
-    def reduce(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the copies -> gradients of the parameters as they were given, DTensor for DTensor."""
+    def start_reduce(self, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients of the copies set off; `finish_reduce` gives what becomes of them."""
+        self._reduction = self.layer.start_reduce(gradients if self._add is None else self._add(gradients))
+
+    def finish_reduce(self) -> list[Tensor | None]:
+        """Gradients of the parameters as they were given, DTensor for DTensor."""
+        assert self._reduction is not None
+        reduction, self._reduction = self._reduction, None
         found: list[Tensor | None] = []
-        for index, local in enumerate(self.layer.reduce(gradients)):
-            parameter = self.parameters[index]
+        for parameter, local in zip(self.parameters, reduction.wait(), strict=True):
             if local is not None:
                 local = local.to(parameter.dtype)
                 if isinstance(parameter, DTensor):
@@ -134,22 +180,48 @@ class Gathering:
         return found
 
 
-def gather_parameters(gathering: Gathering) -> tuple[Tensor, ...]:
-    """The compute copies, differentiable: backward reduces their gradients and gives up the copies."""
+def enter_parameters(gathering: Gathering) -> Sequence[Tensor]:
+    """The local parts of the parameters, differentiable: backward waits here for the reductions of their gradients.
+
+    Autograd runs what is ready in the order of making, the latest first.  So gradients are waited for after the
+    backward of everything that is made after this call: entered before the layer before runs, a layer reduces its
+    gradients while that one computes its backward.
+    """
     if not gathering.parameters:
         return ()
-    return call_function(_Gather, gathering, *gathering.parameters)
+    return call_function(_Enter, gathering, *gathering.parameters)
 
 
-class _Gather(torch.autograd.Function):
+def gather_parameters(gathering: Gathering, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The compute copies of parameters that were `entered`, differentiable: backward sets the reductions of their
+    gradients off and gives up the copies.
+    """
+    if not entered:
+        return ()
+    return call_function(_Gather, gathering, *entered)
+
+
+class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.gathering = gathering
         ctx.set_materialize_grads(False)
-        copies = tuple(value.detach() for value in gathering.values())
-        frozen = [c for c, p in zip(copies, parameters, strict=True) if not p.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return copies
+        return _copies(ctx, map(local_part_of, parameters), parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Any, ...]:
+        return None, *ctx.gathering.finish_reduce()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: Gathering, *entered: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathering = gathering
+        ctx.set_materialize_grads(False)
+        return _copies(ctx, (value.detach() for value in gathering.values()), entered)
 
     @staticmethod
     @once_differentiable
@@ -158,4 +230,16 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         gathering: Gathering = ctx.gathering
         gathering.free()
-        return None, *gathering.reduce(gradients)
+        gathering.start_reduce(gradients)
+        # What autograd hands on is not looked at: tensors of the right form that are there anyway.
+        return None, *(
+            None if gradient is None else local_part_of(parameter)
+            for gradient, parameter in zip(gradients, gathering.parameters, strict=True)
+        )
+
+
+def _copies(ctx: Any, made: Iterable[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results of a function, differentiable where `parameters` are."""
+    copies = tuple(made)
+    ctx.mark_non_differentiable(*(c for c, p in zip(copies, parameters, strict=True) if not p.requires_grad))
+    return copies

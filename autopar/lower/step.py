@@ -1,12 +1,13 @@
 """The gradients of one step whose backward passes run inside the forward call, until ``loss.backward()`` asks for them.
 
-ZeRO-0 and 1 add up gradients of the compute copies and reduce them once; ZeRO-2 and 3 reduce after every
-microbatch. Levels 0 to 2 gather parameters once a step, level 3 for each use.
+ZeRO-0 and 1 add up gradients of the compute copies and reduce them once, in the last microbatch's backward where that
+is known beforehand, else at the end of the step; ZeRO-2 and 3 reduce in every microbatch's backward. Levels 0 to 2
+gather parameters once a step, level 3 for each use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.lower.compat import call_function, local_part_of
 from autopar.lower.execution import Executor
 from autopar.lower.layer_runner import LayerUse
-from autopar.lower.parameters import Gathering
+from autopar.lower.parameters import Gathering, Reduction
 
 __all__ = ["StepGradients", "release_later", "spread_overflow", "trained_parameters"]
 
@@ -38,34 +39,54 @@ class StepGradients:
     def __init__(self, executor: Executor, split: Iterable[int] = ()) -> None:
         """`split` are the layers whose backward runs in two parts, first for inputs, then for parameters.
 
-        There every parameter must be a leaf of its own, so ZeRO-2 reduces by hand; ZeRO-3 can't be split.
+        There every parameter must be a leaf of its own, so ZeRO-2 reduces by hand; ZeRO-3 can't be split.  Who knows
+        which backward is the step's last says so by `is_last`, before the forward: what is reduced once a step is then
+        reduced in that backward, beside the compute of the layers before.
         """
         self._executor = executor
         self._split = frozenset(split)
-        self._shared: dict[int, LayerUse] = {}
+        self._gathered: dict[int, Gathering] = {}
         self._leaves: dict[int, list[Tensor]] = {}
         self._sums: dict[int, list[Tensor | None]] = {}
+        self._stored: dict[int, list[Tensor]] = {}  # of layers whose gradients are reduced in the last backward
+        self.is_last = False
 
     def open_layer(self, index: int) -> LayerUse:
         """The layer's parameters as leaves that collect gradients."""
-        if index in self._shared:
-            return self._shared[index]
         runner = self._executor.runners[index]
         zero = runner.strategy.zero
         stored = runner.parameters.current()
         if zero < 2 or index in self._split:
-            values = Gathering(runner.parameters, stored).values()
-            leaves = [_leaf(v, p.requires_grad) for v, p in zip(values, stored, strict=True)]
-            self._shared[index] = LayerUse(fixed=leaves)
-            self._leaves[index] = leaves
-            return self._shared[index]
+            if index not in self._leaves:
+                values = Gathering(runner.parameters, stored).values()
+                self._leaves[index] = _leaves(values, stored)
+            if self.is_last and index not in self._split:
+                return self._open_last(index)
+            return LayerUse(fixed=self._leaves[index])
         if index not in self._leaves:
-            locals_ = [local_part_of(p) for p in stored]
-            self._leaves[index] = [_leaf(x, p.requires_grad) for x, p in zip(locals_, stored, strict=True)]
-        use = LayerUse(Gathering(runner.parameters, self._leaves[index], is_freed=zero == 3, prefetch=True))
+            self._leaves[index] = _leaves(map(local_part_of, stored), stored)
         if zero == 2:
-            self._shared[index] = use
-        return use
+            if index not in self._gathered:
+                self._gathered[index] = Gathering(runner.parameters, self._leaves[index], prefetch=True)
+            return LayerUse.of(self._gathered[index])
+        return LayerUse.of(Gathering(runner.parameters, self._leaves[index], is_freed=True, prefetch=True))
+
+    def _open_last(self, index: int) -> LayerUse:
+        """The same copies, whose gradients are reduced at once, together with those of earlier microbatches."""
+        runner, leaves = self._executor.runners[index], self._leaves[index]
+        stored = runner.parameters.current()
+
+        def add(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+            sums = self._sums.pop(index, None) or [leaf.grad for leaf in leaves]
+            self._stored[index] = parts
+            for position, (gradient, parameter) in enumerate(zip(gradients, stored, strict=True)):
+                leaves[position].grad = None
+                if gradient is not None:
+                    sums[position] = _add(sums[position], gradient.to(parameter.dtype))
+            return sums
+
+        parts = _leaves(map(local_part_of, stored), stored)
+        return LayerUse.of(Gathering(runner.parameters, parts, values=[leaf.detach() for leaf in leaves], add=add))
 
     def is_split(self, indices: range) -> bool:
         """Whether the backward of these layers runs in two parts."""
@@ -87,7 +108,7 @@ class StepGradients:
             if by_hand or any(leaf.dtype != p.dtype for leaf, p in zip(leaves, stored, strict=True)):
                 terms = [leaf.grad for leaf in leaves]
                 if by_hand:
-                    terms = runner.parameters.reduce(terms)
+                    terms = runner.parameters.start_reduce(terms).wait()
                 sums = self._sums.setdefault(index, [None] * len(leaves))
                 for position, (term, parameter) in enumerate(zip(terms, stored, strict=True)):
                     if term is not None:
@@ -97,13 +118,8 @@ class StepGradients:
     def gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
         """The step's gradient of each parameter, as DTensors."""
         found: dict[int, Tensor] = {}
-        for index, leaves in self._leaves.items():
-            runner = self._executor.runners[index]
-            sums = self._sums.get(index, [None] * len(leaves))
-            local = [leaf.grad if s is None else s for leaf, s in zip(leaves, sums, strict=True)]
-            if runner.strategy.zero < 2:
-                local = runner.parameters.reduce(local)
-            for parameter, gradient in zip(runner.parameters.current(), local, strict=True):
+        for index, local in self._reduced():
+            for parameter, gradient in zip(self._executor.runners[index].parameters.current(), local, strict=True):
                 if gradient is not None:
                     found[id(parameter)] = _add(found.get(id(parameter)), gradient)
         store = self._executor.store
@@ -111,13 +127,30 @@ class StepGradients:
             store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None for name, p in parameters.items()
         ]
 
+    def _reduced(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+        """Per layer the gradients of the stored parts; the next layer's are on their way while one's are waited for."""
+        before: tuple[int, Reduction] | None = None
+        for index, leaves in self._leaves.items():
+            runner = self._executor.runners[index]
+            if index in self._stored:
+                reduction = Reduction([part.grad for part in self._stored[index]])
+            else:
+                sums = self._sums.get(index, [None] * len(leaves))
+                local = [leaf.grad if s is None else s for leaf, s in zip(leaves, sums, strict=True)]
+                reduction = runner.parameters.start_reduce(local) if runner.strategy.zero < 2 else Reduction(local)
+            if before is not None:
+                yield before[0], before[1].wait()
+            before = index, reduction
+        if before is not None:
+            yield before[0], before[1].wait()
+
 
 def _add(total: Tensor | None, term: Tensor) -> Tensor:
     return term if total is None else total.add_(term)
 
 
-def _leaf(value: Tensor, requires_grad: bool) -> Tensor:
-    return value.detach().requires_grad_(requires_grad)
+def _leaves(values: Iterable[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [v.detach().requires_grad_(p.requires_grad) for v, p in zip(values, parameters, strict=True)]
 
 
 def spread_overflow(gradients: Sequence[Tensor | None], any_rank: Callable[[Tensor], Tensor]) -> None:
