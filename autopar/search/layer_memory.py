@@ -9,24 +9,21 @@ ZeRO      parameters               gradients                           optimizer
 3         stored (a layer gathered in transit)   as 2                  stored
 ========  =======================  ==================================  =========
 
-Saved activations are what autograd keeps (`Op.saves`), each tensor once: readers that find a value as it lies
-share it, and a view shares with what it views.
+What ops compute is in `autopar.search.liveness`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from autopar.placement import Step, local_shape
-from autopar.program import is_cheap, itemsize_bytes
-from autopar.search.flows import Flow, is_alias
+from autopar.placement import local_shape
+from autopar.program import Value, is_cheap, itemsize_bytes
+from autopar.search.flows import Flow
 from autopar.search.placed import PlacedLayer
-from autopar.search.reshard_tables import LOCAL
 from autopar.search.training import TrainingSpec
 
-__all__ = ["ParameterMemory", "activation_memory", "held_memory", "parameter_memory"]
+__all__ = ["ParameterMemory", "held_memory", "parameter_memory"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,7 @@ def parameter_memory(
 
 
 def held_memory(placed: PlacedLayer, training: TrainingSpec) -> ParameterMemory:
-    """The bytes of parameters and what belongs to them; those in shared storage are left out (not their
-    transients).
-    """
+    """The bytes of parameters and what belongs to them; of those in shared storage only what the layer's copy takes."""
     held = [_held_memory(placed, flow, training) for flow in placed.flows.values() if flow.source == "held"]
     return ParameterMemory(
         sum(memory.parameter_bytes for memory in held),
@@ -80,22 +75,6 @@ def held_memory(placed: PlacedLayer, training: TrainingSpec) -> ParameterMemory:
         sum(memory.optimizer_bytes for memory in held),
         sum(memory.transient_bytes for memory in held),
     )
-
-
-def activation_memory(
-    placed: PlacedLayer, hows: Iterable[str], training: TrainingSpec
-) -> dict[str, tuple[float, float]]:
-    """For each way to recompute, the saved bytes and the transient ones (those of parameters left out)."""
-    working = _largest_working_set(placed)
-    if not training.is_training:
-        return dict.fromkeys(hows, (0.0, working))
-    found: dict[str, tuple[float, float]] = {}
-    everything = _saved_bytes(placed, "none")
-    for how in hows:
-        saved = everything if how == "none" else _saved_bytes(placed, how)
-        again = {"none": 0.0, "selective": everything - saved, "full": everything}[how]
-        found[how] = saved, working + max(0.0, again)
-    return found
 
 
 def _held_memory(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> ParameterMemory:
@@ -110,105 +89,16 @@ def _held_memory(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Par
     if value.name in placed.shared:
         mesh, layout = placed.shared[value.name]
         stored = math.prod(local_shape(value.type.shape, layout, mesh))
-        gathered = parameter_memory(value.type.dtype, stored, copied, 3, value.requires_grad, training)
-        return ParameterMemory(transient_bytes=gathered.transient_bytes)
+        return _copy_memory(value, stored, copied, placed.zero, training)
     return parameter_memory(value.type.dtype, stored, copied, placed.zero, value.requires_grad, training)
 
 
-def _largest_working_set(placed: PlacedLayer) -> float:
-    """Bytes of the op with the largest activations, read and written; backward has their gradients
-    instead.
-    """
-    largest = 0.0
-    for op, state in zip(placed.layer.ops, placed.states, strict=True):
-        flows = [placed.flows[name] for name in op.operands]
-        read = sum(t.num_bytes for f, t in zip(flows, state.operand_types, strict=True) if f.source != "held")
-        largest = max(largest, read + sum(tensor.num_bytes for tensor in state.result_types))
-    return largest
-
-
-# A tensor in memory: (value, where on its way it was made, layout as made or ()).
-_Key = tuple[str, str, object]
-
-
-def _saved_bytes(placed: PlacedLayer, recompute: str) -> float:
-    """Bytes kept from forward to backward, for one microbatch."""
-    kept: dict[_Key, float] = {}
-    tensors = {"none": _autograd_saves, "selective": _selective_saves, "full": _input_saves}[recompute]
-    for key, num_bytes in tensors(placed):
-        if placed.flows[key[0]].source != "held":
-            kept[key] = num_bytes
-    return sum(kept.values()) + _extra_bytes(placed, recompute)
-
-
-def _extra_bytes(placed: PlacedLayer, recompute: str) -> float:
-    total = 0.0
-    for op, state in zip(placed.layer.ops, placed.states, strict=True):
-        if op.saved_extra_bytes and (recompute == "none" or (recompute == "selective" and not is_cheap(op))):
-            whole = placed.program.type_of(op.results[0]).num_elements
-            total += op.saved_extra_bytes * state.result_types[0].num_elements / max(1, whole)
-    return total
-
-
-def _autograd_saves(placed: PlacedLayer) -> Iterator[tuple[_Key, float]]:
-    for index, op in enumerate(placed.layer.ops):
-        names = op.operands
-        for position in op.saves:
-            if position < len(names):
-                yield _operand(placed, placed.flows[names[position]], index, position)
-            else:
-                yield _source(placed, placed.flows[op.results[position - len(names)]])
-
-
-def _input_saves(placed: PlacedLayer) -> Iterator[tuple[_Key, float]]:
-    for flow in placed.flows.values():
-        if flow.source == "input" and flow.readers and flow.value.name not in placed.program.inputs:
-            yield _source(placed, flow)
-
-
-def _selective_saves(placed: PlacedLayer) -> Iterator[tuple[_Key, float]]:
-    """Inputs, results of ops that are not cheap, and whatever a collective brought."""
-    yield from _input_saves(placed)
-    for flow in placed.read_flows():
-        if flow.source == "op":
-            is_kept = not is_cheap(placed.layer.ops[flow.producer])
-            if is_kept or _communicates(placed.to_copy(flow)):
-                yield _copy(placed, flow)
-        for op, mention in flow.readers:
-            if _communicates(placed.to_reader(flow, op, mention)):
-                yield _operand(placed, flow, op, mention)
-
-
-def _communicates(steps: tuple[Step, ...]) -> bool:
-    return any(step.forward not in LOCAL for step in steps)
-
-
-def _is_in_place(steps: tuple[Step, ...]) -> bool:
-    return all(step.forward == "none" for step in steps)
-
-
-def _operand(placed: PlacedLayer, flow: Flow, op: int, mention: int) -> tuple[_Key, float]:
-    """The tensor that an op reads: its own, or the copy if that lies as the op needs it."""
-    if _is_in_place(placed.to_reader(flow, op, mention)):
-        return _copy(placed, flow)
-    state = placed.states[op]
-    return (flow.value.name, "operand", state.operands[mention]), state.operand_types[mention].num_bytes
-
-
-def _copy(placed: PlacedLayer, flow: Flow) -> tuple[_Key, float]:
-    if _is_in_place(placed.to_copy(flow)):
-        return _source(placed, flow)
-    num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.copies[flow.value.name])
-    return (flow.value.name, "copy", ()), num_bytes
-
-
-def _source(placed: PlacedLayer, flow: Flow) -> tuple[_Key, float]:
-    """The tensor as it is produced or arrives; for a view, what it views."""
-    if flow.source == "op":
-        op = placed.layer.ops[flow.producer]
-        if is_alias(placed.layer, placed.flows, op):
-            return _operand(placed, placed.flows[op.operands[0]], flow.producer, 0)
-        num_bytes = placed.states[flow.producer].result_types[flow.result].num_bytes
-    else:
-        num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.source(flow))
-    return (flow.value.name, "source", ()), num_bytes
+def _copy_memory(value: Value, stored: float, copied: float, zero: int, training: TrainingSpec) -> ParameterMemory:
+    """What this layer's copy of a parameter in shared storage takes beside that storage, which the plan counts once."""
+    both = parameter_memory(value.type.dtype, stored, copied, zero, value.requires_grad, training)
+    once = parameter_memory(value.type.dtype, stored, stored, 0, value.requires_grad, training)
+    return ParameterMemory(
+        max(0.0, both.parameter_bytes - once.parameter_bytes),
+        max(0.0, both.gradient_bytes - once.gradient_bytes),
+        transient_bytes=both.transient_bytes,
+    )

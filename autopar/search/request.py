@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from autopar.placement import Layout
 from autopar.schedule import ScheduleSource
 from autopar.search.layer_cost import TrainingSpec
 
@@ -32,6 +33,8 @@ class SearchRequest:
         max_microbatches: the largest number of microbatches that is tried.
         max_axes: the largest number of mesh axes of a layer.
         schedules: where the action lists of pipeline schedules come from; None: no pipeline is considered.
+        stored: where the caller keeps parameters, and wants their gradients: (name in the module, mesh, layout on it).
+            Of those that it does not name, storage is part of the search.
         on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
     """
 
@@ -41,4 +44,5 @@ class SearchRequest:
     max_microbatches: int = 16
     max_axes: int = 2
     schedules: ScheduleSource | None = None
+    stored: tuple[tuple[str, tuple[int, ...], Layout], ...] = ()
     on_considered: Callable[[Considered], None] | None = None

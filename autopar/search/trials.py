@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError
-from autopar.placement import REPLICATE, Axis, Layout, refine_mesh, shard
+from autopar.placement import REPLICATE, Axis, Layout, refine_layout, refine_mesh, shard
 from autopar.program import Layer, Program
 from autopar.search.assembly import Choice, SharedCost, shared_costs
 from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
@@ -93,12 +93,26 @@ class Task:
 
     @cached_property
     def shared_names(self) -> tuple[str, ...]:
-        """Parameters that several layers read."""
+        """Parameters that several layers read, or whose storage is the caller's."""
         count: dict[str, int] = {}
         for layer in self.program.layers:
             for name in layer.held:
                 count[name] = count.get(name, 0) + 1
-        return tuple(n for n, times in count.items() if times > 1 and self.program.values[n].role == "parameter")
+        return tuple(
+            name
+            for name, times in count.items()
+            if (times > 1 or name in self.stored) and self.program.values[name].role == "parameter"
+        )
+
+    @cached_property
+    def stored(self) -> dict[str, Layout]:
+        """The parameters whose storage is the caller's, by value, with their layout on `shared_mesh`."""
+        wanted = {name: (mesh, layout) for name, mesh, layout in self.request.stored}
+        return {
+            value: refine_layout(wanted[name][1], wanted[name][0], self.shared_mesh)
+            for value, name in self.program.parameters.items()
+            if name in wanted
+        }
 
     @cached_property
     def ideal_s(self) -> float:
@@ -132,7 +146,7 @@ class Task:
         return (
             layer.kind,
             self.demands[index],
-            tuple(name in self.shared_names for name in layer.held),
+            tuple((name in self.shared_names, self.stored.get(name)) for name in layer.held),
             tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
             tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
         )
@@ -145,17 +159,18 @@ def batch_size(program: Program) -> int:
 
 
 def shared_menu(task: Task) -> Iterator[SharedStorage]:
-    """Where shared parameters may be stored: all whole, all cut in dim 0, all cut in dim 1."""
+    """Where shared parameters may be stored: where the caller keeps them, else all whole, all cut in dim 0 or dim 1."""
     mesh = task.shared_mesh
     seen: list[SharedStorage] = []
     for dim in (-1, 0, 1) if task.shared_names else (-1,):
-        shared = {
-            name: (mesh, boundary_layout(_wish(dim, mesh), task.program.type_of(name), mesh))
-            for name in task.shared_names
-        }
+        shared = {name: (mesh, task.stored.get(name) or _shared_layout(task, name, dim)) for name in task.shared_names}
         if shared not in seen:
             seen.append(shared)
             yield shared
+
+
+def _shared_layout(task: Task, name: str, dim: int) -> Layout:
+    return boundary_layout(_wish(dim, task.shared_mesh), task.program.type_of(name), task.shared_mesh)
 
 
 def _wish(dim: int, mesh: tuple[int, ...]) -> Layout:
