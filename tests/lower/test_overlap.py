@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -72,7 +73,7 @@ def test_zero_3_gathers_ahead_and_reduces_behind(monkeypatch: pytest.MonkeyPatch
     log = log_of_backward(Watch(monkeypatch), "llama", ("zero=3", "microbatches=1", f"recompute={recompute}"))
     layers = sorted({layer for what, layer in log if what == "wait reduce"}, reverse=True)
     assert len(layers) >= 3
-    for behind, layer in zip(layers, layers[1:], strict=False):
+    for behind, layer in itertools.pairwise(layers):
         assert log.index(("start gather", layer)) < log.index(("start reduce", behind)), "gathered too late"
         assert log.index(("start reduce", layer)) < log.index(("wait reduce", behind)), "waited for too early"
     for behind, layer in zip(layers, layers[2:], strict=False):
@@ -85,5 +86,5 @@ def test_what_is_reduced_once_a_step_is_reduced_in_the_last_backward(monkeypatch
     reductions = [entry for entry in log if "reduce" in entry[0]]
     starts = [layer for what, layer in reductions if what == "start reduce"]
     assert starts == sorted(set(starts), reverse=True), "each layer once, the last layer first"
-    for behind, layer in zip(starts, starts[1:], strict=False):
+    for behind, layer in itertools.pairwise(starts):
         assert reductions.index(("start reduce", layer)) < reductions.index(("wait reduce", behind))
