@@ -14,7 +14,8 @@ from typing import Any
 __all__ = ["CATEGORIES", "MEMORY_KINDS", "STREAMS", "Event", "MemoryPoint", "StepTimeline"]
 
 STREAMS = ("compute", "communication", "pipeline")
-"""Ops and the optimizer; collectives inside a device group; sends between groups.  Each does one thing at a time."""
+"""Ops and the optimizer; collectives inside a device group; what the group sends to others.  The first two do one thing
+at a time; sends to different groups may overlap."""
 
 CATEGORIES = (
     "forward",
@@ -127,6 +128,9 @@ class StepTimeline:
     def to_chrome(self) -> str:
         """The step in Chrome's trace event format: a process per group, a thread per stream, counters of memory.
 
+        Events of one thread never overlap: a stream that does several things at once has further threads.  Times are
+        whole nanoseconds, so that nothing overlaps by rounding either.
+
         Source: "Trace Event Format", the document that Perfetto's legacy JSON importer refers to.
         """
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_chrome_events(self))})
@@ -134,19 +138,30 @@ class StepTimeline:
 
 def _chrome_events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
     groups = sorted({event.group for event in timeline.events} | set(range(len(timeline.memory))))
+    busy: dict[tuple[int, int], list[int]] = {}  # per group and stream: when each of its threads is free
     for group in groups:
         yield _metadata("process_name", group, 0, f"device group {group}")
         for number, stream in enumerate(STREAMS):
             yield _metadata("thread_name", group, number, stream)
-    for event in timeline.events:
+            busy[group, number] = [0]
+    for event in sorted(timeline.events, key=lambda event: (event.start_s, event.stop_s)):
+        stream = STREAMS.index(event.stream)
+        start_ns, stop_ns = round(event.start_s * 1e9), round(event.stop_s * 1e9)
+        free = busy[event.group, stream]
+        lane = next((lane for lane, until_ns in enumerate(free) if until_ns <= start_ns), len(free))
+        thread = stream + lane * len(STREAMS)
+        if lane == len(free):
+            free.append(0)
+            yield _metadata("thread_name", event.group, thread, f"{event.stream} {lane + 1}")
+        free[lane] = stop_ns
         yield {
             "ph": "X",
             "pid": event.group,
-            "tid": STREAMS.index(event.stream),
+            "tid": thread,
             "name": event.name,
             "cat": event.category,
-            "ts": event.start_s * 1e6,
-            "dur": event.seconds * 1e6,
+            "ts": start_ns / 1e3,
+            "dur": (stop_ns - start_ns) / 1e3,
             "args": {
                 "category": event.category,
                 "layer": event.layer,

@@ -35,7 +35,7 @@ def test_a_trace_has_every_event_in_microseconds_on_a_named_thread():
     complete = [event for event in trace if event["ph"] == "X"]
     assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in complete] == [
         (e.group, STREAMS.index(e.stream), pytest.approx(e.start_s * 1e6), pytest.approx(e.seconds * 1e6))
-        for e in STEP.events
+        for e in sorted(STEP.events, key=lambda e: e.start_s)
     ]
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert named == {(group, index): name for group in (0, 1) for index, name in enumerate(STREAMS)}

@@ -1,22 +1,24 @@
 """A step of a plan, event by event: `simulate_step`.
 
 Each device group works through its list of actions (without stages: a forward and a backward for every microbatch).
-Inside an action its layers run one after the other on two streams (`streams`):
+Inside an action its layers run one after the other on two streams (`streams`), as the runtime has them run:
 
-- forward: the next layer's parameters are gathered while a layer computes;
-- backward: the parameters of the layer before likewise, where ZeRO-3 gathers them anew, and gradients are reduced
-  while the layers before compute their backward, and later actions theirs;
-- collectives of activations are waited for where they are needed.
+- Collectives of activations are waited for where they are needed.
+- Forward: the next layer's parameters are gathered while a layer computes.  What is gathered once for several
+  microbatches (ZeRO-0 and 1) is waited for in the first.
+- Backward: the parameters of the layer before are gathered while a layer computes, where ZeRO-3 needs them anew; a
+  layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
+  microbatch, with stages at the end of the step.
+- A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
+  second part (ZeRO-3, full recomputation) does everything in the first.
 
-Parameters below ZeRO-3 are gathered in the stage's first forward, gradients below ZeRO-2 reduced in its last backward.
-At the end all groups are told the loss, wait for what is still under way, exchange the gradients of tied parameters,
-and run the optimizer.
+At the end all groups are told the loss, reduce what is left, exchange the gradients of tied parameters, and run the
+optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.plan import Plan
@@ -24,7 +26,7 @@ from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource, StageTimes, Timeline, simulate_schedule
 from autopar.search.prices import Prices
 from autopar.search.simulation.steps import StepWork, step_work
-from autopar.search.simulation.streams import Backlog, Ran, Streams
+from autopar.search.simulation.streams import Ran, Streams
 from autopar.search.simulation.work import Item, LayerWork
 from autopar.search.training import TrainingSpec
 from autopar.timeline import Event, StepTimeline
@@ -69,48 +71,36 @@ def simulate_step(
     return StepTimeline(step_s, events, memory_limit_bytes=plan.memory_limit_bytes)
 
 
-class _Outcome(NamedTuple):
-    """What an action makes of the backlog that it finds."""
-
-    seconds: float
-    ran: tuple[Ran, ...]
-    backlog: Backlog
-
-
 class _Instance(NamedTuple):
     """Something that ran on a group's two streams from `start_s` on."""
 
     group: int
     start_s: float
-    seconds: float
     ran: tuple[Ran, ...]
     action: Action | None
-
-
-@dataclass
-class _Group:
-    """Where a device group is: the end of what it did last, and what is under way."""
-
-    now_s: float = 0.0
-    backlog: Backlog = field(default_factory=Backlog)
 
 
 class _Simulation:
     def __init__(self, work: StepWork) -> None:
         self.work = work
         self.actions = [action for listed in work.actions for action in listed]
-        self.groups = [_Group() for _ in work.actions]
+        self.now_s = [0.0] * len(work.actions)
         self.instances: list[_Instance] = []
         self.between: list[tuple[int, Ran]] = []  # on the pipeline stream of a group, at the end of the step
         self.timeline = Timeline(())
-        self.first_forward: dict[int, Action] = {}
-        self.last_backward: dict[int, Action] = {}
+        self.first: set[Action] = set()  # forwards, and the last backwards, of each stage
+        self.last: set[Action] = set()
+        met: set[tuple[int, bool]] = set()
         for action in self.actions:
-            if action.kind == "F":
-                self.first_forward.setdefault(action.stage, action)
-            if action.kind in ("B", "W"):
-                self.last_backward[action.stage] = action
-        self._known: dict[tuple[object, ...], _Outcome] = {}
+            if action.kind == "F" and (action.stage, False) not in met:
+                met.add((action.stage, False))
+                self.first.add(action)
+        for action in reversed(self.actions):
+            if action.kind in ("B", "W") and (action.stage, True) not in met:
+                met.add((action.stage, True))
+                self.last.add(action)
+        self.is_split = [work.splits and all(map(_can_split, self._layers(stage))) for stage in range(len(work.ranges))]
+        self._known: dict[tuple[object, ...], tuple[Ran, ...]] = {}
 
     @property
     def num_events(self) -> int:
@@ -124,76 +114,78 @@ class _Simulation:
             for ahead, back in zip(self.work.sends, self.work.sends_back, strict=True)
         )
         self.timeline = simulate_schedule(self.work.actions, stages, self._time)
-        done_s = max(group.now_s for group in self.groups)
-        for number in range(len(self.groups)):
-            self._tell(number, done_s)
+        if self.work.told:
+            self._tell()
+        for group in range(len(self.now_s)):
+            self._finish(group)
         for groups, items in self.work.ties:
             self._exchange(groups, items)
-        for number in range(len(self.groups)):
-            self._optimize(number)
-        return max(group.now_s for group in self.groups)
+        for group in range(len(self.now_s)):
+            self._optimize(group)
+        return max(self.now_s)
+
+    def _layers(self, stage: int) -> Sequence[LayerWork]:
+        own = self.work.ranges[stage]
+        return self.work.layers[own.start : own.stop]
 
     def _time(self, group: int, index: int, start_s: float) -> float:
         """`ActionTiming`."""
-        self._idle_until(group, start_s)
-        action, state = self.actions[index], self.groups[group]
-        is_first = self.first_forward.get(action.stage) == action
-        is_last = self.last_backward.get(action.stage) == action
-        key = (action.stage, action.kind, is_first, is_last, state.backlog.key)
+        action = self.actions[index]
+        key = (action.stage, action.kind, action in self.first, action in self.last)
         if key not in self._known:
-            streams = Streams(state.backlog)
-            self._act(streams, action, is_first, is_last)
-            self._known[key] = _Outcome(streams.now_s, tuple(streams.ran), streams.backlog)
-        outcome = self._known[key]
-        self.instances.append(_Instance(group, start_s, outcome.seconds, outcome.ran, action))
-        state.now_s, state.backlog = start_s + outcome.seconds, outcome.backlog
-        return outcome.seconds
+            streams = Streams()
+            self._act(streams, action)
+            self._known[key] = tuple(streams.ran)
+        self.now_s[group] = start_s
+        return self._keep(group, self._known[key], action)
 
-    def _act(self, streams: Streams, action: Action, is_first: bool, is_last: bool) -> None:
-        layers = self.work.layers[self.work.ranges[action.stage].start : self.work.ranges[action.stage].stop]
+    def _act(self, streams: Streams, action: Action) -> None:
+        layers, is_split = self._layers(action.stage), self.is_split[action.stage]
         if action.kind == "F":
-            _forward(streams, layers, is_first)
+            _forward(streams, layers, action in self.first, is_single=self.work.is_single)
+        elif action.kind == "W" or (action.kind == "I" and is_split):
+            _backward_part(streams, layers[::-1] if is_split else (), action.kind)
         else:
-            _backward(streams, layers[::-1], action.kind, is_last)
+            reduces_rest = action in self.last and self.work.reduces_in_last
+            _backward(streams, layers[::-1], reduces_rest=reduces_rest)
 
-    def _idle_until(self, group: int, time_s: float) -> None:
-        state = self.groups[group]
-        if state.backlog.items and time_s > state.now_s:
-            streams = Streams(state.backlog)
-            streams.idle(time_s - state.now_s)
-            self._keep(group, streams)
-        state.now_s = max(state.now_s, time_s)
+    def _keep(self, group: int, ran: tuple[Ran, ...], action: Action | None = None) -> float:
+        """Note what a group did from now on; its seconds."""
+        if ran:
+            self.instances.append(_Instance(group, self.now_s[group], ran, action))
+        seconds = max((each.stop_s for each in ran), default=0.0)
+        self.now_s[group] += seconds
+        return seconds
 
-    def _keep(self, group: int, streams: Streams) -> None:
-        """What happened outside of any action."""
-        state = self.groups[group]
-        if streams.ran:
-            self.instances.append(_Instance(group, state.now_s, streams.now_s, tuple(streams.ran), None))
-        state.now_s += streams.now_s
-        state.backlog = streams.backlog
-
-    def _tell(self, group: int, start_s: float) -> None:
-        """Broadcasts, for which all groups must be there; then what the group itself has to finish."""
-        state = self.groups[group]
+    def _tell(self) -> None:
+        """Broadcasts, for which all groups must be there."""
+        start_s = max(self.now_s)
         for item in self.work.told:
-            self._idle_until(group, start_s)
+            for group in range(len(self.now_s)):
+                self.between.append((group, Ran(item, start_s, start_s + item.seconds)))
             start_s += item.seconds
-            self.between.append((group, Ran(item, state.now_s, start_s)))
-            self._idle_until(group, start_s)
-        streams = Streams(state.backlog)
-        streams.wait_for_all()
+        self.now_s = [start_s] * len(self.now_s)
+
+    def _finish(self, group: int) -> None:
+        """What a group has left to do on its own."""
+        streams = Streams()
         for item in self.work.at_end[group]:
             streams.run(item)
-        self._keep(group, streams)
+        for stage, own in enumerate(self.work.groups):
+            if own == group and not self.work.reduces_in_last:
+                for layer in self._layers(stage):
+                    for item in () if layer.reduces_each else layer.reduces:
+                        streams.run(item)
+        self._keep(group, tuple(streams.ran))
 
     def _exchange(self, groups: Sequence[int], items: Sequence[Item]) -> None:
-        start_s = max(self.groups[group].now_s for group in groups)
-        for group in groups:
-            now_s = start_s
-            for item in items:
+        now_s = max(self.now_s[group] for group in groups)
+        for item in items:
+            for group in groups:
                 self.between.append((group, Ran(item, now_s, now_s + item.seconds)))
-                now_s += item.seconds
-            self.groups[group].now_s = now_s
+            now_s += item.seconds
+        for group in groups:
+            self.now_s[group] = now_s
 
     def _optimize(self, group: int) -> None:
         streams = Streams()
@@ -202,7 +194,7 @@ class _Simulation:
                 for item in self.work.optimizer[layers.start : layers.stop]:
                     if item.seconds:
                         streams.run(item)
-        self._keep(group, streams)
+        self._keep(group, tuple(streams.ran))
 
     def events(self, *, by_action: bool) -> Iterator[Event]:
         """Everything that ran."""
@@ -239,28 +231,47 @@ class _Simulation:
             start_s += item.seconds
 
 
-def _forward(streams: Streams, layers: Sequence[LayerWork], is_first: bool) -> None:
+def _can_split(layer: LayerWork) -> bool:
+    return not layer.regathers and not layer.is_rerun
+
+
+def _forward(streams: Streams, layers: Sequence[LayerWork], is_first: bool, *, is_single: bool) -> None:
+    """`is_single`: there is no other forward in this step."""
     tickets: list[int] = []
     for index, layer in enumerate(layers):
-        for ahead in layers[len(tickets) : index + 2]:  # of this layer and the next one
-            tickets.append(streams.start(ahead.gathers if ahead.gathers_each or is_first else ()))
+        for ahead in layers[len(tickets) : index + 2]:  # this layer and the next one
+            gathers = ahead.gathers if ahead.gathers_each or is_first else ()
+            tickets.append(streams.start(gathers))
+            if not (is_single or ahead.reduces_each):
+                streams.wait(tickets[-1])
         streams.wait(tickets[index])
         for item in layer.forward:
             streams.run(item)
 
 
-def _backward(streams: Streams, layers: Sequence[LayerWork], kind: str, is_last: bool) -> None:
-    """`layers` from the last to the first."""
+def _backward(streams: Streams, layers: Sequence[LayerWork], *, reduces_rest: bool) -> None:
+    """`layers` from the last to the first; `reduces_rest`: those are reduced as well that aren't each time."""
     tickets: list[int] = []
+    reducing = 0
     for index, layer in enumerate(layers):
         for ahead in layers[len(tickets) : index + 2]:
-            tickets.append(streams.start(ahead.gathers if ahead.regathers and kind != "W" else ()))
+            tickets.append(streams.start(ahead.gathers if ahead.regathers else ()))
         streams.wait(tickets[index])
-        parts = {"B": (*layer.again, *layer.backward), "I": (*layer.again, *layer.inputs), "W": layer.weights}
-        for item in parts[kind]:
+        for item in (*layer.again, *layer.backward):
             streams.run(item)
-        if kind != "I" and (layer.reduces_each or is_last):
-            streams.start(layer.reduces)
+        before, reducing = reducing, streams.start(layer.reduces if layer.reduces_each or reduces_rest else ())
+        streams.wait(before)
+    streams.wait(reducing)
+
+
+def _backward_part(streams: Streams, layers: Sequence[LayerWork], kind: str) -> None:
+    """I, or W with the reductions behind it."""
+    for layer in layers:
+        for item in (*layer.again, *layer.inputs) if kind == "I" else layer.weights:
+            streams.run(item)
+    for layer in layers if kind == "W" else ():
+        for item in layer.reduces if layer.reduces_each else ():
+            streams.run(item)
 
 
 def _seconds(items: Sequence[Item]) -> float:
@@ -280,21 +291,15 @@ def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0) -> Event
 
 def _joined(instance: _Instance, action: Action) -> Iterator[Event]:
     """One event for computing, one for all collectives."""
-    start_s, stop_s = instance.start_s, instance.start_s + instance.seconds
+    group, start_s, ran, _ = instance
     name = f"stage {action.stage}"
-    yield Event(instance.group, "compute", name, _CATEGORIES[action.kind], start_s, stop_s, -1, action.microbatch)
-    collectives = [ran for ran in instance.ran if ran.item.is_collective]
+    stop_s = start_s + max(each.stop_s for each in ran)
+    yield Event(group, "compute", name, _CATEGORIES[action.kind], start_s, stop_s, -1, action.microbatch)
+    collectives = [each for each in ran if each.item.is_collective]
     if collectives:
-        longest = max(collectives, key=lambda ran: ran.item.seconds)
+        longest = max(collectives, key=lambda each: each.item.seconds)
         yield Event(
-            instance.group,
-            "communication",
-            name,
-            longest.item.category,
-            start_s + min(ran.start_s for ran in collectives),
-            start_s + max(ran.stop_s for ran in collectives),
-            -1,
-            action.microbatch,
-            sum(ran.item.num_bytes for ran in collectives),
-            f"{len(collectives)} collectives",
-        )
+            group, "communication", name, longest.item.category,
+            start_s + min(each.start_s for each in collectives), start_s + max(each.stop_s for each in collectives),
+            -1, action.microbatch, sum(each.item.num_bytes for each in collectives), f"{len(collectives)} collectives",
+        )  # fmt: skip

@@ -42,6 +42,9 @@ class StepWork:
         at_end: per group, collectives of outputs beside the loss.
         ties: per parameter that several groups hold: the groups, and what each of them sends.
         told: what is broadcast to all groups.
+        is_single: whether there is one microbatch and no stage, so that a backward is autograd's own.
+        splits: whether backwards run in two parts.
+        reduces_in_last: whether gradients that are reduced once a step are so in the last backward, not behind it.
     """
 
     actions: ScheduleActions
@@ -54,6 +57,9 @@ class StepWork:
     at_end: tuple[tuple[Item, ...], ...]
     ties: tuple[tuple[tuple[int, ...], tuple[Item, ...]], ...]
     told: tuple[Item, ...]
+    is_single: bool
+    splits: bool
+    reduces_in_last: bool
 
 
 def step_work(
@@ -70,7 +76,6 @@ def step_work(
         actions = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
     arounds = maker.arounds()
     sends, sends_back = maker.sends()
-    ends = [() for _ in range(plan.num_groups)]
     return StepWork(
         actions,
         ranges,
@@ -87,10 +92,13 @@ def step_work(
                 for index in stage
                 for item in arounds[index].at_end
             )
-            for own in range(len(ends))
+            for own in range(plan.num_groups)
         ),
         maker.ties(),
         maker.told(),
+        is_single=count == 1 and not plan.stages,
+        splits=any(action.kind == "I" for listed in actions for action in listed),
+        reduces_in_last=not plan.stages,
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.search.simulation.work import Item
 
-__all__ = ["Backlog", "Ran", "Streams"]
+__all__ = ["Ran", "Streams"]
 
 
 class Ran(NamedTuple):
@@ -24,33 +24,17 @@ class Ran(NamedTuple):
     stop_s: float
 
 
-class Backlog(NamedTuple):
-    """Collectives that have been started and have not ended: the first one has `left_s` to go."""
-
-    items: tuple[Item, ...] = ()
-    left_s: float = 0.0
-
-    @property
-    def key(self) -> tuple[float, ...]:
-        """Equal for equal backlogs, as long as the items live."""
-        return (self.left_s, *map(id, self.items))
-
-
 class Streams:
     """Runs items one after the other and notes when; `now_s` is the clock of the computing stream."""
 
-    def __init__(self, backlog: Backlog = Backlog()) -> None:  # noqa: B008  (immutable)
+    def __init__(self) -> None:
+        """At time 0, with nothing under way."""
         self.now_s = 0.0
         self.ran: list[Ran] = []
-        self._queue = deque(backlog.items)
-        self._left_s = backlog.left_s  # of the first in the queue
+        self._queue: deque[Item] = deque()
+        self._left_s = 0.0  # of the first in the queue
         self._started = 0  # how many have been started, and how many of them have ended
-        self._ended = -len(backlog.items)
-
-    @property
-    def backlog(self) -> Backlog:
-        """What is still under way."""
-        return Backlog(tuple(self._queue), self._left_s)
+        self._ended = 0
 
     def start(self, items: Iterable[Item]) -> int:
         """Start collectives beside what computes; returns the ticket to wait for them."""
@@ -66,25 +50,12 @@ class Streams:
         while self._ended < ticket:
             self._end_first()
 
-    def wait_for_all(self) -> None:
-        """Compute nothing until nothing is under way."""
-        self.wait(self._started)
-
     def run(self, item: Item) -> None:
         """Compute, or communicate while nothing computes."""
         if item.is_collective:
             self._communicate(item)
         else:
             self._compute(item)
-
-    def idle(self, seconds: float) -> None:
-        """Compute nothing for so long."""
-        until_s = self.now_s + seconds
-        while self._queue and self.now_s + self._left_s <= until_s:
-            self._end_first()
-        if self._queue:
-            self._left_s -= until_s - self.now_s
-        self.now_s = until_s
 
     def _communicate(self, item: Item) -> None:
         if self._queue and self._left_s < self._queue[0].seconds:

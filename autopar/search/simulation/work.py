@@ -59,6 +59,7 @@ class LayerWork:
         gathers_each: whether every forward gathers anew.
         regathers: whether every backward does.
         reduces_each: whether every microbatch reduces.
+        is_rerun: whether the whole layer runs again before its backward.
     """
 
     forward: tuple[Item, ...]
@@ -71,6 +72,7 @@ class LayerWork:
     gathers_each: bool
     regathers: bool
     reduces_each: bool
+    is_rerun: bool
 
     def of(self, layer: int, name: str, names: Mapping[str, str], around: Around) -> LayerWork:
         """The same of the layer of this index and name, its values named as `names` says, with what is around it."""
@@ -92,6 +94,7 @@ class LayerWork:
             self.gathers_each,
             self.regathers,
             self.reduces_each,
+            self.is_rerun,
         )
 
 
@@ -145,6 +148,7 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         gathers_each=placed.zero == 3,
         regathers=placed.zero == 3 and training.is_training and training.reruns,
         reduces_each=placed.zero >= 2,
+        is_rerun=placed.recompute == "full",
     )
 
 

@@ -1,0 +1,153 @@
+"""A simulated step runs what is priced, hides no more than it may, and is what the closed forms say where there are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost.overlap import both_s, gathered_ahead_s
+from autopar.lower.schedules import schedule_actions
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import SearchRequest, TrainingSpec, search
+from autopar.search.plan_collectives import plan_collectives
+from autopar.search.simulation import simulate_step
+from autopar.search.simulation.streams import Streams
+from autopar.search.simulation.work import Item
+from autopar.timeline import StepTimeline
+from tests.search.across_programs import decoder_model
+from tests.search.inner_programs import TablePrices
+
+FREE, ALL_TAKEN = TablePrices(devices_per_node=2, taken=0.0), TablePrices(devices_per_node=2, taken=1.0)
+PLANS = [
+    ("pipeline=1", "data=4", "zero=0"),
+    ("pipeline=1", "data=4", "zero=1", "microbatches=2"),
+    ("pipeline=1", "data=4", "zero=2", "microbatches=2"),
+    ("pipeline=1", "data=2", "tensor=2", "zero=3", "recompute=full", "microbatches=2"),
+    ("pipeline=2", "schedule=1f1b", "data=2", "zero=2"),
+    ("pipeline=2", "schedule=zbv", "data=2", "zero=0", "microbatches=4"),
+    ("pipeline=2", "schedule=interleaved_zero_bubble", "microbatches=4", "zero=3"),
+]
+FLAT = [constraints for constraints in PLANS if "pipeline=1" in constraints]
+
+
+def model() -> Program:
+    return decoder_model(3, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=True)
+
+
+def planned(*constraints: str) -> tuple[Program, Plan]:
+    program = model()
+    request = SearchRequest(constraints=constraints, max_microbatches=4, schedules=schedule_actions)
+    return program, search(program, 4, FREE, request)
+
+
+def simulate(program: Program, plan: Plan, prices: TablePrices = FREE, detail: str = "layers") -> StepTimeline:
+    return simulate_step(program, plan, prices, TrainingSpec(), schedule_actions, detail=detail)
+
+
+@pytest.mark.parametrize("constraints", PLANS, ids=str)
+def test_every_collective_and_every_second_that_is_priced_runs(constraints: tuple[str, ...]) -> None:
+    program, plan = planned(*constraints)
+    step = simulate(program, plan)
+    for group in range(plan.num_groups):
+        ran = Counter(
+            (event.name, event.detail.split()[0], int(event.detail.split()[2]), event.num_bytes)
+            for event in step.events
+            if event.group == group and event.stream != "compute"
+        )
+        priced = Counter[tuple[str, str, int, float]]()
+        for run in plan_collectives(program, plan, group=group):
+            priced[run.value, run.kind, run.axis.size, run.num_bytes] += run.times
+        assert ran == priced
+    costs = [plan.costs[layer.strategy] for layer in plan.layers]
+    own = [e for e in step.events if not (e.stream == "pipeline" and e.category == "send" and e.microbatch >= 0)]
+    told = [e for e in own if e.category == "broadcast"]
+    spent_s = sum(event.seconds for event in own) - sum(event.seconds for event in told)
+    assert spent_s == pytest.approx(sum(cost.total_s for cost in costs), rel=1e-9)
+    for category, field in (("forward", "forward_s"), ("optimizer", "optimizer_s")):
+        seconds = sum(event.seconds for event in step.events if event.category == category)
+        assert seconds == pytest.approx(sum(getattr(cost, field) for cost in costs), rel=1e-9)
+
+
+@pytest.mark.parametrize("constraints", PLANS, ids=str)
+def test_streams_do_one_thing_at_a_time_and_a_trace_has_no_overlap(constraints: tuple[str, ...]) -> None:
+    step = simulate(*planned(*constraints), replace(FREE, taken=0.2))
+    for group, stream in itertools.product({event.group for event in step.events}, ("compute", "communication")):
+        events = step.on(group, stream)
+        assert events[-1].stop_s <= step.step_s * (1 + 1e-12)
+        assert all(one.stop_s <= other.start_s + 1e-12 for one, other in itertools.pairwise(events))
+    threads = defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    for event in json.loads(step.to_chrome())["traceEvents"]:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert sum(map(len, threads.values())) == len(step.events)
+    for spans in threads.values():
+        assert spans == sorted(spans)
+        assert all(one[1] <= other[0] + 1e-6 for one, other in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("constraints", FLAT, ids=str)
+def test_what_is_hidden_is_between_nothing_and_the_smaller_stream(constraints: tuple[str, ...]) -> None:
+    program, plan = planned(*constraints)
+    sum_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
+    assert simulate(program, plan, ALL_TAKEN).step_s == pytest.approx(sum_s, rel=1e-9)
+    step = simulate(program, plan)
+    assert step.step_s >= max(step.busy_s(0, "compute"), step.busy_s(0, "communication"))
+    times = [simulate(program, plan, replace(FREE, taken=taken)).step_s for taken in (0.0, 0.3, 0.6)]
+    assert times == sorted(times)
+    assert times[0] < times[-1] < sum_s, "reductions run beside the backward of the layer before"
+
+
+@pytest.mark.parametrize("constraints", PLANS, ids=str)
+def test_the_seconds_are_those_of_every_detail(constraints: tuple[str, ...]) -> None:
+    program, plan = planned(*constraints)
+    layers, actions = simulate(program, plan), simulate(program, plan, detail="actions")
+    assert simulate(program, plan, detail="none") == StepTimeline(layers.step_s, (), (), plan.memory_limit_bytes)
+    assert actions.step_s == layers.step_s
+    assert len(actions.events) < len(layers.events)
+    for group in range(plan.num_groups):
+        sizes = [sum(e.num_bytes for e in step.events if e.group == group) for step in (layers, actions)]
+        assert sizes[0] == pytest.approx(sizes[1])
+
+
+SECONDS = st.floats(0.01, 100)
+
+
+@given(SECONDS, SECONDS, st.floats(0, 0.9))
+def test_a_pair_is_what_the_closed_form_says(compute_s: float, communication_s: float, taken: float) -> None:
+    streams = Streams()
+    ticket = streams.start([Item("gather", "w", communication_s, detail="all_gather", taken=taken)])
+    streams.run(Item("forward", "layer", compute_s))
+    streams.wait(ticket)
+    assert streams.now_s == pytest.approx(both_s(compute_s, communication_s, taken))
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6), st.floats(0, 0.9))
+def test_gathers_one_layer_ahead_are_what_the_closed_form_says(layers: list[tuple[float, float]], taken: float) -> None:
+    def gathers(of: list[tuple[float, float]]) -> list[Item]:
+        return [Item("gather", "w", seconds, detail="all_gather", taken=taken) for _, seconds in of]
+
+    streams = Streams()
+    streams.wait(streams.start(gathers(layers[:1])))
+    for number, (compute_s, _) in enumerate(layers):
+        ticket = streams.start(gathers(layers[number + 1 : number + 2]))
+        streams.run(Item("forward", "layer", compute_s))
+        streams.wait(ticket)
+    assert streams.now_s == pytest.approx(gathered_ahead_s(layers, taken))
+
+
+def test_what_computing_waits_for_goes_first() -> None:
+    streams = Streams()
+    gathers = [Item("gather", name, 2.0, detail="all_gather") for name in "ab"]
+    streams.start(gathers)
+    streams.run(Item("forward", "layer", 1.0))
+    streams.run(Item("activation communication", "x", 1.0, detail="all_reduce"))
+    assert [(ran.item.name, ran.start_s) for ran in streams.ran] == [("layer", 0.0), ("a", 0.0), ("x", 2.0)]
+    streams.wait(2)
+    assert streams.now_s == 5.0
