@@ -5,6 +5,7 @@ A message says what happened, with which values, and what to do.
 
 __all__ = [
     "AutoparError",
+    "BackendError",
     "ConstraintError",
     "ExampleInputsError",
     "InfeasibleError",
@@ -17,6 +18,7 @@ __all__ = [
     "PipelineError",
     "PlanFormatError",
     "PlanMismatchError",
+    "ProfileError",
     "QuestionError",
     "RuleError",
     "TraceError",
@@ -30,6 +32,10 @@ class AutoparError(Exception):
 
 class ExampleInputsError(AutoparError):
     """The example inputs are missing, or don't match the model's signature."""
+
+
+class BackendError(AutoparError):
+    """``torch.compile(backend="autopar")`` can't run a graph: its options, its tensors, or what other ranks run."""
 
 
 class TraceError(AutoparError):
@@ -74,6 +80,10 @@ class PlanFormatError(AutoparError):
 
 class PlanMismatchError(AutoparError):
     """A plan was made for another model, other input shapes or another number of devices."""
+
+
+class ProfileError(AutoparError):
+    """A machine can't be measured as asked, or the file of its profile can't be used."""
 
 
 class QuestionError(AutoparError):

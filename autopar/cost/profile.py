@@ -11,6 +11,7 @@ The keys of `Profile.curves`, seconds over an amount of work:
 ``optimizer``                      seconds over bytes moved
 ``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``; ``first_touch``: written to memory
                                    that the process did not have before
+``launch``                         one point: seconds for the host to ask a device for the smallest op
 ``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
 =================================  ====================================================
 
@@ -18,9 +19,8 @@ The keys of `Profile.readings`, other values over an amount:
 
 ===================================  ====================================================
 ``interference/<kind>/<n>/<stride>`` over bytes of a collective: by how many seconds compute gets slower for each second
-                                     of the collective beside it, in [0, 1]
-``launch``                           seconds for the host to have a device begin with the smallest op (amount: 1)
-``allocator/<what>``                 bytes of a device's allocator, over bytes asked for: `autopar.cost.measure.memory`
+                                     of the collective beside it, in [0, 1]; its spread is the quartiles' distance
+``allocator/<what>``                 bytes of a device's allocator: `autopar.cost.measure.memory`
 ===================================  ====================================================
 
 `Profile.layers` holds whole layers, `Profile.steps` real training steps beside what was predicted of them; their keys
@@ -146,14 +146,6 @@ class Profile:
             readings={**self.readings, **newer.readings},
             layers={**self.layers, **newer.layers},
             steps={**self.steps, **newer.steps},
-        )
-
-    def without(self, is_left_out: Callable[[str], bool]) -> Self:
-        """This profile less the curves and readings whose key `is_left_out`."""
-        return replace(
-            self,
-            curves={key: curve for key, curve in self.curves.items() if not is_left_out(key)},
-            readings={key: readings for key, readings in self.readings.items() if not is_left_out(key)},
         )
 
     def measured_axes(self, kind: str) -> tuple[Axis, ...]:

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from autopar.cost.measure.probe import Measurement
+from autopar.cost.collectives import COLLECTIVES
+from autopar.cost.measure.probe import Measurement, Probe
 from autopar.cost.measure.timing import median_of, synchronize
+from autopar.errors import ProfileError
 from autopar.placement import Axis
 
-__all__ = ["Collectives", "default_axes", "max_over_ranks", "measure_collectives", "share_text"]
+__all__ = [
+    "Collectives",
+    "Ranks",
+    "Waitable",
+    "all_axes",
+    "collective_probes",
+    "default_axes",
+    "max_over_ranks",
+    "num_bytes_of",
+    "share_text",
+    "start_collective",
+]
 
-_NUM_ELEMENTS = {"cpu": (2**8, 2**14, 2**18, 2**20), "cuda": (2**10, 2**18, 2**22, 2**26)}
+_QUICK = {"cpu": (2**8, 2**14, 2**18, 2**20), "cuda": (2**10, 2**18, 2**22, 2**26)}
+_DENSE = {
+    "cpu": (*(4**power for power in range(4, 13)), 2**17, 2**19),  # 1 KiB to 64 MiB of float32
+    "cuda": tuple(4**power for power in range(4, 15)),  # 1 KiB to 1 GiB
+}
+"""Elements of a buffer on its larger side."""
 _MIN_REPEATS = 4
 _MAX_REPEATS = 20
 
 
-class Collectives(Protocol):
-    """What a measurement needs of a communicator; `autopar.lower.communicator.Communicator` has it."""
+class Waitable(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Its result."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that measure at the same time, and how they agree."""
 
     @property
     def rank(self) -> int:
@@ -42,24 +70,40 @@ class Collectives(Protocol):
         """Create what collectives on `axes` need; called on every rank in the same order."""
         ...
 
-    def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        """The members' `x` joined along `dim`."""
-        ...
-
-    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        """This coordinate's slice along `dim` of the members' sum."""
-        ...
-
     def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
         """The members' sum or maximum."""
         ...
 
-    def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
+
+class Collectives(Ranks, Protocol):
+    """What a measurement needs of a communicator; `autopar.lower.communicator.Communicator` has it."""
+
+    def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Waitable:
+        """The members' `x` joined along `dim`."""
+        ...
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Waitable:
+        """This coordinate's slice along `dim` of the members' sum."""
+        ...
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Waitable:
+        """The members' sum or maximum."""
+        ...
+
+    def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Waitable:
         """Slice c of `split_dim` goes to coordinate c."""
         ...
 
-    def broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Waitable:
         """Coordinate `source`'s `x`."""
+        ...
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Waitable:
+        """Send `x` to coordinate `to`."""
+        ...
+
+    def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Waitable:
+        """Receive what coordinate `source` sends."""
         ...
 
 
@@ -69,68 +113,137 @@ def default_axes(world_size: int) -> tuple[Axis, ...]:
     return tuple(Axis(size, 1) for size in dict.fromkeys([*sizes[:4], *sizes[-1:]]))
 
 
-def measure_collectives(communicator: Collectives, axes: Iterable[Axis], budget_s: float) -> Iterator[Measurement]:
-    """Measure every kind on every axis at 4 sizes, all groups of an axis at the same time.
+def all_axes(world_size: int, group_sizes: Iterable[int] | None = None) -> tuple[Axis, ...]:
+    """Every axis of a mesh of so many devices: sizes and strides whose product divides them; or of `group_sizes`."""
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    sizes = [size for size in divisors if size > 1 and (group_sizes is None or size in set(group_sizes))]
+    return tuple(Axis(size, stride) for size in sizes for stride in divisors if world_size % (size * stride) == 0)
 
-    All ranks make the same calls: how often to repeat is agreed on through the communicator.
+
+def collective_probes(communicator: Collectives, axes: Iterable[Axis], *, is_dense: bool = False) -> tuple[Probe, ...]:
+    """One probe for each kind on each axis, all groups of an axis at the same time.
+
+    All ranks must measure the same ones: they make the same calls, and agree through the communicator how often.
+
+    Args:
+        communicator: between the ranks.
+        axes: groups to measure.
+        is_dense: at many sizes, instead of the 4 that a plan can wait for.
     """
-    axes = tuple(axes)
-    communicator.prepare((Axis(communicator.world_size, 1), *axes))
-    sizes = _NUM_ELEMENTS["cuda" if communicator.device.type == "cuda" else "cpu"]
-    slice_s = budget_s / max(1, len(axes) * len(sizes) * 5)
-    for axis in axes:
-        for num_elements in sizes:
-            yield from _measure_size(communicator, axis, num_elements, slice_s)
+    sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
+    return tuple(
+        Probe(
+            (f"collective/{kind}/{axis.size}/{axis.stride}",),
+            len(sizes),
+            partial(_measure, communicator, kind, axis, sizes),
+            share=float(len(sizes)),
+            is_local=False,
+        )
+        for axis in axes
+        for kind in COLLECTIVES
+    )
 
 
-def _measure_size(communicator: Collectives, axis: Axis, num_elements: int, slice_s: float) -> Iterator[Measurement]:
+def _measure(
+    communicator: Collectives, kind: str, axis: Axis, sizes: tuple[int, ...], budget_s: float
+) -> Iterator[Measurement]:
+    key = f"collective/{kind}/{axis.size}/{axis.stride}"
+    for num_elements in sizes:
+        taken = [_times(communicator, start, budget_s / len(sizes))
+                 for start in start_collective(communicator, kind, axis, num_elements)]  # fmt: skip
+        slowest = max(map(median_of, taken), key=lambda sample: sample.seconds)
+        yield Measurement(key, num_bytes_of(axis, num_elements), slowest)
+
+
+def num_bytes_of(axis: Axis, num_elements: int) -> float:
+    """Bytes of the buffers of `start_collective`, on their larger side."""
+    return 4.0 * _round_up(num_elements, axis.size**2)
+
+
+def start_collective(
+    communicator: Collectives, kind: str, axis: Axis, num_elements: int
+) -> tuple[Callable[[], Waitable | None], ...]:
+    """What starts a collective over `num_elements` float32; for a send two: from even to odd coordinates, and back on.
+
+    As between stages, each coordinate sends to the next.  To send all at once would let a rank's send wait for its own
+    receive on backends that do one after the other.
+    """
     whole = torch.ones(_round_up(num_elements, axis.size**2), device=communicator.device)
     part = whole[: whole.numel() // axis.size].clone()
     matrix = whole.view(axis.size, -1)
-    calls: dict[str, Callable[[], Tensor]] = {
-        "all_gather": lambda: communicator.all_gather(part, axis, 0),
-        "reduce_scatter": lambda: communicator.reduce_scatter(whole, axis, 0),
-        "all_reduce": lambda: communicator.all_reduce(whole, axis),
-        "all_to_all": lambda: communicator.all_to_all(matrix, axis, 0, 1),
-        "broadcast": lambda: communicator.broadcast(whole, axis),
+    if kind == "send":
+        passes = (0, 1) if axis.size > 2 else (0,)
+        return tuple(partial(_hop, communicator, axis, whole, first) for first in passes)
+    calls: dict[str, Callable[[], Waitable]] = {
+        "all_gather": lambda: communicator.start_all_gather(part, axis, 0),
+        "reduce_scatter": lambda: communicator.start_reduce_scatter(whole, axis, 0),
+        "all_reduce": lambda: communicator.start_all_reduce(whole, axis),
+        "all_to_all": lambda: communicator.start_all_to_all(matrix, axis, 0, 1),
+        "broadcast": lambda: communicator.start_broadcast(whole, axis),
     }
-    for kind, call in calls.items():
-        times = _times(communicator, call, slice_s)
-        amount = float(whole.numel() * whole.element_size())
-        yield Measurement(f"collective/{kind}/{axis.size}/{axis.stride}", amount, median_of(times))
+    return (calls[kind],)
+
+
+def _hop(communicator: Collectives, axis: Axis, x: Tensor, first: int) -> Waitable | None:
+    """Coordinates `first`, `first` + 2, ... each send to the next; None on a rank that has no part in it."""
+    coordinate = axis.coordinate(communicator.rank)
+    if coordinate % 2 == first and coordinate + 1 < axis.size:
+        return communicator.start_send(x, axis, coordinate + 1)
+    if coordinate % 2 != first and coordinate > 0:
+        return communicator.start_receive(tuple(x.shape), x.dtype, axis, coordinate - 1)
+    return None
 
 
 def _round_up(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def _times(communicator: Collectives, call: Callable[[], Tensor], slice_s: float) -> list[float]:
-    call()
-    [slowest_s] = max_over_ranks(communicator, [_time(communicator, call)])
+def _times(communicator: Collectives, start: Callable[[], Waitable | None], slice_s: float) -> list[float]:
+    _time(communicator, start)
+    [slowest_s] = max_over_ranks(communicator, [_time(communicator, start)])
     repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(slice_s / max(slowest_s, 1e-9))))
-    return [_time(communicator, call) for _ in range(repeats)]
+    return [_time(communicator, start) for _ in range(repeats)]
 
 
-def _time(communicator: Collectives, call: Callable[[], Tensor]) -> float:
+def _time(communicator: Collectives, start: Callable[[], Waitable | None]) -> float:
     synchronize(communicator.device)
-    start = time.perf_counter()
-    call()
+    began = time.perf_counter()
+    under_way = start()
+    if under_way is not None:
+        under_way.wait()
     synchronize(communicator.device)
-    return time.perf_counter() - start
+    return time.perf_counter() - began
 
 
-def max_over_ranks(communicator: Collectives, numbers: list[float]) -> list[float]:
+def max_over_ranks(communicator: Ranks, numbers: list[float]) -> list[float]:
     """The largest over all ranks of each of `numbers`; every rank gets the same."""
-    if communicator.world_size == 1:
+    if communicator.world_size == 1 or not numbers:
         return numbers
     mine = torch.tensor(numbers, dtype=torch.float64, device=communicator.device)
     largest = communicator.all_reduce(mine, Axis(communicator.world_size, 1), "max")
     return [float(number) for number in largest]
 
 
-def share_text(communicator: Collectives, text: str) -> str:
-    """Rank 0's `text`, on every rank."""
+def share_text(communicator: Ranks, make: Callable[[], str]) -> str:
+    """What rank 0's `make` gives, on every rank.
+
+    Raises:
+        ProfileError: on every rank, if `make` raised on rank 0.
+    """
+    text, cause = "", None
+    if communicator.rank == 0:
+        try:
+            text = json.dumps({"text": make()})
+        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for rank 0)
+            text, cause = json.dumps({"error": f"{error}"}), error
+    shared = json.loads(_share(communicator, text))
+    if "error" in shared:
+        raise ProfileError(shared["error"]) from cause
+    return shared["text"]
+
+
+def _share(communicator: Ranks, text: str) -> str:
     data = text.encode() if communicator.rank == 0 else b""
     length = int(max_over_ranks(communicator, [float(len(data))])[0])
     codes = [float(code) for code in data] or [0.0] * length
-    return bytes(int(code) for code in max_over_ranks(communicator, codes)).decode() if length else ""
+    return bytes(int(code) for code in max_over_ranks(communicator, codes)).decode()

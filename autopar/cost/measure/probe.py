@@ -29,6 +29,7 @@ class Probe:
         measure: takes seconds to spend, about, and measures; nothing is allocated before.
         share: of the seconds to spend, relative to other probes.
         is_own_time: its seconds are the thread's own on a CPU, to be multiplied by what sharing the cores costs.
+        is_local: nothing in it waits for other ranks, so that one rank's failure can be told to the others.
         is_reading: its values are not seconds of work but readings (`autopar.cost.profile.Readings`).
     """
 
@@ -37,4 +38,5 @@ class Probe:
     measure: Callable[[float], Iterator[Measurement]]
     share: float = 1.0
     is_own_time: bool = False
+    is_local: bool = True
     is_reading: bool = False

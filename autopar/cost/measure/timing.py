@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Contention", "Sample", "median_of", "sample", "synchronize"]
+__all__ = ["Contention", "Sample", "contention_now", "elapsed_s", "median_of", "sample", "synchronize", "warm_up"]
 
 _MAX_REPEATS = 50
 _MIN_REPEATS = 3
 """The first of them is not counted."""
+_WARM_UP_S = 0.5
+_MOMENT_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,17 @@ class Sample:
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that was asked of it."""
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def warm_up(device: torch.device) -> None:
+    """Keep a GPU busy until its clocks are up and its libraries are loaded; a CPU needs none of it."""
+    if device.type != "cuda":
+        return
+    x = torch.ones((4096, 4096), device=device)
+    started = time.perf_counter()
+    while time.perf_counter() - started < _WARM_UP_S:
+        x = torch.mm(x, x).clamp_(-1, 1)
         torch.cuda.synchronize(device)
 
 
@@ -55,26 +70,66 @@ def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> 
     return median_of(times[1:])
 
 
-def _time(run: Callable[[], object], batch: int, device: torch.device) -> float:
-    clock = time.perf_counter if device.type == "cuda" else time.thread_time
-    synchronize(device)
-    start = clock()
-    for _ in range(batch):
+def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds that pass on `device` from the start of what `run` asks of it to its end.
+
+    On a GPU between two events of the current stream, so that neither the host's wake-up after a wait counts, nor what
+    other streams still do: whoever wants that waits for it in `run`.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
         run()
-    synchronize(device)
-    return (clock() - start) / batch
+        return time.perf_counter() - start
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+def _time(run: Callable[[], object], batch: int, device: torch.device) -> float:
+    def run_all() -> None:
+        for _ in range(batch):
+            run()
+
+    if device.type == "cuda":
+        return elapsed_s(run_all, device) / batch
+    start = time.thread_time()
+    run_all()
+    return (time.thread_time() - start) / batch
 
 
 class Contention:
-    """How many seconds pass for each second of this thread's work, between construction and `factor`."""
+    """How many seconds pass for each second of this thread's work."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start counting."""
+        """Nothing has been counted yet."""
         self._is_shared = device.type == "cpu"
-        self._started = time.perf_counter(), time.thread_time()
+        self._passed_s = 0.0
+        self._worked_s = 0.0
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Count what happens inside, in which this thread doesn't wait for anything but a core."""
+        passed_s, worked_s = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self._passed_s += time.perf_counter() - passed_s
+            self._worked_s += time.thread_time() - worked_s
 
     def factor(self) -> float:
-        """Seconds per second of work since then, at least 1.0; 1.0 on devices that ranks don't share."""
-        passed_s = time.perf_counter() - self._started[0]
-        worked_s = time.thread_time() - self._started[1]
-        return max(1.0, passed_s / worked_s) if self._is_shared and worked_s > 0 else 1.0
+        """Seconds per second of work so far, at least 1.0; 1.0 on devices that ranks don't share."""
+        return max(1.0, self._passed_s / self._worked_s) if self._is_shared and self._worked_s > 0 else 1.0
+
+
+def contention_now(device: torch.device) -> float:
+    """`Contention.factor` of a moment's work."""
+    contention = Contention(device)
+    with contention.counting():
+        deadline = time.perf_counter() + _MOMENT_S
+        while time.perf_counter() < deadline:
+            math.sqrt(2.0)
+    return contention.factor()

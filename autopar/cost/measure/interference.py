@@ -1,0 +1,119 @@
+"""How much compute loses while a collective runs beside it.
+
+``interference = (seconds of compute with the collective beside it - seconds alone) / seconds of the collective alone``
+
+clipped to [0, 1]: 0 if the two don't notice each other, 1 if they might as well run one after the other.  Compute is
+products, enough of them to outlast the collective; all ranks compute and communicate at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+
+from autopar.cost.collectives import COLLECTIVES
+from autopar.cost.measure.collectives import Collectives, Waitable, max_over_ranks, num_bytes_of, start_collective
+from autopar.cost.measure.probe import Measurement, Probe
+from autopar.cost.measure.timing import Sample, elapsed_s, median_of, synchronize
+from autopar.placement import Axis
+
+__all__ = ["interference_probes"]
+
+_QUICK = {"cpu": (2**18,), "cuda": (2**24,)}
+_DENSE = {"cpu": (2**16, 2**18, 2**20, 2**22), "cuda": (2**18, 2**22, 2**26)}
+"""Elements of a buffer on its larger side."""
+_WIDTH = {"cpu": 256, "cuda": 4096}
+"""Rows and columns of the products: large enough to keep the device busy."""
+_LONGER = 2.0
+"""Compute lasts so many times the collective, so that all of the collective has compute beside it."""
+_MIN_REPEATS = 3
+_MAX_REPEATS = 15
+_MAX_PRODUCTS = 10_000
+
+
+def interference_probes(
+    communicator: Collectives,
+    axes: Iterable[Axis],
+    *,
+    kinds: tuple[str, ...] = COLLECTIVES,
+    is_dense: bool = False,
+) -> tuple[Probe, ...]:
+    """One probe for each kind on each axis; all ranks must measure the same ones."""
+    sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
+    return tuple(
+        Probe(
+            (f"interference/{kind}/{axis.size}/{axis.stride}",),
+            len(sizes),
+            partial(_measure, communicator, kind, axis, sizes),
+            share=2.0 * len(sizes),
+            is_local=False,
+            is_reading=True,
+        )
+        for axis in axes
+        for kind in kinds
+    )
+
+
+def _measure(
+    communicator: Collectives, kind: str, axis: Axis, sizes: tuple[int, ...], budget_s: float
+) -> Iterator[Measurement]:
+    for num_elements in sizes:
+        start = start_collective(communicator, kind, axis, num_elements)[0]
+        low, middle, high = statistics.quantiles(_lost(communicator, start, budget_s / len(sizes)), n=4)
+        # A rank that had no part in a send lost nothing: the largest over the ranks counts.
+        key = f"interference/{kind}/{axis.size}/{axis.stride}"
+        yield Measurement(key, num_bytes_of(axis, num_elements), Sample(middle, high - low))
+
+
+def _lost(communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float) -> list[float]:
+    """Seconds of compute lost per second of the collective, in several trials; as many on every rank."""
+    device = communicator.device
+    width = _WIDTH["cuda" if device.type == "cuda" else "cpu"]
+    x = torch.ones((width, width), dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    out = torch.empty_like(x)
+    one_s = median_of([elapsed_s(lambda: torch.mm(x, x, out=out), device) for _ in range(5)]).seconds
+    alone_s = _collective_s(communicator, start)
+    [one_s] = max_over_ranks(communicator, [one_s])
+    num_products = max(1, min(_MAX_PRODUCTS, math.ceil(_LONGER * alone_s / one_s)))
+
+    def compute() -> None:
+        for _ in range(num_products):
+            torch.mm(x, x, out=out)
+
+    def trial() -> float:
+        collective_s = _collective_s(communicator, start, repeats=1)
+        compute_s = elapsed_s(compute, device)
+        under_way: list[Waitable | None] = []
+
+        def both() -> None:
+            under_way.append(start())
+            compute()
+
+        max_over_ranks(communicator, [0.0])  # so that all start together
+        beside_s = elapsed_s(both, device)
+        for handle in filter(None, under_way):
+            handle.wait()
+        synchronize(device)
+        return min(1.0, max(0.0, (beside_s - compute_s) / collective_s))
+
+    repeats = int(budget_s / ((2 * _LONGER + 2) * max(alone_s, 1e-6)))
+    return [trial() for _ in range(max(_MIN_REPEATS, min(_MAX_REPEATS, repeats)))]
+
+
+def _collective_s(communicator: Collectives, start: Callable[[], Waitable | None], repeats: int = 3) -> float:
+    """Seconds of the collective with nothing beside it, on the slowest rank."""
+
+    def run() -> None:
+        under_way = start()
+        if under_way is not None:
+            under_way.wait()
+
+    times: list[float] = []
+    for _ in range(repeats):
+        max_over_ranks(communicator, [0.0])  # so that all start together
+        times.append(elapsed_s(run, communicator.device))
+    return max_over_ranks(communicator, [median_of(times).seconds])[0]

@@ -1,0 +1,222 @@
+"""Measures what a profile lacks, and keeps each piece as soon as it is there."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import filelock
+
+from autopar.cost import profile_file
+from autopar.cost.measure.collectives import Ranks, max_over_ranks, share_text
+from autopar.cost.measure.machine import describe_software, device_name
+from autopar.cost.measure.probe import Measurement, Probe
+from autopar.cost.measure.timing import Contention, contention_now, warm_up
+from autopar.cost.profile import Curve, Point, Profile, Reading, Readings
+from autopar.errors import ProfileError
+
+__all__ = ["Progress", "load_shared", "measure_missing", "missing_probes"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`num_done` of `num_probes` have been measured, and `key` is being measured now (``""``: nothing any more)."""
+
+    num_done: int
+    num_probes: int
+    key: str
+
+
+def load_shared(ranks: Ranks, path: Path | None) -> Profile | None:
+    """What rank 0 finds in the file `path`, on every rank.  None: nothing, or nothing of use (see `profile_file.read`).
+
+    Raises:
+        ProfileError: on every rank, if the file holds the profile of another machine, or can't be read.
+    """
+    if path is None:
+        return None
+
+    def read() -> str:
+        found = profile_file.read(path)
+        if found is None:
+            return ""
+        _check_same_machine(found, _empty(ranks), path)
+        return found.to_json()
+
+    text = share_text(ranks, read)
+    return Profile.from_json(text) if text else None
+
+
+def missing_probes(
+    probes: Iterable[Probe], found: Profile | None, again: Container[str] = frozenset[str]()
+) -> list[Probe]:
+    """Those of `probes` that `found` does not have, or has at fewer points, or that have a key in `again`."""
+
+    def has(key: str, num_points: int) -> bool:
+        if found is None or key in again:
+            return False
+        series = found.curves.get(key) or found.readings.get(key)
+        return series is not None and len(series.points) >= num_points
+
+    return [probe for probe in probes if not all(has(key, probe.num_points) for key in probe.keys)]
+
+
+def measure_missing(
+    ranks: Ranks,
+    probes: Sequence[Probe],
+    found: Profile | None,
+    budget_s: float,
+    path: Path | None = None,
+    *,
+    tell: Callable[[Progress], None] = lambda _: None,
+    stops: bool = False,
+) -> Profile:
+    """Measure `probes`; every rank calls it with equal arguments and gets the same profile.
+
+    Args:
+        ranks: who measures; the slowest of them counts.
+        probes: what to measure, such as `missing_probes`.
+        found: what there is.
+        budget_s: seconds to spend, about; each probe runs a few times even if that takes longer.
+        path: the file that rank 0 adds to after each probe.
+        tell: is told what is going on.
+        stops: measure nothing more once the budget is spent, instead of all of `probes`.
+
+    Returns:
+        `found`, and what was measured.
+    """
+    base = found or _empty(ranks)
+    if not probes:
+        return base
+    session = _Session(ranks)
+    left = sum(probe.share for probe in probes)
+    done = 0
+    # Nobody waits for others in local probes: their contention is counted before any collective.
+    for probe in sorted(probes, key=lambda probe: not probe.is_local):
+        if stops and session.spent_s >= budget_s:
+            break
+        tell(Progress(done, len(probes), probe.keys[0]))
+        session.measure(probe, max(0.0, budget_s - session.spent_s) * probe.share / left)
+        left -= probe.share
+        done += 1
+        if path is not None and ranks.rank == 0:
+            session.keep(path)
+    tell(Progress(done, len(probes), ""))
+    return base.merged(session.profile())
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a probe gave: rows of key, amount, the slowest rank's value, and its spread."""
+
+    probe: Probe
+    rows: tuple[tuple[str, float, float, float], ...]
+    date: str
+
+    def curves(self, factor: float, contention: float) -> dict[str, Curve]:
+        """The curves, with each value times `factor`."""
+        points: dict[str, list[Point]] = {}
+        for key, amount, value, spread in self.rows:
+            points.setdefault(key, []).append(Point(amount, value * factor, spread))
+        return {key: Curve(tuple(found), self.date, contention) for key, found in points.items()}
+
+    def readings(self, contention: float) -> dict[str, Readings]:
+        """The readings."""
+        points: dict[str, list[Reading]] = {}
+        for key, *row in self.rows:
+            points.setdefault(key, []).append(Reading(*row))
+        return {key: Readings(tuple(found), self.date, contention) for key, found in points.items()}
+
+
+@dataclass
+class _Session:
+    """What has been measured since it began, the same on every rank."""
+
+    ranks: Ranks
+    spent_s: float = 0.0
+    busy: float = 1.0
+    own_time_factor: float = 1.0
+    taken: list[_Taken] = field(default_factory=list[_Taken])
+    can_keep: bool = True
+
+    def __post_init__(self) -> None:
+        self._contention = Contention(self.ranks.device)
+        warm_up(self.ranks.device)
+        max_over_ranks(self.ranks, [0.0])  # so that all start together
+        self._started = time.perf_counter()
+        [self.busy] = max_over_ranks(self.ranks, [contention_now(self.ranks.device)])
+
+    def measure(self, probe: Probe, slice_s: float) -> None:
+        """Measure `probe` in about `slice_s`; a failure that no rank waits for is a warning."""
+        measurements, error = self._attempt(probe, slice_s)
+        spent_s = time.perf_counter() - self._started
+        has_failed, self.spent_s, now_s, self.own_time_factor = max_over_ranks(
+            self.ranks, [float(error is not None), spent_s, time.time(), self._contention.factor()]
+        )
+        if has_failed:
+            told = f"{type(error).__name__}: {error}" if error else "another rank says why"
+            warnings.warn(f"{' and '.join(probe.keys)} can't be measured here: {told}", stacklevel=2)
+            return
+        values = max_over_ranks(self.ranks, [m.taken.seconds for m in measurements])
+        spreads = max_over_ranks(self.ranks, [m.taken.spread for m in measurements])
+        date = datetime.fromtimestamp(int(now_s), UTC).isoformat()
+        rows = tuple(
+            (measurement.key, measurement.amount, value, round(spread, 4))
+            for measurement, value, spread in zip(measurements, values, spreads, strict=True)
+        )
+        self.taken.append(_Taken(probe, rows, date))
+
+    def _attempt(self, probe: Probe, slice_s: float) -> tuple[list[Measurement], Exception | None]:
+        if not probe.is_local:
+            return list(probe.measure(slice_s)), None
+        try:
+            if not probe.is_own_time:
+                return list(probe.measure(slice_s)), None
+            with self._contention.counting():
+                return list(probe.measure(slice_s)), None
+        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this rank)
+            return [], error
+
+    def keep(self, path: Path) -> None:
+        """Add all that was measured to the file `path`; that it can't be written is a warning, once."""
+        try:
+            if self.can_keep:
+                profile_file.update(path, lambda found: (found or _empty(self.ranks)).merged(self.profile()))
+        except (OSError, filelock.Timeout) as error:
+            self.can_keep = False
+            warnings.warn(f"what is measured is not kept, {path} can't be written: {error}", stacklevel=2)
+
+    def profile(self) -> Profile:
+        """What was measured, and only that."""
+        curves: dict[str, Curve] = {}
+        readings: dict[str, Readings] = {}
+        for taken in self.taken:
+            if taken.probe.is_reading:
+                readings |= taken.readings(round(self.busy, 2))
+            elif taken.probe.is_own_time:
+                curves |= taken.curves(self.own_time_factor, round(self.own_time_factor, 2))
+            else:
+                curves |= taken.curves(1.0, round(self.busy, 2))
+        date = max((taken.date for taken in self.taken), default="")
+        return replace(_empty(self.ranks), date=date, curves=curves, readings=readings)
+
+
+def _empty(ranks: Ranks) -> Profile:
+    return Profile(device_name(ranks.device), ranks.world_size, "", describe_software(ranks.device), {})
+
+
+def _check_same_machine(found: Profile, here: Profile, path: Path) -> None:
+    for what, theirs, ours in (
+        ("device", found.device, here.device),
+        ("number of processes", found.num_ranks, here.num_ranks),
+        ("software", dict(found.software), dict(here.software)),
+    ):
+        if theirs != ours:
+            raise ProfileError(
+                f"{path} is the profile of another machine: its {what} is {theirs}, here it is {ours}. "
+                "Name another file, or remove this one"
+            )
