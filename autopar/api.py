@@ -41,7 +41,7 @@ from autopar.trace import (
     without_target,
 )
 
-__all__ = ["build", "parallelize", "plan", "trace_model"]
+__all__ = ["build", "load_plan", "mesh_prices", "mesh_ranks", "parallelize", "plan", "trace_model"]
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
@@ -113,7 +113,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         >>> criterion = nn.CrossEntropyLoss()
         >>> model = autopar.parallelize(model, mesh, (x,), loss_fn=criterion, example_target=y)
     """
-    communicator = ProcessGroupCommunicator(_ranks(mesh), mesh.device_type)
+    communicator = ProcessGroupCommunicator(mesh_ranks(mesh), mesh.device_type)
     group = communicator.process_group
     given_model, given_inputs = model, example_inputs
     model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
@@ -127,8 +127,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        measured = _profile(profile, communicator, mesh)
-        setup = replace(setup, prices=agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured)))
+        setup = replace(setup, prices=mesh_prices(profile, communicator, mesh))
         plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
@@ -240,19 +239,28 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
 
 
-def _profile(given: Profile | bool | None, communicator: ProcessGroupCommunicator, mesh: DeviceMesh) -> Profile | None:
+def mesh_prices(
+    given: Profile | bool | None, communicator: ProcessGroupCommunicator, mesh: DeviceMesh
+) -> ClusterPrices:
+    """The prices of `mesh`, by the profile given, measured (None) or estimated (False); every rank calls it."""
+    measured = given if isinstance(given, Profile) else None
     if given is None:
-        return measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
-    return given if isinstance(given, Profile) else None
+        measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
+    return agree(communicator.process_group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
 
 
 def _given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:
-    chosen = given if isinstance(given, Plan) else _load_plan(given)
+    chosen = given if isinstance(given, Plan) else load_plan(given)
     check_fit(chosen, program, world_size)
     return chosen
 
 
-def _load_plan(path: str | Path) -> Plan:
+def load_plan(path: str | Path) -> Plan:
+    """The plan in the file that `Plan.save` wrote.
+
+    Raises:
+        PlanFormatError: there is no such file, or no plan in it.
+    """
     try:
         return Plan.load(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -268,7 +276,7 @@ def _describe(model: nn.Module, program: Program) -> str:
     return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
 
 
-def _ranks(mesh: Any) -> list[int]:
+def mesh_ranks(mesh: Any) -> list[int]:
     """The processes of `mesh` in its order.
 
     Raises:
