@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from pathlib import Path
 
 from autopar.errors import AutoparError, QuestionError
 from autopar.explain.asked import Asked, change, parse_cluster
 from autopar.explain.checking import check_plan_file
 from autopar.explain.comparison import compare_plans
+from autopar.explain.documents import describe_difference, describe_findings, describe_plan, describe_sweep
 from autopar.explain.explanation import explain
+from autopar.explain.findings import Findings
 from autopar.explain.forced import forced_choices
 from autopar.explain.planner import Planner
+from autopar.explain.report import write_report
 from autopar.explain.sweep import sweep
 from autopar.explain.text import Printer
 from autopar.plan import Plan
@@ -66,12 +67,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", metavar="PLAN", help="check and price a saved (perhaps edited) plan against the best one")
     add("--why-seconds", type=float, default=20.0, help="time for pricing other choices (0: none; default: 20)")
     add("--save", metavar="PLAN", help="write the plan as JSON")
+    add("--html", metavar="PAGE", help="write a report with charts, one file that needs no network")
+    add("--trace", metavar="TRACE", help="write the simulated step for https://ui.perfetto.dev")
     add("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     printer = Printer()
+    for path in filter(None, (options.save, options.html, options.trace)):
+        # Said before a search, not after it.
+        if not Path(path).absolute().parent.is_dir():
+            raise QuestionError(
+                f"{path!r} can't be written: there is no folder {str(Path(path).parent)!r}; make it first"
+            )
     if options.diff:
         first, second = (_load_plan(path) for path in options.diff)
         return _show_difference(options, printer, f"{options.diff[0]} -> {options.diff[1]}", first, second)
@@ -86,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
         options.optimizer, options.precision,
     )  # fmt: skip
     planner = Planner(options.target)
-    if options.sweep:
+    if options.sweep and not options.html:
         return _show_sweep(options, printer, planner, asked)
     if options.check:
         return check_plan_file(planner, asked, options.check, printer, as_json=options.json)
@@ -95,43 +104,43 @@ def _run(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
     answer = planner.answer(asked)
-    plan = answer.plan
-    if options.save:
-        plan.save(options.save)
-    found = explain(answer)
-    forced = list(forced_choices(planner, answer, options.why_seconds)) if options.why_seconds > 0 else []
-    others = [(text, planner.answer(change(asked, text)).plan) for text in options.what_if]
+    findings = Findings(
+        options.target,
+        answer,
+        explain(answer),
+        tuple(forced_choices(planner, answer, options.why_seconds)) if options.why_seconds > 0 else (),
+        tuple((text, planner.answer(change(asked, text)).plan) for text in options.what_if),
+        (options.sweep or "", tuple(sweep(planner, asked, options.sweep)) if options.sweep else ()),
+    )
+    _write_files(options, findings)
     if options.json:
-        printer.json(
-            {
-                "plan": json.loads(plan.to_json()),
-                "explanation": asdict(found),
-                "forced": [asdict(row) for row in forced],
-                "what_if": [
-                    {"changed": text, "plan": json.loads(other.to_json()), "difference": _differences(plan, other)}
-                    for text, other in others
-                ],
-            }
-        )
-        return 0
-    printer.plan(plan)
-    printer.explanation(found, plan.step_time_s)
-    if forced:
-        printer.forced(forced, plan.step_time_s)
-    for text, other in others:
-        printer.difference(f"What if {text}", plan, other, compare_plans(plan, other))
-    _print_footer(printer, plan)
+        printer.json(describe_findings(findings))
+    else:
+        printer.findings(findings)
     return 0
 
 
-def _print_footer(printer: Printer, plan: Plan) -> None:
-    spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in plan.planning_s)
-    printer.line(f"\nwithin {plan.optimality_gap:.1%} of the best plan in the search space; planning took {spent}")
+def _write_files(options: argparse.Namespace, findings: Findings) -> None:
+    if options.save:
+        _write(options.save, findings.answer.plan.to_json())
+    if options.html:
+        write_report(options.html, findings)
+    if options.trace:
+        _write(options.trace, findings.timeline.to_chrome())
+    for path in filter(None, (options.save, options.html, options.trace)):
+        sys.stderr.write(f"wrote {path}\n")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise QuestionError(f"{path!r} can't be written: {error.strerror}. Name another file") from error
 
 
 def _show_plan(options: argparse.Namespace, printer: Printer, plan: Plan) -> int:
     if options.json:
-        printer.json({"plan": json.loads(plan.to_json())})
+        printer.json({"plan": describe_plan(plan)})
     else:
         printer.plan(plan)
     return 0
@@ -139,34 +148,19 @@ def _show_plan(options: argparse.Namespace, printer: Printer, plan: Plan) -> int
 
 def _show_difference(options: argparse.Namespace, printer: Printer, title: str, first: Plan, second: Plan) -> int:
     if options.json:
-        printer.json({"difference": _differences(first, second)})
+        printer.json({"difference": describe_difference(first, second)})
     else:
         printer.difference(title, first, second, compare_plans(first, second))
     return 0
 
 
 def _show_sweep(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
-    rows = list(sweep(planner, asked, options.sweep))
-    if not options.json:
+    rows = tuple(sweep(planner, asked, options.sweep))
+    if options.json:
+        printer.json(describe_sweep(rows))
+    else:
         printer.sweep(rows)
-        return 0
-    printer.json(
-        {
-            "sweep": [
-                {**asdict(replace(row, plan=None)), "plan": json.loads(row.plan.to_json()) if row.plan else None}
-                for row in rows
-            ]
-        }
-    )
     return 0
-
-
-def _differences(first: Plan, second: Plan) -> dict[str, Any]:
-    return {
-        "step_time_s": [first.step_time_s, second.step_time_s],
-        "peak_memory_bytes": [first.peak_memory_bytes, second.peak_memory_bytes],
-        "decisions": [asdict(each) for each in compare_plans(first, second)],
-    }
 
 
 def _load_plan(path: str) -> Plan:

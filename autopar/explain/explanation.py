@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.explain.planner import Answer
+from autopar.explain.runners_up import RunnerUp, runners_up
+from autopar.explain.work import certainty
 from autopar.plan import LayerCost, Plan
 from autopar.search.plan_collectives import plan_collectives
 
@@ -48,7 +50,13 @@ class Explanation:
         links: collectives by link.
         binds: one sentence: what keeps the plan from being faster.
         memory_share: predicted peak over the limit.
-        sources: share of the step's seconds by where its prices come from.
+        sources: share of the seconds of work and communication by what their prices rest on: ``"measured"`` here,
+            ``"published"``, ``"calibrated"`` on published training runs, ``"estimate"``.
+        step_time_error: how far predictions of such steps were off, relative to them; 0: not known.
+        memory_error: the same of the peak memory.
+        optimality_gap: the step takes at most ``1 + optimality_gap`` times that of the best plan in the search space.
+        runners_up: the best plans of other kinds, and by how much they lose.
+        planning_s: seconds that planning took, by part.
     """
 
     shares: tuple[tuple[str, float], ...]
@@ -57,6 +65,11 @@ class Explanation:
     binds: str
     memory_share: float
     sources: tuple[tuple[str, float], ...]
+    step_time_error: float
+    memory_error: float
+    optimality_gap: float
+    runners_up: tuple[RunnerUp, ...]
+    planning_s: tuple[tuple[str, float], ...]
 
 
 _SECONDS = {
@@ -82,7 +95,12 @@ def explain(answer: Answer) -> Explanation:
         links=links,
         binds=_binds(plan, dict(shares), links),
         memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
-        sources=plan.price_source,
+        sources=certainty(answer),
+        step_time_error=plan.step_time_error,
+        memory_error=plan.memory_error,
+        optimality_gap=plan.optimality_gap,
+        runners_up=runners_up(answer.considered, plan.memory_limit_bytes),
+        planning_s=plan.planning_s,
     )
 
 
@@ -91,12 +109,17 @@ def _layer_costs(plan: Plan) -> Iterable[LayerCost]:
 
 
 def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
-    """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits."""
+    """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits.
+
+    What passes at the same time as something else is taken off in one negative row.
+    """
     costs = list(_layer_costs(plan))
     found = {name: sum(getattr(cost, field) for cost in costs) / plan.num_groups for name, field in _SECONDS.items()}
-    waiting = plan.step_time_s - sum(found.values())
+    rest = plan.step_time_s - sum(found.values())
     if plan.stages:
-        found["waiting in the pipeline"] = waiting
+        found["waiting in the pipeline"] = rest
+    elif plan.overlapped_s:
+        found["hidden behind computing"] = rest
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -10,15 +10,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from autopar.explain.comparison import Difference
+from autopar.explain.comparison import Difference, compare_plans
 from autopar.explain.explanation import Explanation
+from autopar.explain.findings import Findings
 from autopar.explain.forced import ForcedRow
+from autopar.explain.runners_up import RunnerUp
 from autopar.explain.sweep import SweepRow
 from autopar.plan import Plan
 
 __all__ = ["Printer"]
 
 
+_PIPED_WIDTH = 110
 _SHORT = {"activation communication": "act. comm", "parameter communication": "par. comm"}
 
 
@@ -28,6 +31,23 @@ class Printer:
     def __init__(self, console: Console | None = None) -> None:
         """`console` is for tests."""
         self._console = console or Console(highlight=False, emoji=False)
+        if not self._console.is_terminal:
+            self._console.width = _PIPED_WIDTH
+
+    def findings(self, found: Findings) -> None:
+        """The plan, why it is so, what else there was, and the answers to what-ifs."""
+        plan = found.answer.plan
+        self.plan(plan)
+        self.explanation(found.explanation, plan.step_time_s)
+        if found.explanation.runners_up:
+            self.runners_up(found.explanation.runners_up)
+        if found.forced:
+            self.forced(found.forced, plan.step_time_s)
+        for text, other in found.what_if:
+            self.difference(f"What if {text}", plan, other, compare_plans(plan, other))
+        if found.sweep[0]:
+            self.sweep(found.sweep[1])
+        self.certainty(found.explanation)
 
     def plan(self, plan: Plan) -> None:
         """The plan's own table."""
@@ -49,26 +69,42 @@ class Printer:
                     row.link, row.kind, str(row.runs), f"{row.num_bytes / 1e6:.4g}", f"{row.seconds * 1e3:.4g}"
                 )
             self._console.print(table)
-        self._title("Layer kinds: all layers of a kind together, ms of a step and GB per device")
-        kinds = self._table("layers", *(_SHORT.get(name, name) for name, _ in found.kinds[0].seconds), "GB")
+        self._title("Layer kinds: all layers of a kind together, ms of a step and GiB per device")
+        kinds = self._table("layers", *(_SHORT.get(name, name) for name, _ in found.kinds[0].seconds), "GiB")
         for kind in found.kinds:
             names = kind.layers[0] if len(kind.layers) == 1 else f"{kind.layers[0]} .. ({len(kind.layers)})"
-            gigabytes = sum(size for _, size in kind.num_bytes) / 1e9
+            gigabytes = sum(size for _, size in kind.num_bytes) / 2**30
             kinds.add_row(names, *(f"{seconds * 1e3:.3g}" for _, seconds in kind.seconds), f"{gigabytes:.3g}")
         self._console.print(kinds)
-        sources = ", ".join(f"{name} {share:.0%}" for name, share in found.sources)
-        self._console.print(f"prices of the step's seconds come from: {sources or 'unknown'}", markup=False)
+
+    def runners_up(self, rows: Sequence[RunnerUp]) -> None:
+        """The plans that came next."""
+        self._title("The best plans of other kinds")
+        table = self._table("most layers", "ms per step", "slower by", "GiB per device")
+        for row in rows:
+            size = f"{row.peak_memory_bytes / 2**30:.3g}"
+            table.add_row(row.what, f"{row.step_time_s * 1e3:.4g}", f"{row.loses:+.1%}", size)
+        self._console.print(table)
+
+    def certainty(self, found: Explanation) -> None:
+        """What the numbers rest on, how near the optimum the plan is, and how long it took to find."""
+        self._title("How sure")
+        sources = ", ".join(f"{name} {share:.0%}" for name, share in found.sources if share)
+        self.line(f"prices of the step's seconds: {sources or 'none'}")
+        self.line(f"step time: {_error(found.step_time_error)}; peak memory: {_error(found.memory_error)}")
+        self.line(f"within {found.optimality_gap:.1%} of the best plan in the search space")
+        self.line("planning took " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.planning_s))
 
     def forced(self, rows: Sequence[ForcedRow], step_s: float) -> None:
         """What it costs to decide otherwise."""
         self._title("What other choices cost")
-        table = self._table("forced", "ms per step", "against the plan", "GB per device")
+        table = self._table("forced", "ms per step", "against the plan", "GiB per device")
         for row in rows:
             if row.step_s is None:
                 table.add_row(row.constraint, "-", row.problem, "-")
             else:
                 change = f"{row.step_s / step_s - 1:+.1%}"
-                table.add_row(row.constraint, f"{row.step_s * 1e3:.4g}", change, f"{row.peak_bytes / 1e9:.3g}")
+                table.add_row(row.constraint, f"{row.step_s * 1e3:.4g}", change, f"{row.peak_bytes / 2**30:.3g}")
         self._console.print(table)
 
     def difference(self, title: str, first: Plan, second: Plan, found: Sequence[Difference]) -> None:
@@ -91,7 +127,7 @@ class Printer:
     def sweep(self, rows: Sequence[SweepRow]) -> None:
         """One plan per value, with how well they scale."""
         self._title("Sweep")
-        table = self._table("value", "devices", "ms per step", "rows per second", "efficiency", "GB", "plan")
+        table = self._table("value", "devices", "ms per step", "rows per second", "efficiency", "GiB", "plan")
         for row in rows:
             if row.plan is None:
                 table.add_row(row.value, "-", "-", "-", "-", "-", row.problem)
@@ -99,7 +135,7 @@ class Printer:
             plan = row.plan
             table.add_row(
                 row.value, str(plan.world_size), f"{plan.step_time_s * 1e3:.4g}", f"{_rows_per_s(plan):.4g}",
-                f"{row.efficiency:.0%}", f"{plan.peak_memory_bytes / 1e9:.3g}", row.brief,
+                f"{row.efficiency:.0%}", f"{plan.peak_memory_bytes / 2**30:.3g}", row.brief,
             )  # fmt: skip
         self._console.print(table)
 
@@ -124,6 +160,10 @@ class Printer:
 
 def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
+
+
+def _error(error: float) -> str:
+    return f"give or take {error:.1%}" if error else "error not known, no such run was measured"
 
 
 def _rows_per_s(plan: Plan) -> float:

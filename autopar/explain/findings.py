@@ -1,0 +1,44 @@
+"""All that was found out about one question: what is printed, written as JSON and shown on the page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.explain.explanation import Explanation
+from autopar.explain.forced import ForcedRow
+from autopar.explain.planner import Answer
+from autopar.explain.sweep import SweepRow
+from autopar.lower.schedules import schedule_actions
+from autopar.plan import Plan
+from autopar.search.simulation import simulate_step
+from autopar.timeline import StepTimeline
+
+__all__ = ["Findings"]
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """A plan and what there is to say about it.
+
+    Args:
+        target: the model, as it was named.
+        answer: the plan and what it was made from.
+        explanation: why it is so.
+        forced: what other choices cost, if that was asked.
+        what_if: what was changed, and the plan for that.
+        sweep: what was swept over ("nodes=1,2"), and a row per value; "" and nothing if it was not asked.
+    """
+
+    target: str
+    answer: Answer
+    explanation: Explanation
+    forced: tuple[ForcedRow, ...] = ()
+    what_if: tuple[tuple[str, Plan], ...] = ()
+    sweep: tuple[str, tuple[SweepRow, ...]] = ("", ())
+
+    @cached_property
+    def timeline(self) -> StepTimeline:
+        """The step by the plan, simulated."""
+        answer = self.answer
+        return simulate_step(answer.program, answer.plan, answer.prices, answer.training, schedule_actions)

@@ -1,0 +1,214 @@
+"""Where time and bytes go: by what they are spent on, by layer kind, by link, and how near a device is to its roofs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.explain.explanation import Explanation, KindRow, LinkRow
+from autopar.explain.planner import Answer
+from autopar.explain.report.shapes import (
+    COLOURS,
+    LEGEND,
+    MARGIN,
+    MEMORY_COLOURS,
+    SERIES,
+    Cell,
+    Figure,
+    Number,
+    Table,
+    axis,
+    count,
+    milliseconds,
+    percent,
+    size,
+    size_unit,
+)
+from autopar.explain.work import KindWork, roofs
+
+__all__ = [
+    "bytes_figure",
+    "kind_table",
+    "link_figure",
+    "link_table",
+    "roofline_figure",
+    "roofline_table",
+    "seconds_figure",
+    "share_table",
+]
+
+_SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon", "x")
+
+
+def share_table(found: Explanation, step_s: float) -> Table:
+    """What the step's seconds are spent on."""
+    rows = [(name, milliseconds(seconds), percent(seconds / step_s)) for name, seconds in found.shares if seconds]
+    return Table("The step goes to", ("spent on", "ms", "share"), tuple(rows))
+
+
+def seconds_figure(found: Explanation) -> Figure:
+    """Seconds by layer kind, stacked by what they are spent on."""
+    data = _stacks(found.kinds, [kind.seconds for kind in found.kinds], COLOURS, 1e3, "ms")
+    layout = _bars("ms of a step, all layers of the kind together")
+    return Figure("kind-seconds", "Seconds by layer kind; the table beside has the same.", data, layout, _height(found))
+
+
+def bytes_figure(found: Explanation) -> Figure:
+    """Bytes by layer kind, stacked by what they hold."""
+    factor, unit = size_unit(max(sum(each for _, each in kind.num_bytes) for kind in found.kinds))
+    data = _stacks(found.kinds, [kind.num_bytes for kind in found.kinds], MEMORY_COLOURS, 1 / factor, unit)
+    layout = _bars(f"{unit} per device, all layers of the kind together")
+    return Figure("kind-bytes", "Bytes by layer kind; the table beside has the same.", data, layout, _height(found))
+
+
+def _height(found: Explanation) -> int:
+    return 150 + 30 * len(found.kinds)
+
+
+def _bars(title: str) -> dict[str, Any]:
+    return {
+        "barmode": "stack",
+        "xaxis": axis(title),
+        "yaxis": axis(autorange="reversed", fixedrange=True),
+        "legend": LEGEND,
+        "margin": MARGIN,
+    }
+
+
+def _stacks(
+    kinds: Sequence[KindRow],
+    values: Sequence[tuple[tuple[str, float], ...]],
+    colours: dict[str, str],
+    factor: float,
+    unit: str,
+) -> tuple[dict[str, Any], ...]:
+    names = [_kind_name(kind.layers) for kind in kinds]
+    found: list[dict[str, Any]] = []
+    for what in dict.fromkeys(name for row in values for name, _ in row):
+        sizes = [factor * dict(row).get(what, 0.0) for row in values]
+        if any(sizes):
+            found.append(
+                {
+                    "type": "bar", "orientation": "h", "name": what, "y": names, "x": sizes,
+                    "marker": {"color": colours[what]},
+                    "hovertemplate": f"%{{y}}<br>{what}: %{{x:.4g}} {unit}<extra></extra>",
+                }
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _kind_name(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} ({len(layers)})"
+
+
+def kind_table(found: Explanation) -> Table:
+    """Time and bytes of each layer kind."""
+    seconds = [name for name, _ in found.kinds[0].seconds]
+    rows: list[tuple[Cell, ...]] = []
+    for kind in found.kinds:
+        rows.append(
+            (
+                _kind_name(kind.layers), kind.axes, *(milliseconds(each) for _, each in kind.seconds),
+                size(sum(each for _, each in kind.num_bytes)),
+            )
+        )  # fmt: skip
+    columns = ("layers", "axes", *(f"{name} (ms)" for name in seconds), "memory")
+    return Table("All layers of a kind together, per device and step", columns, tuple(rows))
+
+
+def link_figure(found: Explanation) -> Figure:
+    """Seconds by link and kind of collective."""
+    links = list(dict.fromkeys(row.link for row in found.links))
+    kinds = list(dict.fromkeys(row.kind for row in found.links))
+    data: list[dict[str, Any]] = []
+    for number, kind in enumerate(kinds):
+        rows = {row.link: row for row in found.links if row.kind == kind}
+        data.append(
+            {
+                "type": "bar", "orientation": "h", "name": kind, "y": links,
+                "x": [rows[link].seconds * 1e3 if link in rows else 0.0 for link in links],
+                "customdata": [_volume(rows.get(link)) for link in links],
+                "marker": {"color": SERIES[number % len(SERIES)]},
+                "hovertemplate": f"{kind}: %{{x:.4g}} ms, %{{customdata}}<extra></extra>",
+            }
+        )  # fmt: skip
+    text = "Milliseconds of collectives by link; the table beside has the same."
+    return Figure("links", text, tuple(data), _bars("ms of a step"), 170 + 36 * len(links))
+
+
+def _volume(row: LinkRow | None) -> str:
+    return f"{row.runs} runs, {size(row.num_bytes).text}" if row else ""
+
+
+def link_table(found: Explanation) -> Table:
+    """Runs, bytes and seconds by link and kind of collective."""
+    columns = ("link", "collective", "runs", "bytes per device", "ms", "GB/s")
+    rows: list[tuple[Cell, ...]] = []
+    for row in found.links:
+        rate = row.num_bytes / row.seconds if row.seconds else 0.0
+        rows.append(
+            (
+                row.link, row.kind, count(row.runs), size(row.num_bytes),
+                milliseconds(row.seconds), Number(rate, f"{rate / 1e9:.3g}"),
+            )
+        )  # fmt: skip
+    return Table("Collectives of one device in one step", columns, tuple(rows))
+
+
+def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
+    """Each layer kind by flops per byte and the rate that it reaches, under the device's roofs."""
+    shown = [work for work in works if work.flops and work.seconds]
+    data: list[dict[str, Any]] = []
+    low = min((work.intensity for work in shown), default=1.0) / 4
+    high = max((work.intensity for work in shown), default=1.0) * 4
+    for dtype in dict.fromkeys(work.dtype for work in shown):
+        flops, num_bytes = roofs(answer, dtype)
+        if flops:
+            ridge = flops / num_bytes
+            places = sorted({low, ridge, max(high, 2 * ridge)})
+            data.append(
+                {
+                    "type": "scatter", "mode": "lines", "name": f"roof, {dtype}", "line": {"width": 2, "dash": "dash"},
+                    "x": places, "y": [min(flops, place * num_bytes) / 1e12 for place in places],
+                    "hovertemplate": "%{x:.4g} flops per byte: at most %{y:.4g} TFLOP/s<extra></extra>",
+                }
+            )  # fmt: skip
+    longest = max((work.seconds for work in shown), default=1.0)
+    for number, work in enumerate(shown):
+        data.append(
+            {
+                "type": "scatter", "mode": "markers", "name": _kind_name(work.layers), "x": [work.intensity],
+                "y": [work.flops_per_s / 1e12],
+                "marker": {
+                    "size": 10 + 18 * math.sqrt(work.seconds / longest), "color": SERIES[number % len(SERIES)],
+                    "symbol": _SYMBOLS[number % len(_SYMBOLS)], "line": {"width": 1},
+                },
+                "hovertemplate": "%{x:.4g} flops per byte, %{y:.4g} TFLOP/s<extra></extra>",
+            }
+        )  # fmt: skip
+    layout = {
+        "xaxis": axis("flops per byte", type="log"),
+        "yaxis": axis("TFLOP/s", type="log"),
+        "legend": LEGEND,
+        "margin": MARGIN,
+    }
+    return Figure("roofline", "Roofline: where the ops of each layer kind lie.", tuple(data), layout, 340)
+
+
+def roofline_table(answer: Answer, works: Sequence[KindWork]) -> Table:
+    """The same in numbers, with the share of the peak."""
+    columns = ("layers", "TFLOP", "GB", "flops per byte", "TFLOP/s", "of the peak", "bound by")
+    rows: list[tuple[Cell, ...]] = []
+    for work in works:
+        flops, num_bytes = roofs(answer, work.dtype)
+        bound = "bytes" if not flops or work.intensity < flops / num_bytes else "arithmetic"
+        rows.append(
+            (
+                _kind_name(work.layers), Number(work.flops, f"{work.flops / 1e12:.4g}"),
+                Number(work.num_bytes, f"{work.num_bytes / 1e9:.4g}"), Number(work.intensity, f"{work.intensity:.4g}"),
+                Number(work.flops_per_s, f"{work.flops_per_s / 1e12:.4g}"),
+                percent(work.flops_per_s / flops) if flops else "-", bound,
+            )
+        )  # fmt: skip
+    return Table("Ops of one device in one step, forward and backward", columns, tuple(rows))

@@ -1,0 +1,121 @@
+"""The model's layers, first to last, with what each of them does: a coloured strip, and a table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autopar.explain.report.shapes import PATTERNS, SERIES, Cell, Figure, Table, axis, count, milliseconds, size
+from autopar.plan import LayerStrategy, Plan
+
+__all__ = ["layer_strip", "layer_table"]
+
+_STORAGE = {0: "whole (ZeRO-0)", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+_FEW_STAGES = 24  # with more, borders without names
+
+
+def axes_of(strategy: LayerStrategy) -> str:
+    """What the mesh axes do: ``8 data x 8 tensor``."""
+    labels = strategy.labels or ("?",) * len(strategy.mesh)
+    parts = [f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True) if size > 1]
+    return " x ".join(parts) or "one device"
+
+
+_ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
+    ("axes", axes_of),
+    ("storage", lambda strategy: _STORAGE[strategy.zero]),
+    (
+        "recompute",
+        lambda strategy: f"{strategy.recompute} recompute" if strategy.recompute != "none" else "no recompute",
+    ),
+)
+
+
+def layer_strip(plan: Plan) -> Figure:
+    """A bar per layer and kind of decision, coloured by what is decided."""
+    data: list[dict[str, Any]] = []
+    for row, describe in _ROWS:
+        values = [describe(plan.strategies[layer.strategy]) for layer in plan.layers]
+        for value in dict.fromkeys(values):
+            number = len(data)
+            places = [place for place, other in enumerate(values) if other == value]
+            data.append(
+                {
+                    "type": "bar", "orientation": "h", "name": value, "legendgroup": row,
+                    "legendgrouptitle": {"text": row},
+                    "base": [place - 0.5 for place in places], "x": [1] * len(places), "y": [row] * len(places),
+                    "width": 0.86,
+                    "marker": {
+                        "color": SERIES[number % len(SERIES)],
+                        "pattern": {"shape": PATTERNS[number // len(SERIES) % len(PATTERNS)]},
+                        "line": {"width": 0.5, "color": "rgba(128,128,128,0.6)"},
+                    },
+                    "customdata": [_tell(plan, place) for place in places],
+                    "hovertemplate": f"%{{customdata}}<br>{row}: {value}<extra></extra>",
+                }
+            )  # fmt: skip
+    borders = [stage.start for stage in plan.stages[1:]]
+    layout: dict[str, Any] = {
+        "barmode": "overlay",
+        "xaxis": axis("layer", range=[-0.5, len(plan.layers) - 0.5], showgrid=False, zeroline=False, tickformat="d"),
+        "yaxis": axis(fixedrange=True, autorange="reversed"),
+        "shapes": [
+            {
+                "type": "line",
+                "x0": x - 0.5,
+                "x1": x - 0.5,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": {"width": 2, "dash": "dash"},
+            }
+            for x in borders
+        ],
+        "annotations": _stage_names(plan),
+        "legend": {"orientation": "v", "tracegroupgap": 4},
+        "margin": {"t": 28 if plan.stages else 8, "r": 8, "b": 40, "l": 8},
+    }
+    kinds = f"{len(plan.layers)} layers with {len(plan.strategies)} strategies"
+    stages = f", cut into {len(plan.stages)} pipeline stages" if plan.stages else ""
+    return Figure("layers", f"Strip of {kinds}{stages}; the table below has the same.", tuple(data), layout, 300)
+
+
+def _tell(plan: Plan, place: int) -> str:
+    layer = plan.layers[place]
+    cost = plan.costs[layer.strategy]
+    return f"layer {place}: {layer.name}<br>{cost.total_s * 1e3:.4g} ms, {size(cost.persistent_bytes).text}"
+
+
+def _stage_names(plan: Plan) -> list[dict[str, Any]]:
+    if len(plan.stages) > _FEW_STAGES:
+        return []
+    return [
+        {
+            "x": (stage.start + stage.stop - 1) / 2, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False,
+            "text": f"stage {index} (group {stage.group})" if len(plan.stages) <= 8 else str(index),
+        }
+        for index, stage in enumerate(plan.stages)
+    ]  # fmt: skip
+
+
+def layer_table(plan: Plan) -> Table:
+    """A row per run of layers that do the same in one stage."""
+    columns = ("layers", "number", "axes", "storage", "recompute", "ms per layer", "memory per layer")
+    stages = ("stage",) if plan.stages else ()
+    return Table("Consecutive layers that run alike, per device", (*stages, *columns), tuple(_rows(plan)))
+
+
+def _rows(plan: Plan) -> Iterator[tuple[Cell, ...]]:
+    stage_of = [number for number, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
+    stage_of = stage_of or [0] * len(plan.layers)
+    numbered = zip(plan.layers, stage_of, strict=True)
+    for (index, stage), group in itertools.groupby(numbered, lambda pair: (pair[0].strategy, pair[1])):
+        names = [layer.name for layer, _ in group]
+        strategy, cost = plan.strategies[index], plan.costs[index]
+        yield (
+            *((count(stage),) if plan.stages else ()),
+            names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+            count(len(names)), axes_of(strategy), _STORAGE[strategy.zero], strategy.recompute,
+            milliseconds(cost.total_s), size(cost.persistent_bytes),
+        )  # fmt: skip

@@ -1,0 +1,247 @@
+"""The page: sections of charts, tables and text, and the one file that holds all of them and what draws them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import QuestionError
+from autopar.explain.findings import Findings
+from autopar.explain.report.choices import (
+    forced_table,
+    front_figure,
+    front_table,
+    runner_table,
+    sweep_table,
+    what_if_table,
+)
+from autopar.explain.report.costs import (
+    bytes_figure,
+    kind_table,
+    link_figure,
+    link_table,
+    roofline_figure,
+    roofline_table,
+    seconds_figure,
+    share_table,
+)
+from autopar.explain.report.layers import layer_strip, layer_table
+from autopar.explain.report.shapes import Cell, Figure, Number, Table, milliseconds, percent, size
+from autopar.explain.report.steps import (
+    condense,
+    memory_figure,
+    memory_table,
+    shown_groups,
+    timeline_figure,
+    timeline_table,
+)
+from autopar.explain.work import kind_works
+
+__all__ = ["Section", "render_report", "sections", "write_report"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; `text` are paragraphs, `figures` and `tables` come below in this order."""
+
+    name: str
+    title: str
+    text: tuple[str, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def write_report(path: str | Path, findings: Findings) -> None:
+    """Write the page to `path`.
+
+    Raises:
+        QuestionError: plotly is not installed, or the file can't be written.
+    """
+    page = render_report(findings)
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise QuestionError(f"--html {str(path)!r} can't be written: {error.strerror}") from error
+
+
+def render_report(findings: Findings) -> str:
+    """The page as one HTML text, which loads nothing from anywhere."""
+    try:
+        jinja2: Any = importlib.import_module("jinja2")
+        offline: Any = importlib.import_module("plotly.offline")
+    except ImportError as error:
+        raise QuestionError(
+            f"--html needs {error.name}: pip install 'autopar[report]' (or pip install plotly)"
+        ) from error
+    files = resources.files("autopar.explain.report")
+    parts = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
+    found = tuple(sections(findings))
+    figures = {figure.name: figure.spec for section in found for figure in section.figures}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    plan = findings.answer.plan
+    return environment.from_string(parts["page.html"]).render(
+        title=f"{findings.target} on {plan.world_size} x {plan.device}",
+        cards=tuple(_cards(findings)),
+        verdict=findings.explanation.binds,
+        asked=_asked(findings),
+        sections=found,
+        style=parts["page.css"],
+        script=parts["page.js"],
+        plotly=offline.get_plotlyjs(),
+        figures=json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c"),
+        is_number=_is_number,
+    )
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, Number)
+
+
+def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
+    """Id, name, number and what stands below it."""
+    plan = findings.answer.plan
+    rate = plan.samples_per_step / plan.step_time_s
+    error = f"give or take {plan.step_time_error:.0%}" if plan.step_time_error else "error not known yet"
+    yield "step-time", "Step, ms", milliseconds(plan.step_time_s), error
+    yield "throughput", "Rows per second", Number(rate, f"{rate:,.4g}"), f"{plan.samples_per_step} rows per step"
+    margin = f", give or take {plan.memory_error:.0%}" if plan.memory_error else ""
+    limit = f"of {size(plan.memory_limit_bytes).text} allowed{margin}"
+    yield "peak-memory", "Peak memory", size(plan.peak_memory_bytes), limit
+    yield "gap", "From the optimum, at most", percent(plan.optimality_gap), "of the plans in the search space"
+    spent = sum(seconds for _, seconds in plan.planning_s)
+    each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.planning_s)
+    yield "planning", "Planning, s", Number(spent, f"{spent:.3g}"), each
+
+
+def _asked(findings: Findings) -> tuple[str, ...]:
+    plan, asked = findings.answer.plan, findings.answer.asked
+    cluster = asked.cluster
+    found = [f"{cluster.num_nodes} nodes of {cluster.devices_per_node} x {plan.device}"]
+    found.append(f"{cluster.within.name} inside a node, {cluster.between.name} between nodes")
+    if plan.stages:
+        groups = f"{len(plan.stages)} stages on {plan.num_groups} device groups of {plan.group_size}"
+        found.append(f"{groups}, schedule {plan.schedule}")
+    if plan.num_microbatches > 1:
+        found.append(f"{plan.num_microbatches} microbatches")
+    if asked.constraints:
+        found.append("constraints: " + "; ".join(asked.constraints))
+    return tuple(found)
+
+
+def sections(findings: Findings) -> Iterator[Section]:
+    """What the page shows, top to bottom."""
+    answer, explanation, plan = findings.answer, findings.explanation, findings.answer.plan
+    yield Section(
+        "layers-section",
+        "Layers",
+        ("Every layer from first to last, and what is decided for it. Dashed lines are borders of pipeline stages.",),
+        (layer_strip(plan),),
+        (layer_table(plan),),
+    )
+    yield _step_section(findings)
+    yield _memory_section(findings)
+    yield Section(
+        "time-section",
+        "Where time and bytes go",
+        (),
+        (seconds_figure(explanation), bytes_figure(explanation)),
+        (share_table(explanation, plan.step_time_s), kind_table(explanation)),
+    )
+    if explanation.links:
+        text = "What the collectives of a device move over which link, in one step."
+        yield Section(
+            "links-section", "Communication", (text,), (link_figure(explanation),), (link_table(explanation),)
+        )
+    works = kind_works(answer)
+    text = (
+        "How many operations a layer kind does for every byte that it reads or writes, and the rate that its price "
+        "comes to. Below the slope bytes decide, below the flat part arithmetic. The larger a mark, the more time."
+    )
+    yield Section(
+        "roofline-section", "Roofline", (text,), (roofline_figure(answer, works),), (roofline_table(answer, works),)
+    )
+    yield from _choice_sections(findings)
+    yield _certainty_section(findings)
+
+
+def _step_section(findings: Findings) -> Section:
+    timeline = findings.timeline
+    groups = sorted({event.group for event in timeline.events})
+    shown = shown_groups(timeline)
+    text = [
+        "What each stream of a device does when; where a row is empty it waits. Drag to zoom, double-click for all."
+    ]
+    if len(shown) < len(groups):
+        text.append(f"{len(shown)} of {len(groups)} device groups are drawn; the table has all of them.")
+    num_events = sum(event.group in set(shown) for event in timeline.events)
+    if len(condense(timeline, shown)) < num_events:
+        text.append(f"{num_events:,} events are drawn joined with their neighbours; --trace has each of them.")
+    return Section(
+        "step-section", "The step as it passes", tuple(text), (timeline_figure(timeline),), (timeline_table(timeline),)
+    )
+
+
+def _memory_section(findings: Findings) -> Section:
+    timeline, plan = findings.timeline, findings.answer.plan
+    if not any(timeline.memory):
+        peak, limit = (size(each).text for each in (plan.peak_memory_bytes, plan.memory_limit_bytes))
+        text = f"Memory over time was not simulated for this plan. Its predicted peak is {peak} of {limit} per device."
+        return Section("memory-section", "Memory over time", (text,))
+    return Section(
+        "memory-section",
+        "Memory over time",
+        ("What a device holds as the step passes.",),
+        (memory_figure(timeline),),
+        (memory_table(timeline),),
+    )
+
+
+def _choice_sections(findings: Findings) -> Iterator[Section]:
+    answer, plan = findings.answer, findings.answer.plan
+    if answer.considered:
+        text = (
+            f"{len(answer.considered):,} of the plans that the search looked at, as it estimated them: the fast ones "
+            "and a sample of the others. Point at one to see what it does."
+        )
+        tables = (runner_table(findings.explanation.runners_up), front_table(answer))
+        yield Section("front-section", "Time against memory", (text,), (front_figure(answer),), tables)
+    tables = ()
+    if findings.forced:
+        tables += (forced_table(findings.forced, plan),)
+    if findings.what_if:
+        tables += (what_if_table(findings.what_if, plan),)
+    if findings.sweep[1]:
+        tables += (sweep_table(*findings.sweep),)
+    if tables:
+        text = "Each row is the best plan under that condition, searched for anew."
+        yield Section("choices-section", "Other choices", (text,), (), tables)
+
+
+def _certainty_section(findings: Findings) -> Section:
+    plan = findings.answer.plan
+    rows = tuple((name, percent(share)) for name, share in findings.explanation.sources)
+    errors = (
+        f"Runs like this were predicted with an error of {plan.step_time_error:.1%}."
+        if plan.step_time_error
+        else "No run like this has been compared with its prediction yet."
+    )
+    spent = tuple((name, Number(seconds, f"{seconds:.2f}")) for name, seconds in plan.planning_s)
+    return Section(
+        "certainty-section",
+        "How sure",
+        (
+            errors,
+            f"The plan is within {plan.optimality_gap:.1%} of a lower bound on every plan in the search space.",
+            *plan.notes,
+        ),
+        (),
+        (
+            Table("What the prices of the step rest on", ("source", "share of seconds"), rows),
+            Table("Planning", ("part", "seconds"), spent),
+        ),
+    )

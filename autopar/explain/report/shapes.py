@@ -1,0 +1,134 @@
+"""What a page is made of: charts as plotly's own JSON, tables, and numbers with their exact value beside the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "COLOURS", "LEGEND", "MARGIN", "MEMORY_COLOURS", "PATTERNS", "SERIES", "Cell", "Figure", "Number", "Table", "axis",
+    "count", "milliseconds", "percent", "size", "size_unit",
+]  # fmt: skip
+
+# Okabe and Ito's colours, which people with any kind of colour blindness tell apart, and three of Paul Tol's.
+SERIES = (
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8f8f8f", "#882255", "#6f5fc9",
+)  # fmt: skip
+PATTERNS = ("", "/", ".", "x")
+LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+MARGIN = {"t": 8, "r": 16, "b": 40, "l": 8}
+COLOURS = {
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "weight": "#6f5fc9",
+    "recompute": "#8f8f8f",
+    "optimizer": "#009e73",
+    "activation communication": "#e69f00",
+    "gather": "#f0e442",
+    "reduce": "#d55e00",
+    "parameter communication": "#d55e00",
+    "send": "#cc79a7",
+    "broadcast": "#882255",
+    "waiting in the pipeline": "#8f8f8f",
+    "hidden behind computing": "#8f8f8f",
+}
+MEMORY_COLOURS = {
+    "parameters": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#009e73",
+    "optimizer state": "#009e73",
+    "saved": "#e69f00",
+    "saved activations": "#e69f00",
+    "transient": "#f0e442",
+    "transients": "#f0e442",
+    "gathered parameters": "#cc79a7",
+    "pipeline buffers": "#882255",
+    "overhead": "#8f8f8f",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as people read it, with its exact value for programs."""
+
+    value: float
+    text: str
+
+
+Cell = str | Number
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers beside a chart; `caption` says what the rows are."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def headings(self) -> tuple[tuple[str, bool], ...]:
+        """The columns' names, and whether numbers stand below."""
+        numbers = [any(isinstance(row[place], Number) for row in self.rows) for place in range(len(self.columns))]
+        return tuple(zip(self.columns, numbers, strict=True))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart.
+
+    Args:
+        name: its id on the page.
+        description: what it shows, for people who can't see it.
+        data: plotly traces.
+        layout: plotly layout, without colours of text and background: those are the page's.
+        height: in pixels.
+        has_zoom: whether the page gives it buttons to zoom and pan along x.
+        choices: names and the traces that are seen when that one is chosen; () for no choice.
+    """
+
+    name: str
+    description: str
+    data: tuple[Mapping[str, Any], ...]
+    layout: Mapping[str, Any]
+    height: int = 320
+    has_zoom: bool = False
+    choices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What the page's script draws."""
+        return {"data": list(self.data), "layout": dict(self.layout)}
+
+
+def axis(title: str = "", **others: Any) -> dict[str, Any]:
+    """A plotly axis."""
+    return {"title": {"text": title}, "automargin": True, **others}
+
+
+def milliseconds(seconds: float) -> Number:
+    """Seconds, read as ms."""
+    return Number(seconds, f"{seconds * 1e3:,.4g}")
+
+
+def size(num_bytes: float) -> Number:
+    """Bytes, read in the unit that suits them."""
+    factor, unit = size_unit(num_bytes)
+    return Number(num_bytes, f"{num_bytes / factor:,.3g} {unit}" if num_bytes else "0")
+
+
+def size_unit(num_bytes: float) -> tuple[float, str]:
+    """Bytes of the unit in which so many are easiest to read, and its name."""
+    units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+    return next((pair for pair in units if num_bytes >= pair[0]), (1.0, "bytes"))
+
+
+def percent(part: float) -> Number:
+    """A share of 1."""
+    return Number(part, f"{part:.1%}")
+
+
+def count(value: float) -> Number:
+    """A whole number."""
+    return Number(value, f"{value:,.0f}")

@@ -1,0 +1,139 @@
+"""What a device does in each layer kind: arithmetic, bytes, seconds, and what the prices of those seconds rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.cost.work import Work, count_work
+from autopar.explain.planner import Answer
+from autopar.plan import PlannedLayer
+from autopar.search.layer_cost import is_differentiable
+from autopar.search.placed import SharedStorage, place
+from autopar.search.plan_collectives import own_strategy, plan_collectives
+
+__all__ = ["SOURCES", "KindWork", "certainty", "kind_works", "roofs"]
+
+SOURCES = ("measured", "published", "calibrated", "estimate")
+"""What a price rests on, the surest first: this machine, a publication, published training runs, our guess."""
+
+_RATE_OF = {"matmul": "matmul_efficiency", "attention": "attention_efficiency"}
+
+
+@dataclass(frozen=True)
+class KindWork:
+    """The ops of all layers of one kind on one device in one step, forward and backward, collectives apart.
+
+    Args:
+        layers: their names.
+        flops: multiplications and additions.
+        num_bytes: what they read and write.
+        seconds: what that is priced at.
+        dtype: what most arithmetic is done in.
+    """
+
+    layers: tuple[str, ...]
+    flops: float
+    num_bytes: float
+    seconds: float
+    dtype: str
+
+    @property
+    def intensity(self) -> float:
+        """Flops per byte."""
+        return self.flops / self.num_bytes if self.num_bytes else 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        """The rate that is reached."""
+        return self.flops / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _PricedOp:
+    work: Work
+    seconds: float
+    source: str
+    is_differentiable: bool
+
+
+def kind_works(answer: Answer) -> tuple[KindWork, ...]:
+    """The work of each layer kind under each of its strategies, in the plan's order."""
+    found: list[KindWork] = []
+    for index, names in _by_strategy(answer.plan.layers).items():
+        flops = num_bytes = seconds = 0.0
+        by_dtype: dict[str, float] = {}
+        for op in _priced_ops(answer, index):
+            both = op.is_differentiable
+            own = op.work.flops + (op.work.backward_flops if both else 0.0)
+            flops += own
+            by_dtype[op.work.dtype] = by_dtype.get(op.work.dtype, 0.0) + own
+            num_bytes += op.work.num_bytes + (op.work.backward_num_bytes if both else 0.0)
+            seconds += op.seconds
+        count = len(names) * answer.plan.num_microbatches
+        dtype = max(by_dtype, key=lambda name: by_dtype[name], default="float32")
+        found.append(KindWork(names, count * flops, count * num_bytes, count * seconds, dtype))
+    return tuple(found)
+
+
+def roofs(answer: Answer, dtype: str) -> tuple[float, float]:
+    """What a device can do at most: flops per second in `dtype` (0.0: unknown), bytes per second."""
+    device = answer.asked.cluster.device
+    return device.flops_per_s.get(dtype, 0.0), device.memory_bytes_per_s
+
+
+def certainty(answer: Answer) -> tuple[tuple[str, float], ...]:
+    """Shares of the seconds of work and communication by what their prices rest on, in the order of `SOURCES`."""
+    seconds: dict[str, float] = dict.fromkeys(SOURCES, 0.0)
+    plan, cluster = answer.plan, answer.asked.cluster
+    for index, names in _by_strategy(plan.layers).items():
+        for op in _priced_ops(answer, index):
+            seconds[op.source] += len(names) * plan.num_microbatches * op.seconds
+        if plan.costs[index].optimizer_s:
+            source = _weakest(cluster.device.sources.get("memory_efficiency", ""))
+            seconds[source] += len(names) * plan.costs[index].optimizer_s
+    for group in range(plan.num_groups):
+        for run in plan_collectives(answer.program, plan, answer.training, group=group):
+            is_within = run.axis.size * run.axis.stride <= cluster.devices_per_node
+            link = cluster.within if is_within else cluster.between
+            source = _weakest(link.sources.get(_RATES.get(run.kind, "gather_bytes_per_s"), ""))
+            seconds[source] += run.times * answer.prices.collective_s(run.kind, run.axis, run.num_bytes)
+    total = sum(seconds.values())
+    return tuple((name, each / total) for name, each in seconds.items()) if total else ()
+
+
+_RATES = {"all_reduce": "all_reduce_bytes_per_s", "all_to_all": "exchange_bytes_per_s"}
+
+
+def _by_strategy(layers: tuple[PlannedLayer, ...]) -> Mapping[int, tuple[str, ...]]:
+    names: dict[int, tuple[str, ...]] = {}
+    for layer in layers:
+        names[layer.strategy] = (*names.get(layer.strategy, ()), layer.name)
+    return names
+
+
+def _priced_ops(answer: Answer, index: int) -> Iterator[_PricedOp]:
+    """The ops of a layer with strategy `index`, for one microbatch on one device."""
+    program, plan, training = answer.program, answer.plan, answer.training
+    sources = answer.asked.cluster.device.sources
+    number = next(number for number, layer in enumerate(plan.layers) if layer.strategy == index)
+    layer = program.layers[number]
+    strategy = own_strategy(program, layer, plan.strategies[index])
+    placed = place(program, layer, strategy, plan.num_microbatches, _shared(answer))
+    for op, state in zip(layer.ops, placed.states, strict=True):
+        both = is_differentiable(program, op, training)
+        time = answer.prices.op_s(op, state.operand_types, state.result_types, both)
+        work = count_work(op, state.operand_types, state.result_types)
+        estimated = _weakest(sources.get(_RATE_OF.get(work.kind, "memory_efficiency"), ""))
+        source = "measured" if time.source == "measured" else estimated
+        yield _PricedOp(work, time.forward_s + time.backward_s, source, both)
+
+
+def _shared(answer: Answer) -> SharedStorage:
+    values = {name: value for value, name in answer.program.parameters.items()}
+    return {values[name]: (answer.plan.shared_mesh, layout) for name, layout in answer.plan.shared_storage}
+
+
+def _weakest(source: str) -> str:
+    """The least sure of the words that a source names; without any it is an estimate."""
+    return next((name for name in reversed(SOURCES) if name in source), "estimate")
