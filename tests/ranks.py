@@ -40,7 +40,9 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     Raises:
         RanksError: some rank raised, died, or ran longer than `timeout_s`.
     """
-    context = multiprocessing.get_context("spawn")
+    # Imports are most of what a short test costs: one process does them, and ranks are forked from it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
             context.Process(target=_run_rank, args=(function, rank, world, args, folder, timeout_s), daemon=True)

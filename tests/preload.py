@@ -1,0 +1,14 @@
+"""What ranks import, before there are any (`tests.ranks`).  Nothing here may start a thread: threads don't survive a fork."""
+
+# ruff: noqa: F401
+import torch._inductor.codecache
+import torch.distributed.checkpoint
+import torch.distributed.pipelining
+import torch.export.pt2_archive
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+
+import autopar.api
+import autopar.verify
+import tests.end_to_end.harness
+import tests.models
