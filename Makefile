@@ -11,7 +11,7 @@ JOBS := 2
 # One thread a process: the tests and the demo run several processes on few cores.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup check test lint unit slow format demo bench clean
+.PHONY: setup browser check test lint unit slow format demo bench clean
 
 setup: $(READY)
 
@@ -21,6 +21,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt $(TORCH_ARGS) torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
+
+# The report's tests open it in a browser, and are skipped where there is none.  This installs one where it may.
+browser:
+	command -v chromium chromium-browser google-chrome || (apt-get update && apt-get install -y chromium) || true
 
 format: $(READY)
 	$(BIN)/ruff check --fix-only --quiet .

@@ -17,6 +17,7 @@ from autopar.explain.report.shapes import (
     Table,
     axis,
     count,
+    digits,
     milliseconds,
     percent,
     size,
@@ -126,7 +127,7 @@ def _plan_row(text: str, other: Plan, plan: Plan) -> tuple[Cell, ...]:
     rate = other.samples_per_step / other.step_time_s
     return (
         text, count(other.world_size), milliseconds(other.step_time_s),
-        _change(other.step_time_s / plan.step_time_s - 1), Number(rate, f"{rate:,.4g}"),
+        _change(other.step_time_s / plan.step_time_s - 1), Number(rate, digits(rate)),
         size(other.peak_memory_bytes),
     )  # fmt: skip
 
@@ -141,7 +142,7 @@ def sweep_table(text: str, rows: Sequence[SweepRow]) -> Table:
         rate = row.plan.samples_per_step / row.plan.step_time_s
         cells.append(
             (
-                row.value, milliseconds(row.plan.step_time_s), Number(rate, f"{rate:,.4g}"), percent(row.efficiency),
+                row.value, milliseconds(row.plan.step_time_s), Number(rate, digits(rate)), percent(row.efficiency),
                 size(row.plan.peak_memory_bytes), row.brief,
             )
         )  # fmt: skip

@@ -20,6 +20,7 @@ from autopar.explain.report.shapes import (
     Table,
     axis,
     count,
+    digits,
     milliseconds,
     percent,
     size,
@@ -38,6 +39,7 @@ __all__ = [
     "share_table",
 ]
 
+_SHORT = {"activation communication": "act. comm.", "parameter communication": "par. comm."}
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon", "x")
 
 
@@ -90,7 +92,7 @@ def _stacks(
         if any(sizes):
             found.append(
                 {
-                    "type": "bar", "orientation": "h", "name": what, "y": names, "x": sizes,
+                    "type": "bar", "orientation": "h", "name": _SHORT.get(what, what), "y": names, "x": sizes,
                     "marker": {"color": colours[what]},
                     "hovertemplate": f"%{{y}}<br>{what}: %{{x:.4g}} {unit}<extra></extra>",
                 }
@@ -99,7 +101,7 @@ def _stacks(
 
 
 def _kind_name(layers: Sequence[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} ({len(layers)})"
+    return layers[0] if len(layers) == 1 else f"{layers[0]} .. ({len(layers)})"
 
 
 def kind_table(found: Explanation) -> Table:
@@ -187,9 +189,11 @@ def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
                 "hovertemplate": "%{x:.4g} flops per byte, %{y:.4g} TFLOP/s<extra></extra>",
             }
         )  # fmt: skip
+    rates = [rate for trace in data for rate in trace["y"]]
+    top, bottom = max(rates, default=1.0), min(rates, default=1.0)
     layout = {
         "xaxis": axis("flops per byte", type="log"),
-        "yaxis": axis("TFLOP/s", type="log"),
+        "yaxis": axis("TFLOP/s", type="log", range=[math.log10(bottom / 2), math.log10(top * 1.5)]),
         "legend": LEGEND,
         "margin": MARGIN,
     }
@@ -205,8 +209,8 @@ def roofline_table(answer: Answer, works: Sequence[KindWork]) -> Table:
         bound = "bytes" if not flops or work.intensity < flops / num_bytes else "arithmetic"
         rows.append(
             (
-                _kind_name(work.layers), Number(work.flops, f"{work.flops / 1e12:.4g}"),
-                Number(work.num_bytes, f"{work.num_bytes / 1e9:.4g}"), Number(work.intensity, f"{work.intensity:.4g}"),
+                _kind_name(work.layers), Number(work.flops, digits(work.flops / 1e12)),
+                Number(work.num_bytes, digits(work.num_bytes / 1e9)), Number(work.intensity, f"{work.intensity:.4g}"),
                 Number(work.flops_per_s, f"{work.flops_per_s / 1e12:.4g}"),
                 percent(work.flops_per_s / flops) if flops else "-", bound,
             )

@@ -31,7 +31,7 @@ from autopar.explain.report.costs import (
     share_table,
 )
 from autopar.explain.report.layers import layer_strip, layer_table
-from autopar.explain.report.shapes import Cell, Figure, Number, Table, milliseconds, percent, size
+from autopar.explain.report.shapes import Cell, Figure, Number, Table, digits, milliseconds, percent, size
 from autopar.explain.report.steps import (
     condense,
     memory_figure,
@@ -108,7 +108,7 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
     rate = plan.samples_per_step / plan.step_time_s
     error = f"give or take {plan.step_time_error:.0%}" if plan.step_time_error else "error not known yet"
     yield "step-time", "Step, ms", milliseconds(plan.step_time_s), error
-    yield "throughput", "Rows per second", Number(rate, f"{rate:,.4g}"), f"{plan.samples_per_step} rows per step"
+    yield "throughput", "Rows per second", Number(rate, digits(rate)), f"{plan.samples_per_step} rows per step"
     margin = f", give or take {plan.memory_error:.0%}" if plan.memory_error else ""
     limit = f"of {size(plan.memory_limit_bytes).text} allowed{margin}"
     yield "peak-memory", "Peak memory", size(plan.peak_memory_bytes), limit

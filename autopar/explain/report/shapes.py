@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = [
     "COLOURS", "LEGEND", "MARGIN", "MEMORY_COLOURS", "PATTERNS", "SERIES", "Cell", "Figure", "Number", "Table", "axis",
-    "count", "milliseconds", "percent", "size", "size_unit",
+    "count", "digits", "milliseconds", "percent", "size", "size_unit",
 ]  # fmt: skip
 
 # Okabe and Ito's colours, which people with any kind of colour blindness tell apart, and three of Paul Tol's.
@@ -16,7 +16,7 @@ SERIES = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8f8f8f", "#882255", "#6f5fc9",
 )  # fmt: skip
 PATTERNS = ("", "/", ".", "x")
-LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
 MARGIN = {"t": 8, "r": 16, "b": 40, "l": 8}
 COLOURS = {
     "forward": "#56b4e9",
@@ -109,7 +109,12 @@ def axis(title: str = "", **others: Any) -> dict[str, Any]:
 
 def milliseconds(seconds: float) -> Number:
     """Seconds, read as ms."""
-    return Number(seconds, f"{seconds * 1e3:,.4g}")
+    return Number(seconds, digits(seconds * 1e3))
+
+
+def digits(value: float) -> str:
+    """Four digits, more of large numbers: ``"0.1234"``, ``"12.34"``, ``"12,345"``."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def size(num_bytes: float) -> Number:
