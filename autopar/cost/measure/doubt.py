@@ -9,12 +9,12 @@ from autopar.cost.measure.collectives import Ranks, max_over_ranks
 from autopar.cost.measure.timing import contention_now
 from autopar.cost.profile import Curve, Profile, Readings
 
-__all__ = ["doubtful_keys"]
+__all__ = ["NOISY", "doubtful_keys"]
 
 _OLD_S = 600.0
 """Younger numbers are not doubted: what made the machine busy may well go on."""
 _BUSIER = 1.5
-_NOISY = 0.5
+NOISY = 0.5
 
 
 def doubtful_keys(ranks: Ranks, found: Profile) -> frozenset[str]:
@@ -28,7 +28,7 @@ def doubtful_keys(ranks: Ranks, found: Profile) -> frozenset[str]:
     return frozenset(
         key
         for key, series in old.items()
-        if series.contention > _BUSIER * contention or (isinstance(series, Curve) and series.spread > _NOISY)
+        if series.contention > _BUSIER * contention or (isinstance(series, Curve) and series.spread > NOISY)
     )
 
 

@@ -1,0 +1,7 @@
+"""``python -m autopar.profile``."""
+
+import sys
+
+from autopar.profile.cli import main
+
+sys.exit(main())

@@ -1,0 +1,135 @@
+"""Reads the options of the command line; what can't be read is a `ProfileError` that says what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from autopar.cost.measure.collectives import all_axes
+from autopar.cost.measure.probe import Probe
+from autopar.errors import ProfileError
+from autopar.placement import Axis
+
+__all__ = ["matching_keys", "read_axes", "read_budget", "read_dtypes", "read_output"]
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def read_dtypes(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """``"bfloat16,float32"``.
+
+    Raises:
+        ProfileError: one is none that matrix products are measured in.
+    """
+    if text is None:
+        return default
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in _DTYPES:
+            raise ProfileError(f"--dtypes {text}: {name!r} is not one of {', '.join(_DTYPES)}")
+    return names
+
+
+def read_budget(text: str | None) -> float | None:
+    """Seconds, more than 0; None: not said.
+
+    Raises:
+        ProfileError: it is no such number.
+    """
+    if text is None:
+        return None
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ProfileError(f"--budget {text}: say seconds, such as --budget 60")
+    return seconds
+
+
+def read_axes(axes: str | None, group_sizes: str | None, world_size: int) -> tuple[Axis, ...]:
+    """``--axes 2x1,2x4`` (size x stride), or ``--group-sizes 2,8`` at all strides; by default all there are.
+
+    Raises:
+        ProfileError: one can't be read, or does not fit so many processes.
+    """
+    fitting = all_axes(world_size)
+    if axes is not None and group_sizes is not None:
+        raise ProfileError("--axes and --group-sizes: say one of them")
+    if world_size == 1 and (axes or group_sizes):
+        raise ProfileError(
+            "one process has no groups to measure: torchrun --nproc-per-node N -m autopar.profile, or leave out "
+            "--axes and --group-sizes"
+        )
+    if axes is not None:
+        wanted = [_read_axis(part, axes) for part in axes.split(",")]
+        for axis in wanted:
+            if axis not in fitting:
+                raise ProfileError(
+                    f"--axes {axes}: {axis.size}x{axis.stride} does not fit {world_size} processes. These do: "
+                    + ",".join(f"{fit.size}x{fit.stride}" for fit in fitting)
+                )
+        return tuple(dict.fromkeys(wanted))
+    if group_sizes is None:
+        return fitting
+    sizes = [_read_count(part, f"--group-sizes {group_sizes}") for part in group_sizes.split(",")]
+    for size in sizes:
+        if size not in {axis.size for axis in fitting}:
+            raise ProfileError(
+                f"--group-sizes {group_sizes}: {world_size} processes are no groups of {size}. These sizes go: "
+                + ",".join(str(size) for size in dict.fromkeys(axis.size for axis in fitting))
+            )
+    return all_axes(world_size, sizes)
+
+
+def _read_axis(part: str, text: str) -> Axis:
+    size, _, stride = part.strip().partition("x")
+    where = f"--axes {text}"
+    return Axis(_read_count(size, where), _read_count(stride or "1", where))
+
+
+def _read_count(text: str, where: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ProfileError(
+            f"{where}: {text.strip()!r} is no count. Say group sizes such as --group-sizes 2,8, or sizes and strides "
+            "such as --axes 2x1,2x4"
+        )
+    return int(text)
+
+
+def read_output(text: str | None, default: Path) -> Path:
+    """The file to write to.
+
+    Raises:
+        ProfileError: it is a folder, or its folder can't be written to.
+    """
+    if text is None:
+        return default
+    path = Path(text).expanduser()
+    if path.is_dir():
+        raise ProfileError(f"--output {text} is a folder: name a file in it, such as {path / 'profile.json'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(path.name + ".lock").touch()
+    except OSError as error:
+        raise ProfileError(f"--output {text} can't be written: {error.strerror}. Name another file") from error
+    return path
+
+
+def matching_keys(globs: Sequence[str], probes: Iterable[Probe]) -> frozenset[str]:
+    """The keys of `probes` that any of `globs` matches.
+
+    Raises:
+        ProfileError: one matches nothing.
+    """
+    keys = [key for probe in probes for key in probe.keys]
+    found = {pattern: [key for key in keys if fnmatchcase(key, pattern)] for pattern in globs}
+    for pattern, matches in found.items():
+        if not matches:
+            kinds = dict.fromkeys(key.split("/")[0] for key in keys)
+            raise ProfileError(
+                f"--remeasure {pattern!r} matches nothing that is measured here. Keys are such as {keys[0]!r}; they "
+                f"begin with {', '.join(kinds)}; --list shows all"
+            )
+    return frozenset(key for matches in found.values() for key in matches)

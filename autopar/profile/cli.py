@@ -1,0 +1,177 @@
+"""The command line: ``python -m autopar.profile``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+
+from autopar.cost.measure import Alone
+from autopar.cost.measure.collectives import share_text
+from autopar.cost.measure.doubt import NOISY
+from autopar.cost.measure.machine import CACHE_DIR, profile_path
+from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
+from autopar.cost.measure.wanted import default_dtypes, dense_probes, quick_probes
+from autopar.cost.profile import Profile
+from autopar.errors import AutoparError, ProfileError
+from autopar.profile.asked import matching_keys, read_axes, read_budget, read_dtypes, read_output
+from autopar.profile.processes import choose_device, is_first_here, open_processes
+from autopar.profile.progress import showing
+from autopar.profile.table import print_probes, print_profile
+
+__all__ = ["main"]
+
+_UNHURRIED_S = 120.0
+_PIPED_WIDTH = 130
+_NUM_NAMED = 5
+_EPILOG = """
+examples:
+  python -m autopar.profile                                            ops and memory of this device
+  torchrun --nproc-per-node 4 -m autopar.profile                       and collectives between 4 processes
+  torchrun --nproc-per-node 4 -m autopar.profile --budget 60           stop after a minute; the next run goes on
+  python -m autopar.profile --device cuda --output profiles/h200.json  keep it somewhere else
+  python -m autopar.profile --show profiles/h200.json                  print it as tables
+  python -m autopar.profile --remeasure 'matmul/*'                     again, although it is there
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say it once, not once on each process."""
+        if is_first_here():
+            super().error(f"{message} (--help shows what there is)")
+        sys.exit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can mend."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    must_tell = True  # which device it has is each process's own matter; the rest is the same on all
+    try:
+        if options.show:
+            print_profile(_load(Path(options.show)), _console())
+            return 0
+        device = choose_device(options.device)
+        must_tell = is_first_here()
+        return _run(options, device)
+    except AutoparError as error:
+        if must_tell:
+            sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted: what was measured is kept; the same command goes on from there\n")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m autopar.profile",
+        description="Measure this machine and the links between its processes.  What was measured before is kept.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), help="what to measure (default: a GPU if there is one)")
+    add("--output", metavar="PATH", help="file to add to (default: the one that parallelize reads on this machine)")
+    add("--budget", metavar="SECONDS", help="stop after about so long (default: until all is measured, some minutes)")
+    add(
+        "--dtypes", metavar="A,B", help="of matrix products and attention (default: float32; on a GPU bfloat16,float32)"
+    )
+    add("--axes", metavar="SIZExSTRIDE,..", help="groups to measure, such as 4x1,2x4 (default: all that fit)")
+    add("--group-sizes", metavar="A,B", help="groups of these sizes only, at all strides")
+    add("--quick", action="store_true", help="only what parallelize itself would measure, in seconds")
+    add("--remeasure", action="append", default=[], metavar="KEYGLOB", help="again, although it is there: 'matmul/*'")
+    add("--list", action="store_true", help="list what can be measured here, and whether it has been; measure nothing")
+    add("--show", nargs="?", const="", metavar="PATH", help="print a profile as tables; measure nothing")
+    return parser
+
+
+def _run(options: argparse.Namespace, device: torch.device) -> int:
+    with open_processes(device) as communicator, _short_warnings():
+        ranks = communicator or Alone(device)
+        budget_s = read_budget(options.budget)
+        dtypes = read_dtypes(options.dtypes, default_dtypes(device))
+        axes = read_axes(options.axes, options.group_sizes, ranks.world_size)
+        usual = profile_path(CACHE_DIR, device, ranks.world_size)
+        path = Path(share_text(ranks, lambda: str(read_output(options.output, usual))))
+        if options.show is not None:
+            share_text(ranks, lambda: _show(path))
+            return 0
+        probes = (quick_probes if options.quick else dense_probes)(device, communicator, axes, dtypes)
+        again = matching_keys(options.remeasure, probes)
+        ranks.prepare(axes)
+        found = load_shared(ranks, path)
+        lacking = missing_probes(probes, found, again)
+        if options.list:
+            if ranks.rank == 0:
+                print_probes(probes, lacking, _console())
+            return 0
+        with showing(_console(), is_shown=ranks.rank == 0) as tell:
+            stops = budget_s is not None
+            profile = measure_missing(ranks, lacking, found, budget_s or _UNHURRIED_S, path, tell=tell, stops=stops)
+        if ranks.rank == 0:
+            _summarize(profile, path, len(lacking), len(missing_probes(lacking, profile)))
+        return 0
+
+
+def _show(path: Path) -> str:
+    print_profile(_load(path), _console())
+    return ""
+
+
+def _load(path: Path) -> Profile:
+    try:
+        return Profile.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        others = [str(other) for other in sorted(CACHE_DIR.glob("profile-*.json"))]
+        there = f" There are {', '.join(others)}" if others else ""
+        raise ProfileError(
+            f"--show: {path} can't be read ({error}). Name a profile, or measure one first.{there}"
+        ) from error
+
+
+def _summarize(profile: Profile, path: Path, num_lacking: int, num_left: int) -> None:
+    console = _console()
+    if not num_lacking:
+        console.print("nothing was missing; --remeasure KEYGLOB measures again")
+    elif num_left:
+        console.print(f"{num_left} of {num_lacking} are not measured yet; the same command goes on")
+    contention = max((curve.contention for curve in profile.curves.values()), default=1.0)
+    console.print(
+        f"{len(profile.curves)} curves and {len(profile.readings)} readings are in {path}\n"
+        f"median spread {profile.spread:.0%}; up to {contention:.1f} seconds passed for each second of work"
+    )
+    noisy = [key for key, curve in profile.curves.items() if curve.spread > NOISY]
+    if noisy:
+        some = ", ".join(noisy[:_NUM_NAMED]) + (", ..." if len(noisy) > _NUM_NAMED else "")
+        console.print(
+            f"{len(noisy)} curves spread by more than {NOISY:.0%}: {some}. On a quiet machine, --remeasure them"
+        )
+
+
+def _console() -> Console:
+    console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console
+
+
+@contextmanager
+def _short_warnings() -> Generator[None]:
+    """Warnings as one line for people, without the code that gave them."""
+
+    def write(message: Warning | str, *_: Any) -> None:
+        sys.stderr.write(f"warning: {message}\n")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = write
+        yield

@@ -1,0 +1,63 @@
+"""The processes that measure: this one alone, or all that torchrun started."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import ProfileError
+from autopar.lower.communicator import ProcessGroupCommunicator
+
+__all__ = ["choose_device", "is_first_here", "open_processes"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+_dist: Any = dist  # it does not name all that it documents
+
+
+def is_first_here() -> bool:
+    """Whether this is the first process of its node, before there is a process group."""
+    return _place_in_node() == 0
+
+
+def choose_device(asked: str | None) -> torch.device:
+    """This process's device: by default a GPU if there is one.
+
+    Raises:
+        ProfileError: there is none for this process.
+    """
+    kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count, index = torch.cuda.device_count(), _place_in_node()
+    if not torch.cuda.is_available():
+        raise ProfileError("--device cuda: PyTorch sees no GPU here. Use --device cpu")
+    if index >= count:
+        raise ProfileError(
+            f"--device cuda: process {index} of this node has no GPU, there are {count}. "
+            f"Start as many processes: torchrun --nproc-per-node {count} -m autopar.profile"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def open_processes(device: torch.device) -> Generator[ProcessGroupCommunicator | None]:
+    """The communicator of what torchrun started; None: this process is alone."""
+    if not dist.is_torchelastic_launched():
+        yield None
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    try:
+        yield ProcessGroupCommunicator(device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _place_in_node() -> int:
+    return _dist.get_node_local_rank(fallback_rank=0)

@@ -1,0 +1,106 @@
+"""A profile as tables for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Container, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cost.measure.probe import Probe
+from autopar.cost.profile import Profile, Readings
+
+__all__ = ["print_probes", "print_profile"]
+
+_PLAIN = ("view", "launch")
+"""Kinds of curves whose amount is no work."""
+
+
+def print_profile(profile: Profile, console: Console) -> None:
+    """Everything that `profile` holds, one line for each curve, reading, layer and step."""
+    software = ", ".join(f"{name} {value}" for name, value in profile.software.items() if value)
+    console.print(
+        f"{profile.device}, {profile.num_ranks} processes at a time, {profile.date}; {software}", markup=False
+    )
+    if profile.curves:
+        _print_curves(profile, console)
+    if profile.readings:
+        table = _table("reading", "points", "amount", "value", "spread", "busy")
+        for key, found in sorted(profile.readings.items()):
+            table.add_row(key, *_cells(found))
+        console.print(table)
+    if profile.layers:
+        table = _table("layer", "forward", "backward", "spread")
+        for key, layer in sorted(profile.layers.items()):
+            table.add_row(key, _seconds(layer.forward_s), _seconds(layer.backward_s), f"{layer.spread:.0%}")
+        console.print(table)
+    if profile.steps:
+        table = _table("step", "predicted", "measured", "GiB predicted", "measured", "spread")
+        for key, step in sorted(profile.steps.items()):
+            seconds = (_seconds(step.predicted_s), _seconds(step.measured_s))
+            gibibytes = (f"{size / 2**30:.3g}" for size in (step.predicted_bytes, step.measured_bytes))
+            table.add_row(key, *seconds, *gibibytes, f"{step.spread:.0%}")
+        console.print(table)
+    console.print(
+        "spread: distance of the quartiles over the median (of an interference: the distance itself); busy: seconds "
+        "that passed for each second of work while it was measured"
+    )
+
+
+def print_probes(probes: Sequence[Probe], missing: Container[Probe], console: Console) -> None:
+    """What can be measured here, and what of it has not been."""
+    table = _table("measured", "points", "what")
+    for probe in probes:
+        state = "no" if probe in missing else "yes"
+        table.add_row(state, str(probe.num_points), " and ".join(probe.keys))
+    console.print(table)
+
+
+def _print_curves(profile: Profile, console: Console) -> None:
+    table = _table("curve", "points", "work", "takes", "best rate", "spread", "busy")
+    for key, curve in sorted(profile.curves.items()):
+        least, most = curve.points[0], curve.points[-1]
+        takes = _range(_seconds(min(p.seconds for p in curve.points)), _seconds(max(p.seconds for p in curve.points)))
+        is_work = key.split("/")[0] not in _PLAIN
+        unit = "flop" if key.startswith(("matmul/", "attention/")) else "B"
+        work = _range(_scaled(least.amount), _scaled(most.amount)) + f" {unit}" if is_work else ""
+        rate = f"{_scaled(max(p.amount / p.seconds for p in curve.points))}{unit}/s" if is_work else ""
+        busy = f"{curve.contention:.2f}"
+        table.add_row(key, str(len(curve.points)), work, takes, rate, f"{curve.spread:.0%}", busy)
+    console.print(table)
+
+
+def _cells(found: Readings) -> tuple[str, ...]:
+    amounts = _range(_scaled(found.points[0].amount), _scaled(found.points[-1].amount))
+    values = [point.value for point in found.points]
+    spread = statistics.median(point.spread for point in found.points)
+    between = _range(_scaled(min(values)), _scaled(max(values)))
+    return str(len(values)), amounts, between, f"{spread:.2g}", f"{found.contention:.2f}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        is_text = column in ("curve", "reading", "layer", "step", "what", "measured")
+        table.add_column(column, overflow="fold", justify="left" if is_text else "right")
+    return table
+
+
+def _range(low: str, high: str) -> str:
+    return low if low == high else f"{low} .. {high}"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def _scaled(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.3g} "
