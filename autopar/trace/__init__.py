@@ -5,6 +5,7 @@
 """
 
 from autopar.trace.capture import copy_with
+from autopar.trace.compat import argument_source, run_captured
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.pipeline import Traced, trace
 from autopar.trace.signature import default_example_inputs
@@ -12,10 +13,12 @@ from autopar.trace.signature import default_example_inputs
 __all__ = [
     "LossFunction",
     "Traced",
+    "argument_source",
     "copy_with",
     "default_example_inputs",
     "put_loss_inside",
     "require_target",
+    "run_captured",
     "trace",
     "without_target",
 ]

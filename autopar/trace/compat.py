@@ -24,6 +24,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "TORCH_DIRECTORY",
     "argument_names",
+    "argument_source",
     "clone_tree",
     "fake_mode",
     "fake_tensor",
@@ -33,6 +34,7 @@ __all__ = [
     "is_higher_order",
     "is_plain_op",
     "overload",
+    "run_captured",
     "run_decompositions",
     "storage_key",
     "unflatten_one_level",
@@ -205,3 +207,29 @@ def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
         return made
 
     return copy(model)
+
+
+def argument_source(node: fx.Node) -> str:
+    """Where the argument of one of Dynamo's graphs comes from, as a Python expression such as ``L['x']``; or ""."""
+    argument = node.meta.get("grapharg")
+    found = getattr(getattr(argument, "source", None), "name", "")
+    return str(found() if callable(found) else found)  # a method before torch 2.12
+
+
+def run_captured(module: fx.GraphModule, args: Sequence[Any]) -> Any:
+    """Run a graph of Dynamo's node by node; what is traced meanwhile takes over source lines and module paths.
+
+    What it checkpoints runs as it is: what to recompute is decided for the whole program.
+    """
+    with fx.traceback.preserve_node_meta():
+        return _Runner(module, garbage_collect_values=False).run(*args)
+
+
+class _Runner(fx.Interpreter):
+    """Runs the bodies of checkpointed regions in place."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_higher_order(target) and target.name() == "tag_activation_checkpoint":
+            body, *operands = args
+            return _Runner(body, garbage_collect_values=False).run(*operands)
+        return super().call_function(target, args, kwargs)

@@ -1,0 +1,69 @@
+"""What Dynamo's code calls: a graph that is planned when it first meets sizes, and then runs by that plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.backend.graph import CapturedGraph
+from autopar.backend.options import Options, read_options
+from autopar.backend.planning import plan_graph
+from autopar.backend.running import RunningGraph
+from autopar.backend.session import Session, session_of
+from autopar.lower.agreement import agree
+
+__all__ = ["CompiledGraph"]
+
+_Key = tuple[object, ...]
+
+
+class CompiledGraph:
+    """Calls of one graph, sorted by the sizes of their arguments and whether gradients are wanted."""
+
+    def __init__(self, graph: CapturedGraph, options: Mapping[str, Any] | None, mode: str) -> None:
+        """Nothing is looked at before the first call."""
+        self._graph = graph
+        self._given = options
+        self._mode = mode
+        self._options: Options | None = None
+        self._running: dict[_Key, RunningGraph | None] = {}
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        """The graph's outputs.
+
+        Raises:
+            AutoparError: one of its kinds, on every rank, before any rank waits for another.
+        """
+        if self._options is None:
+            self._options = read_options(self._given, self._mode)
+        trains = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+        key = (trains, *map(_key, values))
+        running = self._running.get(key)
+        if key not in self._running or not (running is None or running.is_current(values)):
+            running = self._running[key] = self._plan(values, self._options, trains)
+        return self._graph.code(*values) if running is None else running(values)
+
+    def _plan(self, values: Sequence[Any], options: Options, trains: bool) -> RunningGraph | None:
+        session = session_of(options.mesh)
+
+        def plan() -> RunningGraph | None:
+            planned = plan_graph(self._graph, values, options, session, trains=trains)
+            if planned is None:
+                return None
+            return agree(session.group, lambda: self._lower(values, planned, options, session))
+
+        names = [*self._graph.names("input"), *self._graph.names("parameter")]
+        return session.together(f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ...", plan)
+
+    def _lower(self, values: Sequence[Any], planned: Any, options: Options, session: Session) -> RunningGraph:
+        running = RunningGraph(self._graph, planned, options, session)
+        running.is_current(values)
+        return running
+
+
+def _key(value: Any) -> object:
+    """What a plan depends on of an argument."""
+    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value

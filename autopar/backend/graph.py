@@ -1,0 +1,195 @@
+"""What Dynamo hands over: a graph, and for each of its flat arguments what it is and what the user calls it."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, fx, nn
+
+from autopar.trace import argument_source, run_captured
+
+__all__ = ["Argument", "CapturedGraph", "make_module", "read_graph"]
+
+_KEPT_META = ("nn_module_stack", "stack_trace")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a graph.
+
+    `role` is ``"input"``, ``"parameter"``, ``"buffer"`` or ``"number"``; `name` is what the module calls it.
+    """
+
+    role: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedGraph:
+    """A graph of Dynamo's, with nothing kept alive that it was made from.
+
+    Args:
+        code: the graph, on flat arguments.
+        arguments: what they are.
+        classes: path of a module that the graph runs through -> name of its class.
+        passed: per output the argument that it is, or -1.
+        dtypes: per output its dtype, or None if it is no tensor.
+    """
+
+    code: fx.GraphModule
+    arguments: tuple[Argument, ...]
+    classes: Mapping[str, str]
+    passed: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+
+    def __deepcopy__(self, memo: Any) -> CapturedGraph:
+        """Itself: a copy of a module shares its code."""
+        return self
+
+    def places(self, role: str) -> list[int]:
+        """The arguments of this role."""
+        return [place for place, argument in enumerate(self.arguments) if argument.role == role]
+
+    def names(self, role: str) -> list[str]:
+        """Their names."""
+        return [argument.name for argument in self.arguments if argument.role == role]
+
+
+def read_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> CapturedGraph:
+    """Read what Dynamo hands over, while it is still there."""
+    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    arguments: list[Argument] = []
+    taken: set[str] = set()
+    for node, example in zip(holders, example_inputs, strict=True):
+        source = argument_source(node)
+        name = _unused(readable_name(source) or str(node.name), taken)
+        arguments.append(Argument(_role(example, source), name))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    classes: dict[str, str] = {}
+    for node in module.graph.nodes:
+        made = graph.node_copy(node, lambda operand: copies[operand])
+        made.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        if "nn_module_stack" in made.meta:
+            made.meta["nn_module_stack"] = _readable_stack(made.meta["nn_module_stack"], classes)
+        copies[node] = made
+    outputs = _outputs(module.graph)
+    return CapturedGraph(
+        fx.GraphModule(module, graph), tuple(arguments), classes,
+        tuple(holders.index(out) if out in holders else -1 for out in outputs),
+        tuple(_dtype(out) for out in outputs),
+    )  # fmt: skip
+
+
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    node = next(node for node in graph.nodes if node.op == "output")
+    return cast("Sequence[Any]", node.args[0])
+
+
+def _dtype(output: Any) -> Any:
+    example = output.meta.get("example_value") if isinstance(output, fx.Node) else None
+    return example.dtype if isinstance(example, Tensor) else None
+
+
+def _role(example: Any, source: str) -> str:
+    if not isinstance(example, Tensor):
+        return "number"
+    if isinstance(example, nn.Parameter):
+        return "parameter"
+    return "buffer" if "._buffers[" in source else "input"
+
+
+def readable_name(source: str) -> str:
+    """``transformer.h.0.weight`` for ``L['self']._modules['transformer']._modules['h']...``; "" for nothing."""
+    text = re.sub(r"\._(?:modules|parameters|buffers)\b", "", source)
+    text = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", text)
+    text = re.sub(r"^[LG]\.(self(\.|$))?", "", text)
+    return re.sub(r"[^\w.]", "_", text).strip(".")
+
+
+def _readable_stack(stack: Mapping[str, Any], classes: dict[str, str]) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for key, (source, owner) in stack.items():
+        path = readable_name(re.sub(r"@\d+$", "", source))
+        kind = owner if isinstance(owner, str) else str(owner.__qualname__)
+        classes[path] = kind.rpartition(".")[2]
+        found[key] = path, kind
+    return found
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}_{number}"
+    taken.add(found)
+    return found
+
+
+def make_module(graph: CapturedGraph, values: Sequence[Any]) -> nn.Module:
+    """The graph as a module: called on its inputs, with these parameters, buffers and numbers."""
+    taken: set[str] = set()
+    names = [_unused(_identifier(name), taken) for name in graph.names("input")]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("self", *names)]
+
+    def forward(self: _GraphModule, *tensors: Tensor) -> list[Any]:
+        return self.run(tensors)
+
+    forward.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    made = type("Graph", (_GraphModule,), {"forward": forward})(graph, values)
+    for argument, value in zip(graph.arguments, values, strict=True):
+        path, _, last = argument.name.rpartition(".")
+        if argument.role == "parameter":
+            _submodule(made, path, graph.classes).register_parameter(last, value)
+        elif argument.role == "buffer":
+            _submodule(made, path, graph.classes).register_buffer(last, value)
+    for path in graph.classes:
+        _submodule(made, path, graph.classes)
+    return made
+
+
+def _identifier(name: str) -> str:
+    found = re.sub(r"\W", "_", name)
+    return f"{found}_" if keyword.iskeyword(found) or found == "self" or not found.isidentifier() else found
+
+
+def _submodule(root: nn.Module, path: str, classes: Mapping[str, str]) -> nn.Module:
+    """The module at `path`, made with all above it if there is none, of a class called as the user's."""
+    module = root
+    walked: list[str] = []
+    for name in path.split(".") if path else ():
+        walked.append(name)
+        if name not in module._modules:
+            kind = type(classes.get(".".join(walked), "Module"), (nn.Module,), {})
+            module.add_module(name, kind())
+        module = module.get_submodule(name)
+    return module
+
+
+class _GraphModule(nn.Module):
+    """Looks its parameters and buffers up when it runs, so that a copy with others runs on those."""
+
+    def __init__(self, graph: CapturedGraph, values: Sequence[Any]) -> None:
+        super().__init__()
+        self._graph = graph
+        self._numbers = {place: values[place] for place in graph.places("number")}
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The outputs that are no arguments."""
+        graph, inputs = self._graph, iter(tensors)
+        flat: list[Any] = []
+        for place, argument in enumerate(graph.arguments):
+            if argument.role == "number":
+                flat.append(self._numbers[place])
+            elif argument.role == "input":
+                flat.append(next(inputs))
+            else:
+                path, _, last = argument.name.rpartition(".")
+                flat.append(getattr(self.get_submodule(path), last))
+        results = run_captured(graph.code, flat)
+        return [result for result, place in zip(results, graph.passed, strict=True) if place < 0]

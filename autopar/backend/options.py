@@ -1,0 +1,93 @@
+"""What the user says: ``options`` of ``torch.compile``, read once.
+
+==============  ========================================================================================
+option          meaning
+==============  ========================================================================================
+``mesh``        the DeviceMesh of all ranks; the only one that must be given
+``memory``      bytes per device that plans may use, as in `autopar.parallelize`
+``optimizer``   what will train the parameters, for the memory of its state, as in `autopar.parallelize`
+``precision``   dtype to compute in, as in `autopar.parallelize`
+``constraints`` what the search must respect, such as ``["tensor=2"]``; nothing about pipelines, microbatches or ZeRO
+``profile``     prices measured before; None: measure; False: estimate
+``compile``     compile each distinct layer program with inductor
+``plans``       a folder of plans, one file per graph: what is there is run, what is not is searched for and saved
+==============  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cost import Profile
+from autopar.errors import BackendError
+
+__all__ = ["Options", "read_options"]
+
+# What a graph of Dynamo's can't have: nobody says where in it the loss is, and storage is not the plan's to choose.
+_NOT_HERE = re.compile(r"\b(pipeline|stages|cuts|schedule|microbatches|zero)\s*=\s*(\w+)")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one ``torch.compile``; see the module's table."""
+
+    mesh: DeviceMesh
+    memory: float | str | None = None
+    optimizer: str | type[torch.optim.Optimizer] = "adamw"
+    precision: str | torch.dtype | None = None
+    constraints: tuple[str, ...] = ()
+    profile: Profile | bool | None = None
+    compile: bool = False
+    plans: Path | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What plans for one graph depend on."""
+        return self.memory, str(self.optimizer), str(self.precision), self.constraints, id(self.profile)
+
+
+def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
+    """The options that the user passed to ``torch.compile``.
+
+    Raises:
+        BackendError: an option is unknown, missing or of the wrong kind; it says what to type instead.
+    """
+    given = dict(options or {})
+    names = [each.name for each in fields(Options)]
+    if mode:
+        raise BackendError(f"mode={mode!r} is for backend='inductor': use options={{'compile': True}} here")
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise BackendError(f"option {name!r} is none of {', '.join(names)}{hint}")
+    mesh = given.get("mesh")
+    if not isinstance(mesh, DeviceMesh):
+        said = "no mesh is given" if mesh is None else f"options['mesh'] is a {type(mesh).__name__}"
+        raise BackendError(
+            f"{said}: after dist.init_process_group() write mesh = init_device_mesh('cuda', (dist.get_world_size(),)) "
+            "(from torch.distributed.device_mesh; 'cpu' without GPUs) and "
+            "torch.compile(model, backend='autopar', options={'mesh': mesh})"
+        )
+    constraints = given.get("constraints", ())
+    if isinstance(constraints, str):
+        raise BackendError(f"options['constraints'] is the text {constraints!r}: write a list, [{constraints!r}]")
+    given["constraints"] = tuple(constraints)
+    for text in given["constraints"]:
+        found = _NOT_HERE.search(text)
+        if found and (found[1], found[2]) != ("zero", "0"):
+            raise BackendError(
+                f"constraint {text!r} can't be met by backend='autopar', where parameters stay whole and a graph runs "
+                f"in one piece: leave it out, or use autopar.parallelize(model, mesh, inputs, constraints=[{text!r}])"
+            )
+    if given.get("plans") is not None:
+        given["plans"] = Path(given["plans"])
+    return Options(**given)

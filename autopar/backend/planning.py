@@ -1,0 +1,148 @@
+"""A plan of one graph for the sizes at hand, the same on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.api import load_plan
+from autopar.arguments import read_bytes, read_dtype, training_spec
+from autopar.backend.graph import CapturedGraph, make_module
+from autopar.backend.options import Options
+from autopar.backend.session import Session
+from autopar.backend.storage import Stored, stored_parameters
+from autopar.cost import ClusterPrices
+from autopar.errors import BackendError
+from autopar.fit import check_fit
+from autopar.lower.agreement import agree, agree_equal, digest_inputs, digest_state, share
+from autopar.lower.compat import local_part_of
+from autopar.placement import refine_layout
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import SearchRequest, search
+from autopar.trace import Traced, trace
+
+__all__ = ["PlannedGraph", "plan_graph"]
+
+_PLACED = ("op", "input")  # roles of outputs that the runtime carries; it has the others whole
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """A graph for sizes at hand: as a module, traced, and what to do.
+
+    The program's outputs are those that depend on an input; the others are in `fixed`: the module's output of this
+    number is this constant, parameter or buffer.
+    """
+
+    module: nn.Module
+    traced: Traced
+    plan: Plan
+    fixed: Mapping[int, str]
+    stored: Stored
+
+
+def plan_graph(
+    graph: CapturedGraph, values: Sequence[Any], options: Options, session: Session, *, trains: bool
+) -> PlannedGraph | None:
+    """Plan `graph` for these values of its arguments; every rank calls it.  None: there is nothing to distribute.
+
+    Raises:
+        AutoparError: the graph can't be traced, ranks have different ones, or no plan fits.
+    """
+    group = session.group
+    started_s = time.perf_counter()
+    module = make_module(graph, values)
+    inputs = [values[place] for place in graph.places("input")]
+    found = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), trains=trains))
+    trace_s = time.perf_counter() - started_s
+    agree_equal(
+        group,
+        f"{found[0].program.fingerprint if found else 'one without inputs'} on {[list(x.shape) for x in inputs]}",
+        "graphs",
+        "Run the same model on the same batch on every rank, and let no Python value that differs by rank decide what "
+        "it runs",
+    )
+    if found is None:
+        return None
+    _compare_ranks(module, inputs, session)
+    traced, fixed = found
+    stored = agree(group, lambda: stored_parameters(module, session.mesh))
+    training = agree(group, lambda: replace(training_spec(module, options.optimizer), is_training=trains))
+    constraints = options.constraints if "zero=0" in options.constraints else (*options.constraints, "zero=0")
+    limit = None if options.memory is None else agree(group, lambda: read_bytes(options.memory or 0))
+    request = SearchRequest(limit, training, constraints, max_microbatches=1, stored=stored)
+    key = (traced.program.fingerprint, trains, stored, *options.key)
+    if key not in session.plans:
+        prices = session.prices(options)
+        session.plans[key] = share(group, lambda: _decide(traced.program, prices, request, options, session, trace_s))
+    return PlannedGraph(module, traced, session.plans[key], fixed, stored)
+
+
+def _trace(
+    module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | None, *, trains: bool
+) -> tuple[Traced, dict[int, str]] | None:
+    """The program, without a loss: nobody says which output it is, so all are whole and can be differentiated."""
+    if not inputs:
+        return None
+    traced = trace(module, tuple(inputs), {}, training=trains, dtype=dtype)
+    program = traced.program
+    roles = [program.values[name].role for name in program.outputs]
+    fixed = {place: name for place, name in enumerate(program.outputs) if roles[place] not in _PLACED}
+    outputs = tuple(name for place, name in enumerate(program.outputs) if place not in fixed)
+    if not any(program.values[name].role == "op" for name in outputs):
+        return None
+    return replace(traced, program=replace(program, outputs=outputs, loss="")), fixed
+
+
+def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], session: Session) -> None:
+    """Raise MeshError, on every rank, where inputs differ, or parameters when they are first met."""
+    agree_equal(
+        session.group, digest_inputs(inputs), "batches",
+        "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
+    )  # fmt: skip
+    members = nn.Module()
+    for number, tensor in enumerate(session.unchecked([*module.parameters(), *module.buffers()])):
+        members.register_buffer(f"{number}", local_part_of(tensor.detach()))
+    agree_equal(
+        session.group, digest_state(members), "initial values of parameters or buffers",
+        "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "
+        "everywhere",
+    )  # fmt: skip
+
+
+def _decide(
+    program: Program, prices: ClusterPrices, request: SearchRequest, options: Options, session: Session, trace_s: float
+) -> Plan:
+    """The plan in the user's folder, or the best."""
+    world = session.communicator.world_size
+    path = options.plans / f"{program.fingerprint}.json" if options.plans else None
+    if path is not None and path.exists():
+        plan = load_plan(path)
+        check_fit(plan, program, world)
+        _check_edit(plan, request.stored, str(path))
+        return plan
+    found = search(program, world, prices, request)
+    found = replace(found, planning_s=(("trace", trace_s), *found.planning_s))
+    session.num_searches += 1
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.save(path)
+    return found
+
+
+def _check_edit(plan: Plan, stored: Stored, path: str) -> None:
+    """Raise unless parameters are stored where they are, and the graph runs in one piece."""
+    wanted = {name: refine_layout(layout, mesh, plan.shared_mesh) for name, mesh, layout in stored}
+    moved = [name for name, layout in plan.shared_storage if wanted.get(name) != layout]
+    if moved or plan.stages or plan.num_microbatches > 1:
+        what = f"stores {moved[0]!r} elsewhere" if moved else "has stages or microbatches"
+        raise BackendError(
+            f"the plan {path} {what}, but backend='autopar' runs a graph in one piece on parameters that stay where "
+            "they are: undo that edit, or use autopar.parallelize"
+        )

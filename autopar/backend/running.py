@@ -1,0 +1,112 @@
+"""Runs a planned graph on the user's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.backend.graph import CapturedGraph
+from autopar.backend.options import Options
+from autopar.backend.planning import PlannedGraph
+from autopar.backend.session import Session
+from autopar.lower.compat import module_tables
+from autopar.lower.execution import Executor
+from autopar.lower.lowering import Executable
+from autopar.lower.random import agree_base_seed
+from autopar.lower.store import ParameterStore, Stored
+from autopar.placement import refine_layout, refine_mesh
+
+__all__ = ["RunningGraph"]
+
+
+class RunningGraph:
+    """One graph for one set of sizes, lowered for this rank."""
+
+    def __init__(self, graph: CapturedGraph, planned: PlannedGraph, options: Options, session: Session) -> None:
+        """Lower it; every rank does so at the same time."""
+        self._graph = graph
+        self._module = planned.module
+        self._fixed = planned.fixed
+        self._constants = planned.traced.constants
+        self._communicator = session.communicator
+        traced = planned.traced
+        executable = Executable(
+            traced.program, planned.plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
+        )
+        self._executor = Executor(executable, _store(planned, session), session.communicator, options.compile)
+        updated = {traced.program.parameters[buffer] for buffer in traced.program.updates}
+        self._read = [
+            place for place in graph.places("buffer") if graph.arguments[place].name not in updated
+        ]  # what was computed from them alone is part of the program
+        self._versions: list[tuple[int, int]] | None = None
+
+    def is_current(self, values: Sequence[Any]) -> bool:
+        """Whether buffers are still what they were when the graph was traced."""
+        versions = [_version(values[place]) for place in self._read]
+        if self._versions is None:
+            self._versions = versions
+        return versions == self._versions
+
+    def __call__(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The graph's outputs for its flat arguments: whole on every rank, and differentiable."""
+        self._bind(values)
+        executor, graph = self._executor, self._graph
+        program = executor.executable.program
+        given = [values[place] for place in graph.places("input")]
+        with torch.autocast(self._communicator.device.type, enabled=False):  # the traced program has its casts
+            tensors = executor.executable.flatten_inputs(given, {})
+            seed = agree_base_seed(self._communicator) if executor.is_random else 0
+            found = executor.run(tensors, seed)
+            self._update_buffers(found)
+            made = {name: executor.make_output(name, found[name]) for name in dict.fromkeys(program.outputs)}
+        entries = iter([made[name] for name in program.outputs])
+        count = len(program.outputs) + len(self._fixed)
+        leaves = [self._fixed_output(self._fixed[n]) if n in self._fixed else next(entries) for n in range(count)]
+        results = iter(executor.executable.unflatten_outputs(leaves))
+        outputs = [next(results) if place < 0 else values[place] for place in graph.passed]
+        return tuple(
+            output if dtype is None or place >= 0 else output.to(dtype)
+            for output, dtype, place in zip(outputs, graph.dtypes, graph.passed, strict=True)
+        )
+
+    def _bind(self, values: Sequence[Any]) -> None:
+        """Register the arguments of this call under their names."""
+        for argument, value in zip(self._graph.arguments, values, strict=True):
+            path, _, last = argument.name.rpartition(".")
+            if argument.role == "parameter":
+                module_tables(self._module.get_submodule(path)).parameters[last] = value
+            elif argument.role == "buffer":
+                module_tables(self._module.get_submodule(path)).buffers[last] = value
+
+    @torch.no_grad()
+    def _update_buffers(self, found: dict[str, Tensor]) -> None:
+        program = self._executor.executable.program
+        for buffer, new in program.updates.items():
+            whole = self._executor.make_whole(new, found[new].detach())
+            self._module.get_buffer(program.parameters[buffer]).copy_(whole)
+
+    def _fixed_output(self, name: str) -> Tensor:
+        program = self._executor.executable.program
+        if name in self._constants:
+            return self._constants[name].to(self._communicator.device, copy=True)
+        member = program.parameters[name]
+        return dict([*self._module.named_parameters(), *self._module.named_buffers()])[member]
+
+
+def _version(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), 0 if buffer.is_inference() else buffer._version
+
+
+def _store(planned: PlannedGraph, session: Session) -> ParameterStore:
+    """The user's parameters as they are."""
+    plan = planned.plan
+    sizes = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    layouts = {name: refine_layout(layout, mesh, sizes) for name, mesh, layout in planned.stored}
+    stored = {
+        name: Stored(name, layouts[name], tuple(parameter.shape), parameter.stride(), parameter.dtype)
+        for name, parameter in planned.module.named_parameters()
+    }
+    return ParameterStore(sizes, session.mesh, planned.module, stored, {name: name for name in stored})

@@ -1,0 +1,98 @@
+"""What all graphs on one mesh share: how ranks talk, what devices cost, the plans made so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopar.api import mesh_prices, mesh_ranks
+from autopar.backend.options import Options
+from autopar.cost import ClusterPrices
+from autopar.errors import AutoparError, BackendError
+from autopar.lower.communicator import ProcessGroupCommunicator
+from autopar.lower.compat import open_group
+from autopar.plan import Plan
+
+__all__ = ["Session", "made_plans", "session_of"]
+
+T = TypeVar("T")
+
+
+class Session:
+    """One mesh of one process.
+
+    Attributes:
+        communicator: of this rank.
+        group: through which ranks agree on plans: no other than that through which they compute, so that a rank that
+            plans never meets one that computes.
+        plans: those made so far, by program and options; ranks have the same.
+        num_searches: how many of them were searched for.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """Every rank of `mesh` makes its session at the same time."""
+        ranks = mesh_ranks(mesh)
+        self.mesh = mesh
+        self.world = dist.group.WORLD
+        self.communicator = ProcessGroupCommunicator(ranks, mesh.device_type)
+        self.group = open_group(ranks)
+        self.plans: dict[tuple[object, ...], Plan] = {}
+        self.num_searches = 0
+        self._prices: dict[int, ClusterPrices] = {}
+        self._checked = WeakIdKeyDictionary()
+
+    def prices(self, options: Options) -> ClusterPrices:
+        """The prices of this mesh; the first time, devices may be measured."""
+        key = id(options.profile)
+        if key not in self._prices:
+            self._prices[key] = mesh_prices(options.profile, self.communicator, self.mesh)
+        return self._prices[key]
+
+    def unchecked(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those that ranks have not compared yet; from now on they have."""
+        found = [tensor for tensor in tensors if tensor not in self._checked]
+        for tensor in found:
+            self._checked[tensor] = True
+        return found
+
+    def together(self, graph: str, action: Callable[[], T]) -> T:
+        """Run what all ranks must do at the same time to plan `graph`.
+
+        Raises:
+            BackendError: the others did not come within the process group's timeout.
+        """
+        try:
+            return action()
+        except AutoparError:
+            raise
+        except RuntimeError as error:
+            raise BackendError(
+                f"rank {self.communicator.rank} plans a graph ({graph}), but not all ranks do ({error}). Dynamo must "
+                "compile the same graphs in the same order on every rank: pass the same batch everywhere, and let no "
+                "Python value that differs by rank (a rank number, a rank's own flag) decide what the model runs"
+            ) from error
+
+
+_sessions: dict[DeviceMesh, Session] = {}
+
+
+def session_of(mesh: DeviceMesh) -> Session:
+    """The session of this mesh, made when first asked for."""
+    found = _sessions.get(mesh)
+    if found is None or found.world is not dist.group.WORLD:  # the process group was started anew
+        found = _sessions[mesh] = Session(mesh)
+    return found
+
+
+def made_plans(mesh: DeviceMesh) -> tuple[Plan, ...]:
+    """The plans that ``torch.compile(..., backend="autopar")`` made on `mesh` so far, in order.
+
+    Example:
+        >>> for plan in autopar.backend.made_plans(mesh): print(plan)       # doctest: +SKIP
+    """
+    return tuple(session_of(mesh).plans.values())
