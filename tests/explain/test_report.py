@@ -1,0 +1,193 @@
+"""The report: its numbers are the plan's, it loads nothing, and it works in a browser with a keyboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.explain.asked import Asked, parse_cluster
+from autopar.explain.explanation import explain
+from autopar.explain.findings import Findings
+from autopar.explain.forced import ForcedRow
+from autopar.explain.planner import Planner
+from autopar.explain.report import render_report, write_report
+from autopar.explain.report.layers import layer_strip
+from autopar.explain.report.page import sections
+from autopar.explain.report.steps import condense, shown_groups
+from autopar.plan import PlannedLayer
+from autopar.timeline import MEMORY_KINDS, Event, MemoryPoint, StepTimeline
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> Findings:
+    """A plan in two stages, with a memory that is made up: one curve for each group."""
+    asked = Asked(parse_cluster("4xh100"), constraints=("pipeline=2",))
+    answer = Planner("tests.explain.targets:make").answer(asked)
+    forced = (ForcedRow("zero=3", 1.5 * answer.plan.step_time_s, 1e6), ForcedRow("tensor=8", problem="<8 devices>"))
+    findings = Findings("targets:make", answer, explain(answer), forced, (("nodes=2", answer.plan),))
+    timeline = findings.timeline
+    memory = tuple(
+        tuple(
+            MemoryPoint(timeline.step_s * n / 8, (3e5, *[2e4 * (n % 5)] * (len(MEMORY_KINDS) - 1)))
+            for n in range(start, 8)
+        )
+        for start in (0, 1)
+    )
+    vars(findings)["timeline"] = replace(timeline, memory=memory)
+    return findings
+
+
+class Numbers(HTMLParser):
+    """Every exact number of a page: those with a name, and all of them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.named: dict[str, float] = {}
+        self.all: list[float] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag == "data":
+            value = float(given["value"] or "nan")
+            self.all.append(value)
+            if given.get("id"):
+                self.named[str(given["id"])] = value
+
+
+def test_the_numbers_on_the_page_are_the_plans(found: Findings) -> None:
+    plan, page = found.answer.plan, render_report(found)
+    numbers = Numbers(page)
+    assert numbers.named == {
+        "step-time": plan.step_time_s,
+        "throughput": plan.samples_per_step / plan.step_time_s,
+        "peak-memory": plan.peak_memory_bytes,
+        "gap": plan.optimality_gap,
+        "planning": sum(seconds for _, seconds in plan.planning_s),
+    }
+    for row in found.explanation.links:
+        assert {float(row.runs), row.num_bytes, row.seconds} <= set(numbers.all)
+    for runner in found.explanation.runners_up:
+        assert {runner.step_time_s, runner.peak_memory_bytes, runner.loses} <= set(numbers.all)
+    assert "&lt;8 devices&gt;" in page
+    assert len(page) < 8e6
+
+
+def test_the_page_loads_nothing(found: Findings) -> None:
+    page = render_report(found)
+    assert "default-src 'none'" in page
+    assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(?!data:)", page)
+
+
+def test_charts_are_what_plotly_knows(found: Findings) -> None:
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    figures = [figure for section in sections(found) for figure in section.figures]
+    assert {"layers", "timeline", "memory", "kind-seconds", "kind-bytes", "links", "roofline", "front"} == {
+        figure.name for figure in figures
+    }
+    for figure in figures:
+        graph_objects.Figure(json.loads(json.dumps(figure.spec)))  # raises at an attribute that there is not
+        assert figure.data, figure.name
+
+
+def test_the_drawn_step_is_the_simulated_one(found: Findings) -> None:
+    timeline = found.timeline
+    chart = next(f for section in sections(found) for f in section.figures if f.name == "timeline")
+    drawn = sum(sum(trace["x"]) for trace in chart.data) / 1e3
+    assert drawn == pytest.approx(sum(event.seconds for event in timeline.events), rel=1e-5)
+    assert max(x + base for trace in chart.data for x, base in zip(trace["x"], trace["base"], strict=True)) / 1e3 == (
+        pytest.approx(timeline.step_s, rel=1e-5)
+    )
+
+
+@pytest.mark.slow
+def test_a_large_plan_stays_a_small_page(found: Findings) -> None:
+    events = tuple(
+        Event(group, stream, f"layers.{n}", category, (n + group) * 1e-3, (n + group + 0.9) * 1e-3, microbatch=n // 9)
+        for group in range(64)
+        for stream, category in (("compute", "forward"), ("communication", "gather"))
+        for n in range(1500)
+    )
+    points = tuple(MemoryPoint(n / 1e4, (float(n % 977), *[1.0] * (len(MEMORY_KINDS) - 1))) for n in range(9999))
+    timeline = StepTimeline(1.6, events, (points,) * 64)
+    large = replace(found)
+    vars(large)["timeline"] = timeline
+    groups = shown_groups(timeline)
+    assert len(groups) == 8
+    assert {0, 63} <= set(groups)
+    joined = condense(timeline, groups)
+    assert len(joined) <= 4000
+    computed = {group: sum(e.seconds for e in joined if e.group == group and e.stream == "compute") for group in groups}
+    assert computed[0] == pytest.approx(1500 * 0.9e-3, rel=0.2)  # joined bars also cover the short gaps between
+    memory = next(f for section in sections(large) for f in section.figures if f.name == "memory")
+    assert max(max(trace["y"]) for trace in memory.data[:1]) == pytest.approx(976, rel=1e-4)  # the peak is kept
+    assert len(render_report(large)) < 8e6
+    plan = found.answer.plan
+    layers = tuple(PlannedLayer(f"layers.{n}", 0, n % 2) for n in range(126))
+    strip = layer_strip(replace(plan, layers=layers, stages=(), schedule=""))
+    assert sum(len(trace["x"]) for trace in strip.data) == 3 * 126
+
+
+@contextmanager
+def browser(path: Path, scheme: str) -> Iterator[tuple[Any, list[str]]]:
+    """The page in Chromium, drawn, and what it has complained about or loaded."""
+    api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: make browser")
+    seen: list[str] = []
+    with api.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        page = chromium.new_page(viewport={"width": 1366, "height": 768}, color_scheme=scheme)
+        page.on("console", lambda message: seen.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: seen.append(f"error: {error}"))
+        page.on("request", lambda request: seen.append(request.url) if request.url != path.as_uri() else None)
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-drawn]", state="attached", timeout=120_000)
+        yield page, seen
+        chromium.close()
+
+
+@pytest.mark.slow
+def test_the_page_works_in_a_browser(found: Findings, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, found)
+    with browser(path, "light") as (page, seen):
+        charts = page.locator(".chart .main-svg").count()
+        assert charts >= 8
+        assert float(page.locator("#step-time").get_attribute("value")) == found.answer.plan.step_time_s
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        background = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(background)
+        # With the keyboard alone: first the link past the header, then the colours, then a chart.
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.wait_for_function(f"{background} !== '{light}'")
+        assert page.locator("#theme").get_attribute("aria-pressed") == "true"
+        page.locator("button[data-figure=timeline][data-do=in]").focus()
+        page.keyboard.press("Enter")
+        left, right = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
+        assert (left, right) == pytest.approx((found.timeline.step_s * 250, found.timeline.step_s * 750), rel=1e-3)
+        page.locator("select[data-figure=memory]").select_option(label="device group 1")
+        visible = page.evaluate("document.getElementById('memory').data.map((trace) => trace.visible)")
+        assert visible == [False] * len(MEMORY_KINDS) + [True] * len(MEMORY_KINDS)
+        assert seen == []
+    with browser(path, "dark") as (page, seen):
+        assert page.evaluate(background) not in (light, "rgba(0, 0, 0, 0)")
+        assert seen == []
