@@ -21,7 +21,8 @@ from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Program, is_cheap
 from autopar.search.flows import Flow
-from autopar.search.layer_memory import activation_memory, held_memory
+from autopar.search.layer_memory import held_memory
+from autopar.search.liveness import running_memory
 from autopar.search.op_states import kernel_runs
 from autopar.search.placed import PlacedLayer, SharedStorage, place
 from autopar.search.prices import Prices
@@ -262,15 +263,14 @@ def running_costs(
         else:
             activation_s += seconds
         ahead_s += seconds if run.phase == "forward" else 0.0
-    memory = activation_memory(placed, hows, training)
     found: dict[str, LayerCost] = {}
-    for how, (saved_bytes, transient_bytes) in memory.items():
+    for how, memory in running_memory(placed, hows, is_training=training.is_training).items():
         rerun = zip(placed.layer.ops, forward_s, strict=True)
         recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s + (again_s if how == "full" else 0.0), activation_s,
-            parameter_s, saved_bytes=saved_bytes, transient_bytes=transient_bytes, forward_comm_s=ahead_s,
-            weight_s=weight_s,
+            parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes,
+            forward_comm_s=ahead_s, weight_s=weight_s,
         )  # fmt: skip
     return found
 

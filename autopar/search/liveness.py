@@ -1,0 +1,447 @@
+"""How long the local tensors of a layer live, forward and backward, and the most that they take together.
+
+Forward, a tensor lives from the op that makes it to the last one that reads it; what autograd saves, and what leaves
+the layer, lives on.  Backward, ops run in reverse order: the gradient of a value lives from the backward of its last
+reader to that of its producer, and what an op saved until its own backward has run.  A layer that recomputes makes
+what it did not keep again first: all of it (``"full"``: its forward once more), or the results of cheap ops
+(``"selective"``).
+
+What the layer holds (parameters, buffers, constants) is left out, but not what is cut or gathered from it for one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.placement import Step
+from autopar.program import Op, is_cheap
+from autopar.search.flows import Flow
+from autopar.search.memory_order import Order, in_order, result_order
+from autopar.search.op_states import OpState
+from autopar.search.placed import PlacedLayer
+from autopar.search.reshard_tables import LOCAL
+
+__all__ = ["RunningMemory", "running_memory"]
+
+
+@dataclass(frozen=True)
+class RunningMemory:
+    """Bytes that one microbatch takes in a layer.
+
+    Args:
+        saved: what it keeps from its forward to its backward, tensor by tensor: layers that save the same value find
+            it under the same key.
+        extra_bytes: what its ops keep besides (statistics, masks).
+        forward_bytes: the most in its forward, inputs and what it saves included.
+        backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
+        weight_bytes: the same, with the gradients of parameters that are there at that moment.
+    """
+
+    saved: Mapping[str, float]
+    extra_bytes: float
+    forward_bytes: float
+    backward_bytes: float = 0.0
+    weight_bytes: float = 0.0
+
+    @property
+    def saved_bytes(self) -> float:
+        """All that is kept."""
+        return sum(self.saved.values()) + self.extra_bytes
+
+    @property
+    def transient_bytes(self) -> float:
+        """The most at any moment beside what is saved; gradients of parameters apart."""
+        return max(self.forward_bytes, self.backward_bytes) - self.saved_bytes
+
+
+# A tensor in memory: (value, where on its way it was made, which reader it was made for).
+_Key = tuple[str, str, int, int]
+
+
+class _Point(NamedTuple):
+    """Where a gradient arrives: of which value, at which point of its way; `num_bytes` of the value there."""
+
+    key: _Key
+    num_bytes: float
+    is_held: bool
+
+
+class _Place(NamedTuple):
+    """A value at one point of its way: the tensor in memory, where its gradient arrives, how its elements lie."""
+
+    key: _Key
+    point: _Point
+    order: Order
+
+
+@dataclass
+class _Node:
+    """An op, or a move of a value: the tensors that it reads, makes (with bytes) and saves, by key.
+
+    `targets` are where the gradients of what it makes arrive, `sources` where it sends those of what it reads.
+    `forward_extra` and `backward_extra` are bytes besides, while it runs.
+    """
+
+    reads: list[_Key]
+    makes: dict[_Key, float]
+    targets: list[_Point]
+    sources: list[_Point]
+    saves: list[_Key] = field(default_factory=list[_Key])
+    saved_extra: float = 0.0
+    forward_extra: float = 0.0
+    backward_extra: float = 0.0
+    hands_on: bool = False
+    is_cheap: bool = True
+
+
+def running_memory(placed: PlacedLayer, hows: Iterable[str], *, is_training: bool) -> dict[str, RunningMemory]:
+    """What one microbatch takes, for each way to recompute."""
+    return _Life(placed).memory(hows, is_training)
+
+
+class _Life:
+    """One layer's tensors and what runs on them, in order."""
+
+    def __init__(self, placed: PlacedLayer) -> None:
+        self.placed = placed
+        self.sizes: dict[_Key, float] = {}
+        self.nodes: list[_Node] = []
+        self.copied: dict[str, _Place] = {}
+        self.produced: dict[str, _Place] = {}
+        self.outputs: list[tuple[_Place, Flow]] = []
+        for flow in placed.flows.values():
+            if flow.source != "op":
+                self._arrive(flow)
+        for index, op in enumerate(placed.layer.ops):
+            self._add_op(index, op)
+        for flow in placed.flows.values():
+            if flow.output >= 0:
+                place = self._move(flow, self._copy(flow), placed.to_output(flow), "output", (-1, -1))
+                self.outputs.append((place, flow))
+
+    # --- what runs
+
+    def _arrive(self, flow: Flow) -> None:
+        """An input, or what is held, which is not counted."""
+        name, placed = flow.value.name, self.placed
+        order = in_order(flow.value.type.shape)
+        if flow.source == "held":
+            held: _Key = (name, "held", -1, -1)
+            num_bytes = placed.local_bytes(flow.value.type, placed.copies[name]) if flow.readers else 0.0
+            self.copied[name] = _Place(held, _Point(held, num_bytes, True), order)
+            return
+        key: _Key = (name, "source", -1, -1)
+        num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.source(flow))
+        if name not in placed.program.inputs:  # those are the caller's
+            self.sizes[key] = num_bytes
+        self.produced[name] = _Place(key, _Point(key, num_bytes, False), order)
+
+    def _add_op(self, index: int, op: Op) -> None:
+        placed = self.placed
+        state = placed.states[index]
+        places: list[_Place] = []
+        sources: list[_Point] = []
+        for mention, name in enumerate(op.operands):
+            flow = placed.flows[name]
+            steps = placed.to_reader(flow, index, mention)
+            places.append(self._move(flow, self._copy(flow), steps, "operand", (index, mention)))
+            if flow.value.requires_grad:
+                sources.append(places[-1].point)
+        reads = [place.key for place in places]
+        makes: dict[_Key, float] = {}
+        targets: list[_Point] = []
+        shape = placed.program.type_of(op.operands[0]).shape if places else ()
+        for name, tensor in zip(op.results, state.result_types, strict=True):
+            made: _Key = (name, "source", -1, -1)
+            point = _Point(made, tensor.num_bytes, False)
+            whole = placed.program.type_of(name).shape
+            is_view, order = result_order(op, shape, places[0].order, whole) if places else (False, in_order(whole))
+            if is_view:
+                made = reads[0]
+            else:
+                makes[made] = self.sizes[made] = tensor.num_bytes
+            self.produced[name] = _Place(made, point, order)
+            if placed.flows[name].value.requires_grad:
+                targets.append(point)
+        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in op.saves]
+        share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
+        self.nodes.append(
+            _Node(
+                reads, makes, targets, sources, kept, op.saved_extra_bytes * share,
+                forward_extra=_forward_extra(op, state), backward_extra=_backward_extra(op, state),
+                hands_on=_hands_gradient_on(op), is_cheap=is_cheap(op),
+            )
+        )  # fmt: skip
+
+    def _copy(self, flow: Flow) -> _Place:
+        name = flow.value.name
+        if name not in self.copied:
+            self.copied[name] = self._move(flow, self.produced[name], self.placed.to_copy(flow), "copy", (-1, -1))
+        return self.copied[name]
+
+    def _move(self, flow: Flow, where: _Place, steps: tuple[Step, ...], stage: str, reader: tuple[int, int]) -> _Place:
+        """Where the value is after `steps`, which run now."""
+        if not steps:
+            return where
+        placed = self.placed
+        made: _Key = (flow.value.name, stage, *reader)
+        if stage == "operand":
+            num_bytes = float(placed.states[reader[0]].operand_types[reader[1]].num_bytes)
+        else:
+            layout = placed.copies[flow.value.name] if stage == "copy" else placed.departures[flow.output]
+            num_bytes = placed.local_bytes(placed.view.value_type(flow), layout)
+        before, point, order = where
+        stays = all(step.forward == "none" for step in steps)
+        key = before if stays else made
+        target = _Point(made, num_bytes, False)
+        makes = {} if stays else {made: num_bytes}
+        self.sizes.update(makes)
+        has_gradient = flow.value.requires_grad
+        self.nodes.append(
+            _Node(
+                [before], makes, [target] if has_gradient else [], [point] if has_gradient else [],
+                forward_extra=_staging(steps, num_bytes, point.num_bytes, is_forward=True),
+                backward_extra=_staging(steps, num_bytes, point.num_bytes, is_forward=False),
+                hands_on=all(step.backward == "none" for step in steps),
+                is_cheap=all(step.forward in LOCAL for step in steps),
+            )
+        )  # fmt: skip
+        return _Place(key, target, order if stays else in_order(flow.value.type.shape))
+
+    # --- what is kept
+
+    def _saves(self, how: str) -> tuple[dict[_Key, float], float]:
+        """What is kept from forward to backward, and bytes besides."""
+        everything = [key for node in self.nodes for key in node.saves]
+        extra = sum(node.saved_extra for node in self.nodes)
+        if how == "full":
+            read = {key for node in self.nodes for key in node.reads}
+            kept = [place.key for place in self.produced.values() if place.key in read and self._arrived(place.key)]
+            return self._sized(kept), 0.0
+        if how == "selective":
+            everything = self._without_cheap(everything)
+        return self._sized(everything), extra
+
+    def _sized(self, keys: Iterable[_Key]) -> dict[_Key, float]:
+        return {key: self.sizes[key] for key in keys if key in self.sizes}
+
+    def _without_cheap(self, wanted: Iterable[_Key]) -> set[_Key]:
+        """What to keep so that `wanted` can be had again by running cheap ops."""
+        maker = {key: node for node in self.nodes for key in node.makes}
+        kept: set[_Key] = set()
+        seen: set[_Key] = set()
+        waiting = list(wanted)
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if key in maker and maker[key].is_cheap:
+                waiting += maker[key].reads
+            else:
+                kept.add(key)
+        return kept
+
+    def _arrived(self, key: _Key) -> bool:
+        flow = self.placed.flows[key[0]]
+        return key[1] == "source" and flow.source == "input"
+
+    # --- how much there is when
+
+    def memory(self, hows: Iterable[str], is_training: bool) -> dict[str, RunningMemory]:
+        """See `running_memory`."""
+        if not is_training:
+            return dict.fromkeys(hows, RunningMemory({}, 0.0, self._forward(set(), with_extra=False)))
+        everything, extra = self._saves("none")
+        all_bytes = sum(everything.values()) + extra
+        gradients, back, back_weights = self._backward()
+        found: dict[str, RunningMemory] = {}
+        for how in hows:
+            saved, own_extra = (everything, extra) if how == "none" else self._saves(how)
+            own_bytes = sum(saved.values()) + own_extra
+            again = 0.0
+            if how == "none":
+                ahead = self._forward(set(everything), with_extra=True)
+            elif how == "selective":
+                ahead = self._forward(set(everything) | self._around_cheap(), with_extra=True)
+            else:
+                ahead = self._forward(set(), with_extra=False)
+                again = self._forward(set(everything), with_extra=True) + gradients
+            there = max(all_bytes, own_bytes) if how == "full" else sum((everything | saved).values()) + extra
+            found[how] = RunningMemory(
+                {"/".join(map(str, key)): size for key, size in saved.items()},
+                own_extra,
+                max(ahead, own_bytes),
+                max(again, there + back),
+                max(again, there + back_weights),
+            )
+        return found
+
+    def _around_cheap(self) -> set[_Key]:
+        """What cheap ops read and make, which a layer that recomputes them holds until its forward has run."""
+        return {key for node in self.nodes if node.is_cheap for key in (*node.reads, *node.makes)}
+
+    def _forward(self, kept: set[_Key], *, with_extra: bool) -> float:
+        """The most that there is while the layer runs, if `kept` is never given up."""
+        last = {key: number for number, node in enumerate(self.nodes) for key in (*node.reads, *node.makes)}
+        stay = kept | {place.key for place, _ in self.outputs}
+        now = sum(size for key, size in self.sizes.items() if self._arrived(key))
+        most = now
+        for number, node in enumerate(self.nodes):
+            now += sum(node.makes.values()) + (node.saved_extra if with_extra else 0.0)
+            most = max(most, now + node.forward_extra)
+            for key in {*node.reads, *node.makes}:
+                if last[key] == number and key not in stay and key in self.sizes and not self._arrived(key):
+                    now -= self.sizes[key]
+        return most
+
+    def _backward(self) -> tuple[float, float, float]:
+        """Bytes of the gradients of outputs; and the most that there is beyond what autograd saved, without and with
+        gradients of parameters.
+        """
+        first: dict[_Key, int] = {}
+        for number, node in enumerate(self.nodes):
+            for key in node.saves:
+                first.setdefault(key, number)
+        tally = _Gradients()
+        for place, flow in self.outputs:
+            if flow.value.requires_grad and _gets_gradient(self.placed, flow):
+                tally.give(place.point, tally.make(place.point.num_bytes))
+        begin = tally.now
+        freed = 0.0
+        for number in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[number]
+            if not any(point.key in tally.pending for point in node.targets):
+                continue
+            tally.run(node, freed)
+            for key in set(node.saves):
+                if first[key] == number and not self._arrived(key):
+                    freed += self.sizes.get(key, 0.0)
+            freed += node.saved_extra
+        return begin, tally.most, tally.most_with_weights
+
+
+class _Gradients:
+    """The gradients that wait at some moment of a backward pass; some share memory."""
+
+    def __init__(self) -> None:
+        self.pending: dict[_Key, int] = {}
+        self.size: list[float] = []
+        self.users: list[int] = []
+        self.is_held: list[bool] = []
+        self.now = self.weights = 0.0
+        self.most = self.most_with_weights = 0.0
+
+    def make(self, num_bytes: float) -> int:
+        self.size.append(num_bytes)
+        self.users.append(0)
+        self.is_held.append(False)
+        self.now += num_bytes
+        return len(self.size) - 1
+
+    def give(self, point: _Point, gradient: int) -> None:
+        """`gradient` arrives at `point`, and is added to what is there."""
+        self.users[gradient] += 1
+        before = self.pending.get(point.key)
+        if before is None:
+            self.pending[point.key] = gradient
+            if point.is_held and self.users[gradient] == 1:
+                self.is_held[gradient] = True
+                self.now -= self.size[gradient]
+                self.weights += self.size[gradient]
+            return
+        if self.users[before] > 1:  # what others read can't be added to
+            total = self.make(self.size[before])
+            self.users[total] = 1
+            self._drop(before)
+            self.pending[point.key] = total
+        self._drop(gradient)
+
+    def run(self, node: _Node, freed: float) -> None:
+        """The backward of one node."""
+        arrived = [self.pending.pop(point.key) for point in node.targets if point.key in self.pending]
+        made = [
+            (
+                point,
+                arrived[0]
+                if node.hands_on and point.num_bytes == self.size[arrived[0]]
+                else self.make(point.num_bytes),
+            )
+            for point in node.sources
+        ]
+        self._note(node.backward_extra - freed)
+        for point, gradient in made:
+            self.give(point, gradient)
+            self._note(-freed)
+        for gradient in arrived:
+            self._drop(gradient)
+
+    def _drop(self, gradient: int) -> None:
+        self.users[gradient] -= 1
+        if self.users[gradient] <= 0:
+            if self.is_held[gradient]:
+                self.weights -= self.size[gradient]
+            else:
+                self.now -= self.size[gradient]
+
+    def _note(self, besides: float) -> None:
+        self.most = max(self.most, self.now + besides)
+        self.most_with_weights = max(self.most_with_weights, self.now + self.weights + besides)
+
+
+def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
+    """Whether a gradient comes from outside the layer: not for what only the caller reads beside the loss."""
+    program, name = placed.program, flow.value.name
+    if not program.loss or name == program.loss:
+        return True
+    return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
+
+
+# Ops whose operands of the result's size get the very gradient of the result.
+_HAND_ON = frozenset({"add", "alias", "detach"})
+
+
+def _hands_gradient_on(op: Op) -> bool:
+    return op.is_view or _base_name(op) in _HAND_ON
+
+
+# Ops that are several kernels forward and backward, and hold so many tensors of their result's size besides.
+_COMPOSITE_BACKWARD = frozenset({"pow", "div", "rsqrt", "sqrt", "var", "std", "logsumexp"})
+
+
+def _forward_extra(op: Op, state: OpState) -> float:
+    # torch's loss keeps the logarithm of the softmax: as large as the logits, for which it is counted once.
+    return float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
+
+
+def _backward_extra(op: Op, state: OpState) -> float:
+    if _is_loss(op, state):
+        return float(state.operand_types[0].num_bytes)
+    return float(state.result_types[0].num_bytes) if _base_name(op) in _COMPOSITE_BACKWARD else 0.0
+
+
+def _is_loss(op: Op, state: OpState) -> bool:
+    """Whether it runs as torch's cross entropy: a logarithm of the softmax and a loss of it."""
+    return op.target == "autopar.cross_entropy" and not any(option.kernel for option in state.options)
+
+
+def _base_name(op: Op) -> str:
+    return op.target.split(".")[1] if "." in op.target else op.target
+
+
+def _staging(steps: tuple[Step, ...], after: float, before: float, *, is_forward: bool) -> float:
+    """Bytes of the buffers besides what is moved and what becomes of it.
+
+    A gather that joins another dim than the first one makes room for what arrives before it is put in order, and so
+    does what is cut along another dim before it is sent.
+    """
+    whole = max(after, before)
+    extra = 0.0
+    for step in steps:
+        kind = step.forward if is_forward else step.backward
+        dim = max(step.src.dim, step.dst.dim)
+        if kind == "all_to_all" or (kind in ("all_gather", "reduce_scatter") and dim > 0):
+            extra = max(extra, whole)
+    return extra
