@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.measure import measure_profile
-from autopar.errors import MeshError, PlanFormatError
+from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile
+from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
 from autopar.lower.agreement import agree, agree_equal, digest_state, share
@@ -41,11 +41,11 @@ from autopar.trace import (
     without_target,
 )
 
-__all__ = ["build", "load_plan", "mesh_prices", "mesh_ranks", "parallelize", "plan", "trace_model"]
+__all__ = ["build", "load_plan", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan", "trace_model"]
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
-_CACHE = Path("~/.cache/autopar").expanduser()
+_CACHE = CACHE_DIR
 
 
 def parallelize(  # noqa: PLR0913  (what a user may say)
@@ -62,7 +62,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     precision: str | torch.dtype | None = None,
     constraints: Sequence[str] = (),
     compile: bool = False,
-    profile: Profile | Literal[False] | None = None,
+    profile: Profile | str | Path | Literal[False] | None = None,
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and
     gradients.
@@ -95,8 +95,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
         compile: compile each distinct layer program once with ``torch.compile``.
-        profile: prices measured before; None: measure (a few seconds, kept for the next run), False:
-            estimate.
+        profile: measured prices, or the path of a file of them; None: what was measured on this machine before, by
+            ``python -m autopar.profile`` or an earlier run, and measure what is missing (seconds; kept for the next
+            run); False: estimate.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -127,7 +128,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        setup = replace(setup, prices=mesh_prices(profile, communicator, mesh))
+        setup = replace(setup, prices=mesh_prices(profile, communicator, mesh, setup.dtype))
         plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
@@ -159,7 +160,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
     constraints: Sequence[str] = (),
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
 ) -> Plan:
     """Find the fastest plan that fits, without any process group; the model may be on the meta device.
 
@@ -173,7 +174,8 @@ def plan(  # noqa: PLR0913  (what a user may say)
         optimizer: as in `parallelize`.
         precision: as in `parallelize`.
         constraints: as in `parallelize`.
-        profile: measured prices of this device; without them prices are estimates, and the plan says so.
+        profile: measured prices of this device, or the path of a file of them; without them prices are estimates, and
+            the plan says so.
 
     Returns:
         The plan.  ``print(plan)`` is a table; ``plan.save(path)`` writes JSON.
@@ -185,7 +187,8 @@ def plan(  # noqa: PLR0913  (what a user may say)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
     where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
-    return _search(traced.program, where.world_size, replace(setup, prices=ClusterPrices(where, profile)))
+    measured = load_profile(profile) if isinstance(profile, str | Path) else profile
+    return _search(traced.program, where.world_size, replace(setup, prices=ClusterPrices(where, measured)))
 
 
 @dataclass(frozen=True)
@@ -240,13 +243,41 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
 
 
 def mesh_prices(
-    given: Profile | bool | None, communicator: ProcessGroupCommunicator, mesh: DeviceMesh
+    given: Profile | str | Path | bool | None,
+    communicator: ProcessGroupCommunicator,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
 ) -> ClusterPrices:
-    """The prices of `mesh`, by the profile given, measured (None) or estimated (False); every rank calls it."""
-    measured = given if isinstance(given, Profile) else None
+    """The prices of `mesh`, by the profile given, measured (None) or estimated (False); every rank calls it.
+
+    Measured are products in `dtype` too, what is not known yet of this machine only, and kept for the next time.
+    """
+    group = communicator.process_group
+    measured = None
     if given is None:
-        measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE)
-    return agree(communicator.process_group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
+        dtypes = default_dtypes(communicator.device)
+        if dtype is not None and dtype.is_floating_point:
+            dtypes = tuple(dict.fromkeys((*dtypes, str(dtype).removeprefix("torch."))))
+        measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
+    elif not isinstance(given, bool):
+        measured = share(group, lambda: given if isinstance(given, Profile) else load_profile(given))
+    return agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
+
+
+def load_profile(path: str | Path) -> Profile:
+    """The profile in the file that ``python -m autopar.profile`` wrote.
+
+    Raises:
+        ProfileError: there is no such file.
+        MissingPriceError: there is no profile in it.
+    """
+    try:
+        return Profile.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(
+            f"profile={str(path)!r} can't be read: {error}. Measure one on the device: "
+            f"python -m autopar.profile --output {path}"
+        ) from error
 
 
 def _given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:

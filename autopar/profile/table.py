@@ -29,7 +29,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     if profile.readings:
         table = _table("reading", "points", "amount", "value", "spread", "busy")
         for key, found in sorted(profile.readings.items()):
-            table.add_row(key, *_cells(found))
+            table.add_row(key, *_cells(found, "B" if key.startswith("allocator/") else ""))
         console.print(table)
     if profile.layers:
         table = _table("layer", "forward", "backward", "spread")
@@ -72,11 +72,11 @@ def _print_curves(profile: Profile, console: Console) -> None:
     console.print(table)
 
 
-def _cells(found: Readings) -> tuple[str, ...]:
+def _cells(found: Readings, unit: str) -> tuple[str, ...]:
     amounts = _range(_scaled(found.points[0].amount), _scaled(found.points[-1].amount))
     values = [point.value for point in found.points]
     spread = statistics.median(point.spread for point in found.points)
-    between = _range(_scaled(min(values)), _scaled(max(values)))
+    between = _range(_scaled(min(values)), _scaled(max(values))) + unit
     return str(len(values)), amounts, between, f"{spread:.2g}", f"{found.contention:.2f}"
 
 
@@ -89,7 +89,7 @@ def _table(*columns: str) -> Table:
 
 
 def _range(low: str, high: str) -> str:
-    return low if low == high else f"{low} .. {high}"
+    return low if low == high else f"{low.rstrip()} .. {high}"
 
 
 def _seconds(seconds: float) -> str:

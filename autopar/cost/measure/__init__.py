@@ -18,7 +18,7 @@ from autopar.cost.measure.wanted import default_dtypes, quick_probes
 from autopar.cost.profile import Profile
 from autopar.placement import Axis
 
-__all__ = ["CACHE_DIR", "Alone", "Collectives", "measure_profile", "profile_path"]
+__all__ = ["CACHE_DIR", "Alone", "Collectives", "default_dtypes", "measure_profile", "profile_path"]
 
 
 @dataclass(frozen=True)

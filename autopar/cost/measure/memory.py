@@ -176,15 +176,16 @@ def _measure_fragmented(device: torch.device, _: float) -> Iterator[Measurement]
 def _measure_communicator(communicator: Collectives, axis: Axis, _: float) -> Iterator[Measurement]:
     """Every rank makes the groups of the axis, in one order, and uses its own."""
     torch_dist: Any = dist
+    x = torch.ones(2**20, device=communicator.device)
+    synchronize(communicator.device)
     before = _process_bytes(communicator.device)
     mine = None
     for members in sorted({axis.group(rank) for rank in range(communicator.world_size)}):
         group = torch_dist.new_group(list(members))
         mine = group if communicator.rank in members else mine
-    x = torch.ones(2**20, device=communicator.device)
     torch_dist.all_reduce(x, group=mine)
     synchronize(communicator.device)
-    taken = _process_bytes(communicator.device) - before - x.nbytes
+    taken = _process_bytes(communicator.device) - before
     torch_dist.destroy_process_group(mine)
     yield _bytes(f"allocator/communicator/{axis.size}/{axis.stride}", 1, taken)
 
