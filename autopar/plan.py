@@ -177,16 +177,18 @@ class Plan:
         peak_memory_bytes: predicted peak bytes per device.
         memory_limit_bytes: what the search was allowed.
         samples_per_step: batch rows per step, for throughput.
-        optimality_gap: the step time is at most ``1 + optimality_gap`` times that of the best plan in the
-            search space.
+        optimality_gap: the least ``step_time_s + overlapped_s`` that the search found, which is what it minimises, is
+            at most ``1 + optimality_gap`` times that of the best plan in the search space.  Of what it found, the plan
+            is the fastest.
         price_source: share of the step time by where its prices come from ("profile", "measured", ...).
         constraints: what the user asked for.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
         stages: the pipeline stages in order; ``()`` without a pipeline.
         schedule: one of `autopar.schedule.SCHEDULES`; "" without a pipeline.
-        overlapped_s: seconds of communication that compute hides: the layers' seconds (without a pipeline) add up to
-            ``step_time_s + overlapped_s``.
+        overlapped_s: what simulating the step, with communication beside compute, takes off a sum: without stages that
+            of the layers' seconds, with stages that of the schedule's timeline and what is done once per step.  Less
+            than 0 where stages wait for each other longer than that sum says.
         step_time_error: how far the step time can be off, relative to it: what was seen on runs like this; 0: unknown.
         memory_error: the same of the peak memory.
     """

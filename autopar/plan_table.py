@@ -127,10 +127,11 @@ def _totals(plan: Plan) -> list[str]:
     rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
     lines = [
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
+        *_hidden(plan),
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
         f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB per device "
         f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
-        f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates",
+        f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates, overlap apart",
     ]
     if plan.stages and plan.step_time_s > 0:
         busy_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
@@ -148,6 +149,16 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(f"planning             {stages}")
     lines.extend(f"note: {note}" for note in plan.notes)
     return lines
+
+
+def _hidden(plan: Plan) -> list[str]:
+    """What runs beside compute."""
+    if plan.overlapped_s <= 0:
+        return []
+    share = plan.overlapped_s / (plan.step_time_s + plan.overlapped_s)
+    return [
+        f"hidden               {_format_seconds(plan.overlapped_s)} of communication, {share:.0%} of what all takes"
+    ]
 
 
 def _format_seconds(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """The search across layers: candidates of every layer, then the fastest path that fits.
 
 For every number of microbatches that is exact and every way to store shared parameters there is one chain
-of layers (`chain`); all their paths together are the pool from which the fastest that fits is taken.  The
-pool does not depend on the memory limit, so more memory never gives a slower plan.
+of layers (`chain`); all their paths together are the pool from which the fastest that fits is taken, as simulated
+(`finals`).  The pool does not depend on the memory limit, so more memory never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import numpy as np
 from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.assembly import assemble_plan
 from autopar.search.considered import considered_paths, considered_pipeline
 from autopar.search.constraints import Constraints, demands_on, parse_constraints
+from autopar.search.finals import best_final
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
-from autopar.search.stages.assembly import assemble_staged
 from autopar.search.stages.constraints import PipelineDemands, pipeline_demands
 from autopar.search.stages.settings import PipelineSearch
 from autopar.search.stages.solve import Found
@@ -64,26 +63,20 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         found = pipelines.run(flat_s)
         task.notes.extend(pipelines.notes)
     _tell(request, trials, found)
-    staged = found.best if found else None
-    if flat is None and staged is None:
+    final = best_final(trials, found, limit, request.schedules)
+    if final is None:
         smallest = found.smallest if found else None
         raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes, smallest)
     lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials) if trials else math.inf
     lower_s = min(lower_s, found.lower_s) if found else lower_s
-    if staged is not None and staged.step_s < flat_s:
-        assert request.schedules is not None
-        notes = staged.setting.task.notes
-        plan = assemble_staged(staged, request.schedules)
-    else:
-        assert flat is not None
-        notes = task.notes
-        plan = assemble_plan(flat.choice(flat.paths.best(limit)), program, prices, request.training)
+    least_s = min(flat_s, found.best_s) if found else flat_s
+    plan, notes = final.plan, final.notes
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
     return replace(
         plan,
         memory_limit_bytes=float(limit),
-        optimality_gap=max(0.0, plan.step_time_s / lower_s - 1) if lower_s > 0 else 0.0,
+        optimality_gap=max(0.0, least_s / lower_s - 1) if lower_s > 0 else 0.0,
         constraints=request.constraints,
         notes=(*program.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),

@@ -11,6 +11,7 @@ from autopar.schedule import ScheduleSource
 from autopar.search.assembly import Choice, assemble_plan, shared_costs
 from autopar.search.candidates import Candidate, Scene
 from autopar.search.crossings import find_crossings
+from autopar.search.finals import credit_overlap
 from autopar.search.layer_cost import layer_cost
 from autopar.search.plan_collectives import own_strategy
 from autopar.search.prices import Prices
@@ -45,6 +46,7 @@ def reprice(program: Program, plan: Plan, prices: Prices, training: TrainingSpec
         priced = assemble_pipeline(choice, shape, bounds, schedules)
     else:
         priced = assemble_plan(choice, program, prices, training)
+    priced = credit_overlap(program, priced, prices, training, schedules)
     return replace(
         priced,
         memory_limit_bytes=plan.memory_limit_bytes,

@@ -55,6 +55,7 @@ def simulate(program: Program, plan: Plan, prices: TablePrices = FREE, detail: s
 def test_every_collective_and_every_second_that_is_priced_runs(constraints: tuple[str, ...]) -> None:
     program, plan = planned(*constraints)
     step = simulate(program, plan)
+    assert step.step_s == pytest.approx(plan.step_time_s, rel=1e-12)
     for group in range(plan.num_groups):
         ran = Counter(
             (event.name, event.detail.split()[0], int(event.detail.split()[2]), event.num_bytes)

@@ -44,7 +44,7 @@ def simulate_step(
     plan: Plan,
     prices: Prices,
     training: TrainingSpec,
-    schedules: ScheduleSource,
+    schedules: ScheduleSource | None,
     *,
     detail: str = "",
 ) -> StepTimeline:
@@ -55,7 +55,7 @@ def simulate_step(
         plan: any plan.
         prices: of the devices that it runs on.
         training: how it is trained.
-        schedules: where the action lists of its schedule come from.
+        schedules: where the action lists of its schedule come from; needed for a plan with stages.
         detail: ``"layers"``: an event for each piece of a layer and each collective.  ``"actions"``: one for what a
             stage computes for one microbatch, one for all its collectives, one for each transfer.  ``"none"``: no
             events, only the seconds.  ``""``: layers, as long as these are at most `MAX_EVENTS` events.

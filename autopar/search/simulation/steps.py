@@ -63,13 +63,14 @@ class StepWork:
 
 
 def step_work(
-    program: Program, plan: Plan, prices: Prices, training: TrainingSpec, schedules: ScheduleSource
+    program: Program, plan: Plan, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
 ) -> StepWork:
     """The work of `plan`, by the plan's own decisions."""
     maker = _Maker(program, plan, prices, training)
     count, groups = plan.num_microbatches, tuple(stage.group for stage in plan.stages) or (0,)
     ranges = tuple(range(stage.start, stage.stop) for stage in plan.stages) or (range(len(plan.layers)),)
     if plan.stages:
+        assert schedules is not None
         actions = schedules(plan.schedule, plan.num_groups, len(plan.stages), count)
     else:
         kinds = "FB" if training.is_training else "F"

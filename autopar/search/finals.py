@@ -1,0 +1,135 @@
+"""The last choice of a search: what it found, ranked by simulated steps.
+
+A search minimises sums of seconds; what communication hides beside compute is only seen when a step is simulated.
+Everything that may turn out fastest is: of the paths without stages those that no other beats in sum and memory, of the
+pipelines those that were looked at.  Which paths these are doesn't depend on the memory limit, so more memory never
+gives a slower plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.placement import mesh_axes
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.schedule import ScheduleSource
+from autopar.search.assembly import assemble_plan
+from autopar.search.prices import Prices
+from autopar.search.simulation import simulate_step
+from autopar.search.stages.assembly import assemble_staged
+from autopar.search.stages.solve import Found, Staged
+from autopar.search.training import TrainingSpec
+from autopar.search.trials import Trial
+
+__all__ = ["Final", "best_final", "credit_overlap"]
+
+_NOTHING = 1e-12  # share of the step: less is rounding
+_MAX_PIPELINES = 6  # that are simulated
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True, eq=False)
+class Final:
+    """A plan with simulated seconds; limits, gap, constraints and notes are the caller's to fill in."""
+
+    plan: Plan
+    notes: Sequence[str]
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Fastest first, of equals the smallest."""
+        return self.plan.step_time_s, self.plan.peak_memory_bytes
+
+
+def credit_overlap(
+    program: Program, plan: Plan, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
+) -> Plan:
+    """`plan`, whose step time is a sum, with the simulated step time and the difference as `overlapped_s`."""
+    step_s = simulate_step(program, plan, prices, training, schedules, detail="none").step_s
+    hidden_s = plan.step_time_s - step_s
+    if abs(hidden_s) <= _NOTHING * plan.step_time_s:
+        return plan
+    return replace(plan, step_time_s=step_s, overlapped_s=hidden_s)
+
+
+def best_final(
+    trials: Iterable[Trial], found: Found | None, limit_bytes: float, schedules: ScheduleSource | None
+) -> Final | None:
+    """The fastest plan that fits, or None if none does."""
+    best: Final | None = None
+    draws = [*_flat_draws(trials, limit_bytes), *_pipeline_draws(found)]
+    for draw in sorted(draws, key=lambda draw: draw.least_s):
+        if best is None or draw.least_s <= best.plan.step_time_s:
+            final = draw.simulate(schedules)
+            best = final if best is None or final.order < best.order else best
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class _Draw:
+    """What may be the best: it takes `least_s` if all that can be hidden is."""
+
+    least_s: float
+    trial: Trial | None
+    path: int
+    staged: Staged | None
+
+    def simulate(self, schedules: ScheduleSource | None) -> Final:
+        if self.trial is not None:
+            task = self.trial.setting.task
+            plan = assemble_plan(self.trial.choice(self.path), task.program, task.prices, task.request.training)
+        else:
+            assert self.staged is not None
+            assert schedules is not None
+            task = self.staged.setting.task
+            plan = assemble_staged(self.staged, schedules)
+        plan = credit_overlap(task.program, plan, task.prices, task.request.training, schedules)
+        return Final(plan, task.notes)
+
+
+def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:
+    for trial in trials:
+        hideable = _hideable_share(trial)
+        for path in _front(trial):
+            if trial.paths.peak_bytes[path] <= limit_bytes:
+                hidden_s = hideable * _parameter_comm_s(trial, path) if hideable else 0.0
+                yield _Draw(trial.paths.time_s[path] - hidden_s, trial, path, None)
+
+
+def _pipeline_draws(found: Found | None) -> Iterator[_Draw]:
+    if found is None:
+        return
+    fitting = [staged for staged in found.simulated if staged.peak_bytes <= found.limit_bytes]
+    fitting += [found.best] if found.best is not None and found.best not in fitting else []
+    for staged in sorted(fitting, key=lambda staged: (staged.step_s, staged.peak_bytes))[:_MAX_PIPELINES]:
+        hideable = _hideable_share(staged)
+        costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
+        hidden_s = hideable * sum(cost.parameter_comm_s for cost in costs)
+        yield _Draw(staged.step_s - hidden_s, None, 0, staged)
+
+
+def _front(trial: Trial) -> list[int]:
+    """The paths that no other beats in seconds and bytes."""
+    time_s, peak = np.array(trial.paths.time_s), np.array(trial.paths.peak_bytes)
+    order = np.lexsort((peak, time_s))
+    least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
+    found: list[int] = order[peak[order] < least].tolist()
+    return found
+
+
+def _hideable_share(owner: Trial | Staged) -> float:
+    """At most this share of a collective's seconds disappears beside compute."""
+    task = owner.setting.task
+    axes = {axis for mesh in task.meshes for axis in mesh_axes(mesh) if axis.size > 1}
+    taken = (task.prices.interference(kind, axis) for kind in _COLLECTIVES for axis in axes)
+    return 1.0 - min(taken, default=1.0)
+
+
+def _parameter_comm_s(trial: Trial, path: int) -> float:
+    chosen = zip(trial.setting.candidates, trial.paths.paths[path].tolist(), strict=True)
+    return sum(candidates[index].cost.parameter_comm_s for candidates, index in chosen)
