@@ -131,5 +131,6 @@ def _hideable_share(owner: Trial | Staged) -> float:
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:
-    chosen = zip(trial.setting.candidates, trial.paths.paths[path].tolist(), strict=True)
+    indices: list[int] = trial.paths.paths[path].tolist()
+    chosen = zip(trial.setting.candidates, indices, strict=True)
     return sum(candidates[index].cost.parameter_comm_s for candidates, index in chosen)

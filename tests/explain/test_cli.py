@@ -41,7 +41,7 @@ def test_json_has_the_plan_and_where_its_time_goes(capsys: pytest.CaptureFixture
     assert plan == Plan.load(path)
     assert sum(seconds for _, seconds in found["explanation"]["shares"]) == pytest.approx(plan.step_time_s)
     in_kinds = sum(seconds for kind in found["explanation"]["kinds"] for _, seconds in kind["seconds"])
-    assert in_kinds == pytest.approx(plan.step_time_s)
+    assert in_kinds == pytest.approx(plan.step_time_s + plan.overlapped_s)
     other = found["what_if"][0]
     assert other["changed"] == "nodes=2"
     assert other["plan"]["world_size"] == 8
