@@ -1,4 +1,7 @@
-"""What ranks import, before there are any (`tests.ranks`).  Nothing here may start a thread: threads don't survive a fork."""
+"""What ranks import, before there are any (`tests.ranks`).
+
+Nothing here may start a thread: threads don't survive a fork.
+"""
 
 # ruff: noqa: F401
 import torch._inductor.codecache
