@@ -26,6 +26,7 @@ class CompiledGraph:
     def __init__(self, graph: CapturedGraph, options: Mapping[str, Any] | None, mode: str) -> None:
         """Nothing is looked at before the first call."""
         self._graph = graph
+        self._places = [place for place, argument in enumerate(graph.arguments) if argument.role != "number"]
         self._given = options
         self._mode = mode
         self._options: Options | None = None
@@ -40,7 +41,11 @@ class CompiledGraph:
         if self._options is None:
             self._options = read_options(self._given, self._mode)
         trains = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
-        key = (trains, *map(_key, values))
+        tensors = (values[place] for place in self._places)
+        key = (
+            trains, *((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors),
+            *self._graph.numbers(values).values(),
+        )  # fmt: skip
         running = self._running.get(key)
         if key not in self._running or not (running is None or running.is_current(values)):
             running = self._running[key] = self._plan(values, self._options, trains)
@@ -63,7 +68,3 @@ class CompiledGraph:
         running.is_current(values)
         return running
 
-
-def _key(value: Any) -> object:
-    """What a plan depends on of an argument."""
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value

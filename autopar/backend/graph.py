@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from autopar.trace import argument_source, run_captured
+from autopar.trace import argument_source, is_wrapped_number, run_captured
 
 __all__ = ["Argument", "CapturedGraph", "make_module", "read_graph"]
 
@@ -22,7 +22,8 @@ _KEPT_META = ("nn_module_stack", "stack_trace")
 class Argument:
     """One argument of a graph.
 
-    `role` is ``"input"``, ``"parameter"``, ``"buffer"`` or ``"number"``; `name` is what the module calls it.
+    `role` is ``"input"``, ``"parameter"``, ``"buffer"`` or ``"number"`` (also one that travels as a tensor); `name` is
+    what the module calls it.
     """
 
     role: str
@@ -51,6 +52,11 @@ class CapturedGraph:
         """Itself: a copy of a module shares its code."""
         return self
 
+    def numbers(self, values: Sequence[Any]) -> dict[int, Any]:
+        """The arguments that are numbers, as such, by their place: a plan is for these."""
+        found = {place: values[place] for place in self.places("number")}
+        return {place: value.item() if isinstance(value, Tensor) else value for place, value in found.items()}
+
     def places(self, role: str) -> list[int]:
         """The arguments of this role."""
         return [place for place, argument in enumerate(self.arguments) if argument.role == role]
@@ -68,7 +74,8 @@ def read_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture
     for node, example in zip(holders, example_inputs, strict=True):
         source = argument_source(node)
         name = _unused(readable_name(source) or str(node.name), taken)
-        arguments.append(Argument(_role(example, source), name))
+        role = "number" if is_wrapped_number(node) else _role(example, source)
+        arguments.append(Argument(role, name))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     classes: dict[str, str] = {}
@@ -177,7 +184,7 @@ class _GraphModule(nn.Module):
     def __init__(self, graph: CapturedGraph, values: Sequence[Any]) -> None:
         super().__init__()
         self._graph = graph
-        self._numbers = {place: values[place] for place in graph.places("number")}
+        self._numbers = graph.numbers(values)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The outputs that are no arguments."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.backend.graph import CapturedGraph
 from autopar.backend.options import Options

@@ -5,7 +5,7 @@
 """
 
 from autopar.trace.capture import copy_with
-from autopar.trace.compat import argument_source, run_captured
+from autopar.trace.compat import argument_source, is_wrapped_number, run_captured
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.pipeline import Traced, trace
 from autopar.trace.signature import default_example_inputs
@@ -16,6 +16,7 @@ __all__ = [
     "argument_source",
     "copy_with",
     "default_example_inputs",
+    "is_wrapped_number",
     "put_loss_inside",
     "require_target",
     "run_captured",

@@ -33,6 +33,7 @@ __all__ = [
     "intercept_autograd_functions",
     "is_higher_order",
     "is_plain_op",
+    "is_wrapped_number",
     "overload",
     "run_captured",
     "run_decompositions",
@@ -216,6 +217,11 @@ def argument_source(node: fx.Node) -> str:
     return str(found() if callable(found) else found)  # a method before torch 2.12
 
 
+def is_wrapped_number(node: fx.Node) -> bool:
+    """Whether an argument of one of Dynamo's graphs is a Python number that travels as a tensor."""
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
 def run_captured(module: fx.GraphModule, args: Sequence[Any]) -> Any:
     """Run a graph of Dynamo's node by node; what is traced meanwhile takes over source lines and module paths.
 
@@ -226,7 +232,12 @@ def run_captured(module: fx.GraphModule, args: Sequence[Any]) -> Any:
 
 
 class _Runner(fx.Interpreter):
-    """Runs the bodies of checkpointed regions in place."""
+    """Runs the bodies of checkpointed regions in place; numbers may stand in for tensors that hold them."""
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item" and isinstance(args[0], int | float):
+            return args[0]
+        return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_higher_order(target) and target.name() == "tag_activation_checkpoint":
