@@ -13,6 +13,7 @@ from autopar.backend.options import Options, read_options
 from autopar.backend.planning import plan_graph
 from autopar.backend.running import RunningGraph
 from autopar.backend.session import Session, session_of
+from autopar.backend.storage import with_whole_inputs
 from autopar.lower.agreement import agree
 
 __all__ = ["CompiledGraph"]
@@ -40,6 +41,9 @@ class CompiledGraph:
         """
         if self._options is None:
             self._options = read_options(self._given, self._mode)
+        if self._graph.is_distributed:
+            return self._graph.code(*values)
+        values = tuple(with_whole_inputs(self._graph, values))
         trains = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
         tensors = (values[place] for place in self._places)
         key = (
@@ -67,4 +71,3 @@ class CompiledGraph:
         running = RunningGraph(self._graph, planned, options, session)
         running.is_current(values)
         return running
-

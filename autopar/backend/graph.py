@@ -9,12 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.trace import argument_source, is_wrapped_number, run_captured
 
-__all__ = ["Argument", "CapturedGraph", "make_module", "read_graph"]
+__all__ = ["Argument", "CapturedGraph", "Expected", "make_module", "read_graph"]
 
+_DTENSOR = "torch.distributed.tensor"
 _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
@@ -30,6 +35,15 @@ class Argument:
     name: str
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What Dynamo expects of an output: a plain tensor of this dtype, or a DTensor with these placements on `mesh`."""
+
+    dtype: torch.dtype
+    mesh: DeviceMesh | None = None
+    placements: tuple[TorchPlacement, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class CapturedGraph:
     """A graph of Dynamo's, with nothing kept alive that it was made from.
@@ -39,14 +53,16 @@ class CapturedGraph:
         arguments: what they are.
         classes: path of a module that the graph runs through -> name of its class.
         passed: per output the argument that it is, or -1.
-        dtypes: per output its dtype, or None if it is no tensor.
+        outputs: per output what Dynamo expects it to be, or None if it is no tensor.
+        is_distributed: whether the graph itself moves DTensors about: the user's own doing, to be run as it is.
     """
 
     code: fx.GraphModule
     arguments: tuple[Argument, ...]
     classes: Mapping[str, str]
     passed: tuple[int, ...]
-    dtypes: tuple[Any, ...]
+    outputs: tuple[Expected | None, ...]
+    is_distributed: bool
 
     def __deepcopy__(self, memo: Any) -> CapturedGraph:
         """Itself: a copy of a module shares its code."""
@@ -89,7 +105,7 @@ def read_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture
     return CapturedGraph(
         fx.GraphModule(module, graph), tuple(arguments), classes,
         tuple(holders.index(out) if out in holders else -1 for out in outputs),
-        tuple(_dtype(out) for out in outputs),
+        tuple(map(_expected, outputs)), any(map(_moves_dtensors, module.graph.nodes)),
     )  # fmt: skip
 
 
@@ -98,9 +114,17 @@ def _outputs(graph: fx.Graph) -> Sequence[Any]:
     return cast("Sequence[Any]", node.args[0])
 
 
-def _dtype(output: Any) -> Any:
+def _expected(output: Any) -> Expected | None:
     example = output.meta.get("example_value") if isinstance(output, fx.Node) else None
-    return example.dtype if isinstance(example, Tensor) else None
+    if isinstance(example, DTensor):
+        return Expected(example.dtype, example.device_mesh, tuple(example.placements))
+    return Expected(example.dtype) if isinstance(example, Tensor) else None
+
+
+def _moves_dtensors(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in ("full_tensor", "redistribute", "to_local")
+    return node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith(_DTENSOR)
 
 
 def _role(example: Any, source: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.api import load_plan
 from autopar.arguments import read_bytes, read_dtype, training_spec
@@ -20,8 +21,7 @@ from autopar.cost import ClusterPrices
 from autopar.errors import BackendError
 from autopar.fit import check_fit
 from autopar.lower.agreement import agree, agree_equal, digest_inputs, digest_state, share
-from autopar.lower.compat import local_part_of
-from autopar.placement import refine_layout
+from autopar.placement import REPLICATE, refine_layout
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
@@ -74,7 +74,9 @@ def plan_graph(
     traced, fixed = found
     stored = agree(group, lambda: stored_parameters(module, session.mesh))
     training = agree(group, lambda: replace(training_spec(module, options.optimizer), is_training=trains))
-    constraints = options.constraints if "zero=0" in options.constraints else (*options.constraints, "zero=0")
+    constraints = options.constraints
+    if all(layout == (REPLICATE,) for _, _, layout in stored) and "zero=0" not in constraints:
+        constraints = (*constraints, "zero=0")
     limit = None if options.memory is None else agree(group, lambda: read_bytes(options.memory or 0))
     request = SearchRequest(limit, training, constraints, max_microbatches=1, stored=stored)
     key = (traced.program.fingerprint, trains, stored, *options.key)
@@ -108,7 +110,8 @@ def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], session: Session
     )  # fmt: skip
     members = nn.Module()
     for number, tensor in enumerate(session.unchecked([*module.parameters(), *module.buffers()])):
-        members.register_buffer(f"{number}", local_part_of(tensor.detach()))
+        if not isinstance(tensor, DTensor):
+            members.register_buffer(f"{number}", tensor.detach())
     agree_equal(
         session.group, digest_state(members), "initial values of parameters or buffers",
         "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "

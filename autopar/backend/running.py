@@ -12,6 +12,7 @@ from autopar.backend.graph import CapturedGraph
 from autopar.backend.options import Options
 from autopar.backend.planning import PlannedGraph
 from autopar.backend.session import Session
+from autopar.backend.storage import as_expected
 from autopar.lower.compat import module_tables
 from autopar.lower.execution import Executor
 from autopar.lower.lowering import Executable
@@ -68,8 +69,8 @@ class RunningGraph:
         results = iter(executor.executable.unflatten_outputs(leaves))
         outputs = [next(results) if place < 0 else values[place] for place in graph.passed]
         return tuple(
-            output if dtype is None or place >= 0 else output.to(dtype)
-            for output, dtype, place in zip(outputs, graph.dtypes, graph.passed, strict=True)
+            output if expected is None or place >= 0 else as_expected(output, expected)
+            for output, expected, place in zip(outputs, graph.outputs, graph.passed, strict=True)
         )
 
     def _bind(self, values: Sequence[Any]) -> None:

@@ -1,15 +1,19 @@
-"""Where the user's parameters are: whole on every rank, unless they are DTensors."""
+"""Where the user's tensors are: whole on every rank, unless they are DTensors."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autopar.backend.graph import CapturedGraph, Expected
 from autopar.errors import BackendError
 from autopar.placement import REPLICATE, Layout, Placement, shard
 
-__all__ = ["Stored", "stored_parameters"]
+__all__ = ["Stored", "as_expected", "stored_parameters", "with_whole_inputs"]
 
 # Per parameter its name, the sizes of a mesh over all ranks, and its layout there.
 Stored = tuple[tuple[str, tuple[int, ...], Layout], ...]
@@ -47,3 +51,22 @@ def _place(name: str, parameter: DTensor, mesh: DeviceMesh) -> tuple[tuple[int, 
             )
         layout.append(shard(dim) if is_slice else REPLICATE)
     return tuple(own.shape), tuple(layout)
+
+
+def with_whole_inputs(graph: CapturedGraph, values: Sequence[Any]) -> list[Any]:
+    """The arguments, with inputs that are DTensors made whole; differentiable."""
+    found = list(values)
+    for place in graph.places("input"):
+        if isinstance(found[place], DTensor):
+            found[place] = found[place].full_tensor()
+    return found
+
+
+def as_expected(output: Tensor, expected: Expected) -> Tensor:
+    """A whole output as what Dynamo found that the graph puts out; sums that wait to be made come made."""
+    output = output.to(expected.dtype)
+    if expected.mesh is None:
+        return output
+    whole = [Replicate()] * expected.mesh.ndim
+    placements = [Replicate() if placement.is_partial() else placement for placement in expected.placements]
+    return DTensor.from_local(output, expected.mesh, whole, run_check=False).redistribute(placements=placements)

@@ -108,6 +108,12 @@ class Task:
     def stored(self) -> dict[str, Layout]:
         """The parameters whose storage is the caller's, by value, with their layout on `shared_mesh`."""
         wanted = {name: (mesh, layout) for name, mesh, layout in self.request.stored}
+        for mesh in dict.fromkeys(mesh for mesh, _ in wanted.values()):
+            if not _is_refined(mesh, self.shared_mesh):
+                raise ConstraintError(
+                    f"parameters are kept on a mesh {'x'.join(map(str, mesh))}, but the axes of plans are merged from "
+                    f"{'x'.join(map(str, self.shared_mesh))}: keep them on a mesh with axes of those sizes, in order"
+                )
         return {
             value: refine_layout(wanted[name][1], wanted[name][0], self.shared_mesh)
             for value, name in self.program.parameters.items()
@@ -150,6 +156,14 @@ class Task:
             tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
             tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
         )
+
+
+def _is_refined(mesh: tuple[int, ...], fine: tuple[int, ...]) -> bool:
+    """Whether the axes of `mesh` are merged from those of `fine`."""
+    try:
+        return refine_mesh(mesh, fine) == refine_mesh(fine)
+    except ValueError:
+        return False
 
 
 def batch_size(program: Program) -> int:
