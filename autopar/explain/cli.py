@@ -9,9 +9,10 @@ from pathlib import Path
 
 from autopar.errors import AutoparError, QuestionError
 from autopar.explain.asked import Asked, change, parse_cluster
-from autopar.explain.checking import check_plan_file
+from autopar.explain.checking import check_plan, load_plan, rehearse
 from autopar.explain.comparison import compare_plans
 from autopar.explain.documents import describe_difference, describe_findings, describe_plan, describe_sweep
+from autopar.explain.editing import parse_edit
 from autopar.explain.explanation import explain
 from autopar.explain.findings import Findings
 from autopar.explain.forced import forced_choices
@@ -28,8 +29,9 @@ examples:
   python -m autopar.explain config.json --cluster 8x8xh100 --batch 64 --seq 8192
   python -m autopar.explain train.py:make --cluster 8xa100-80 --memory 70GiB --what-if nodes=2 --what-if memory=40GiB
   python -m autopar.explain train.py:make --cluster 8xh100 --sweep nodes=1,2,4,8
-  python -m autopar.explain train.py:make --cluster 8xh100 --save plan.json     (edit it, then:)
-  python -m autopar.explain train.py:make --cluster 8xh100 --check plan.json
+  python -m autopar.explain train.py:make --cluster 8xh100 --html report.html --trace trace.json
+  python -m autopar.explain train.py:make --cluster 8xh100 --edit plan.json --set "layers.*: recompute=full"
+  python -m autopar.explain train.py:make --cluster 8xh100 --check plan.json --rehearse
   python -m autopar.explain --diff a.json b.json
 """
 
@@ -64,7 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--what-if", action="append", default=[], metavar="NAME=VALUE", help="such as memory=40GiB or nodes=16")
     add("--sweep", metavar="NAME=A,B,C", help="such as nodes=1,2,4,8: a plan for each")
     add("--diff", nargs=2, metavar="PLAN", help="compare two saved plans")
+    add("--edit", metavar="PLAN", help="write the best plan for changing (or go on with it), see --set")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="EDIT",
+        help="with --edit: 'layers.*: recompute=full'",
+    )
     add("--check", metavar="PLAN", help="check and price a saved (perhaps edited) plan against the best one")
+    add("--rehearse", action="store_true", help="with --check: run it on simulated ranks and compare with one device")
     add("--why-seconds", type=float, default=20.0, help="time for pricing other choices (0: none; default: 20)")
     add("--save", metavar="PLAN", help="write the plan as JSON")
     add("--html", metavar="PAGE", help="write a report with charts, one file that needs no network")
@@ -75,19 +86,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     printer = Printer()
-    for path in filter(None, (options.save, options.html, options.trace)):
-        # Said before a search, not after it.
-        if not Path(path).absolute().parent.is_dir():
-            raise QuestionError(
-                f"{path!r} can't be written: there is no folder {str(Path(path).parent)!r}; make it first"
-            )
+    _check_combination(options)
     if options.diff:
-        first, second = (_load_plan(path) for path in options.diff)
+        first, second = (load_plan(path) for path in options.diff)
         return _show_difference(options, printer, f"{options.diff[0]} -> {options.diff[1]}", first, second)
     if options.target is None:
         raise QuestionError("name a model (file.py:factory, config.json ...) or two plans (--diff a.json b.json)")
     if options.target.endswith(".json") and options.cluster is None:
-        return _show_plan(options, printer, _load_plan(options.target))
+        return _show_plan(options, printer, load_plan(options.target))
     if options.cluster is None:
         raise QuestionError("name the devices: --cluster 8x8xh100 (nodes x devices per node x device)")
     asked = Asked(
@@ -97,9 +103,33 @@ def _run(options: argparse.Namespace) -> int:
     planner = Planner(options.target)
     if options.sweep and not options.html:
         return _show_sweep(options, printer, planner, asked)
+    if options.edit:
+        return _edit(options, printer, planner, asked)
     if options.check:
-        return check_plan_file(planner, asked, options.check, printer, as_json=options.json)
+        return _check(options, printer, planner, asked)
     return _explain(options, printer, planner, asked)
+
+
+def _check_combination(options: argparse.Namespace) -> None:
+    """Refuse options that would be passed over."""
+    asked = [name for name in ("edit", "check", "diff") if getattr(options, name)]
+    if len(asked) > 1:
+        raise QuestionError(f"--{asked[0]} and --{asked[1]} are two questions: ask one after the other")
+    if options.set and not options.edit:
+        raise QuestionError(f"--set changes a plan: name it with --edit plan.json --set {options.set[0]!r}")
+    if options.rehearse and not options.check:
+        raise QuestionError("--rehearse runs a plan: name it with --check plan.json --rehearse")
+    written = [path for path in (options.save, options.html, options.trace, options.edit) if path]
+    if written and options.target and options.cluster is None:
+        raise QuestionError(
+            f"to write {written[0]}, name a model and the devices: TARGET --cluster 8x8xh100 (a saved plan knows no "
+            "model; its page comes with TARGET --cluster ... --check plan.json --html page.html)"
+        )
+    for path in written:
+        # Said before a search, not after it.
+        if not Path(path).absolute().parent.is_dir():
+            folder = str(Path(path).parent)
+            raise QuestionError(f"{path!r} can't be written: there is no folder {folder!r}; make it first")
 
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
@@ -138,6 +168,39 @@ def _write(path: str, text: str) -> None:
         raise QuestionError(f"{path!r} can't be written: {error.strerror}. Name another file") from error
 
 
+def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
+    edits = tuple(map(parse_edit, options.set))
+    is_new = not Path(options.edit).exists()
+    checked = check_plan(planner, asked, options.edit, edits, may_lack=True)
+    plan = checked.answer.plan
+    if is_new or edits:
+        _write(options.edit, plan.to_json())
+    if options.json:
+        printer.json(checked.describe())
+    else:
+        if edits:
+            printer.difference("What the edits change", checked.before, plan, compare_plans(checked.before, plan))
+            printer.line(f"{options.edit}: {checked.verdict}")
+        printer.strategies(plan, options.edit)
+    return 0 if checked.fits else 1
+
+
+def _check(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
+    checked = check_plan(planner, asked, options.check)
+    plan = checked.answer.plan
+    rehearsal = rehearse(planner, asked, plan) if options.rehearse else None
+    _write_files(options, Findings(options.target, checked.answer, explain(checked.answer)))
+    if options.json:
+        printer.json(checked.describe() | {"rehearsal": str(rehearsal) if rehearsal else None})
+    else:
+        best = checked.best.plan
+        printer.difference(f"The best plan -> {options.check}", best, plan, compare_plans(best, plan))
+        printer.line(f"{options.check}: {checked.verdict}")
+        if rehearsal:
+            printer.line(f"rehearsed: {rehearsal}")
+    return 0 if checked.fits else 1
+
+
 def _show_plan(options: argparse.Namespace, printer: Printer, plan: Plan) -> int:
     if options.json:
         printer.json({"plan": describe_plan(plan)})
@@ -161,10 +224,3 @@ def _show_sweep(options: argparse.Namespace, printer: Printer, planner: Planner,
     else:
         printer.sweep(rows)
     return 0
-
-
-def _load_plan(path: str) -> Plan:
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise QuestionError(f"plan {path!r} can't be read: {error.strerror}") from error

@@ -11,7 +11,7 @@ from autopar.explain.work import certainty
 from autopar.plan import LayerCost, Plan
 from autopar.search.plan_collectives import plan_collectives
 
-__all__ = ["Explanation", "KindRow", "LinkRow", "explain"]
+__all__ = ["Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def explain(answer: Answer) -> Explanation:
     links = _links(answer)
     return Explanation(
         shares=shares,
-        kinds=tuple(_kinds(plan)),
+        kinds=tuple(kind_rows(plan)),
         links=links,
         binds=_binds(plan, dict(shares), links),
         memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
@@ -111,19 +111,20 @@ def _layer_costs(plan: Plan) -> Iterable[LayerCost]:
 def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits.
 
-    What passes at the same time as something else is taken off in one negative row.
+    What passes beside something else, and so is counted twice, is taken off in a row of its own.
     """
     costs = list(_layer_costs(plan))
     found = {name: sum(getattr(cost, field) for cost in costs) / plan.num_groups for name, field in _SECONDS.items()}
     rest = plan.step_time_s - sum(found.values())
-    if plan.stages:
+    if plan.stages and rest >= 0:
         found["waiting in the pipeline"] = rest
-    elif plan.overlapped_s:
+    elif plan.stages or plan.overlapped_s:
         found["hidden behind computing"] = rest
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _kinds(plan: Plan) -> Iterable[KindRow]:
+def kind_rows(plan: Plan) -> Iterable[KindRow]:
+    """Where time and bytes go, by layer kind and strategy."""
     layers: dict[int, list[str]] = {}
     for layer in plan.layers:
         layers.setdefault(layer.strategy, []).append(layer.name)

@@ -63,13 +63,12 @@ class Planner:
         prices, request = self._request(asked)
         return Answer(asked, plan, self._program(asked)[0], prices, request.training)
 
-    def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
-        memory = None if asked.memory is None else read_bytes(asked.memory)
-        training = training_spec(self._model(asked).model, asked.optimizer)
-        request = SearchRequest(memory, training, asked.constraints, schedules=schedule_actions)
-        return ClusterPrices(asked.cluster, None), request
+    def model(self, asked: Asked) -> ModelTarget:
+        """The target, loaded once per shape.
 
-    def _model(self, asked: Asked) -> ModelTarget:
+        Raises:
+            QuestionError: it names no model.
+        """
         if asked.shapes not in self._models:
             found = load_target(self.target, *asked.shapes)
             if isinstance(found, Plan):
@@ -80,10 +79,16 @@ class Planner:
             self._models[asked.shapes] = found
         return self._models[asked.shapes]
 
+    def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
+        memory = None if asked.memory is None else read_bytes(asked.memory)
+        training = training_spec(self.model(asked).model, asked.optimizer)
+        request = SearchRequest(memory, training, asked.constraints, schedules=schedule_actions)
+        return ClusterPrices(asked.cluster, None), request
+
     def _program(self, asked: Asked) -> tuple[Program, float]:
         key = (*asked.shapes, asked.precision)
         if key not in self._traced:
-            target = self._model(asked)
+            target = self.model(asked)
             started = time.perf_counter()
             traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(asked.precision))
             self._traced[key] = traced.program, time.perf_counter() - started

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.explain.comparison import Difference, compare_plans
-from autopar.explain.explanation import Explanation
+from autopar.explain.explanation import Explanation, kind_rows
 from autopar.explain.findings import Findings
 from autopar.explain.forced import ForcedRow
 from autopar.explain.runners_up import RunnerUp
@@ -106,6 +106,23 @@ class Printer:
                 change = f"{row.step_s / step_s - 1:+.1%}"
                 table.add_row(row.constraint, f"{row.step_s * 1e3:.4g}", change, f"{row.peak_bytes / 2**30:.3g}")
         self._console.print(table)
+
+    def strategies(self, plan: Plan, path: str) -> None:
+        """What can be changed in a plan, and how to go on."""
+        self._title(f"What there is to change in {path}")
+        table = self._table("strategies", "layers", "axes", "zero", "recompute")
+        for row in kind_rows(plan):
+            names = row.layers[0] if len(row.layers) == 1 else f"{row.layers[0]} .. ({len(row.layers)})"
+            number = next(layer.strategy for layer in plan.layers if layer.name == row.layers[0])
+            table.add_row(f"[{number}]", names, row.axes, str(plan.strategies[number].zero), row.recompute)
+        self._console.print(table)
+        layer = plan.layers[len(plan.layers) // 2].name
+        self.line("change it in an editor, or with the same command and any of")
+        edits = " ".join(f'--set "{layer}: {edit}"' for edit in ("recompute=full", "zero=3", "like=LAYER"))
+        self.line(f"  --edit {path} {edits}")
+        self.line("then")
+        self.line(f"  --check {path} [--rehearse]    fits? what does it cost against the best plan? the same numbers?")
+        self.line(f'  autopar.parallelize(model, mesh, inputs, plan="{path}")    runs it')
 
     def difference(self, title: str, first: Plan, second: Plan, found: Sequence[Difference]) -> None:
         """Two plans side by side."""

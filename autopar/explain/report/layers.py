@@ -12,6 +12,7 @@ from autopar.plan import LayerStrategy, Plan
 __all__ = ["layer_strip", "layer_table"]
 
 _STORAGE = {0: "whole (ZeRO-0)", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+_MOST_TICKS = 26
 _FEW_STAGES = 24  # with more, borders without names
 
 
@@ -58,7 +59,14 @@ def layer_strip(plan: Plan) -> Figure:
     borders = [stage.start for stage in plan.stages[1:]]
     layout: dict[str, Any] = {
         "barmode": "overlay",
-        "xaxis": axis("layer", range=[-0.5, len(plan.layers) - 0.5], showgrid=False, zeroline=False, tickformat="d"),
+        "xaxis": axis(
+            "layer",
+            range=[-0.5, len(plan.layers) - 0.5],
+            showgrid=False,
+            zeroline=False,
+            tickformat="d",
+            dtick=-(-len(plan.layers) // _MOST_TICKS),
+        ),
         "yaxis": axis(fixedrange=True, autorange="reversed"),
         "shapes": [
             {

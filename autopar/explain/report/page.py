@@ -121,7 +121,8 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
 def _asked(findings: Findings) -> tuple[str, ...]:
     plan, asked = findings.answer.plan, findings.answer.asked
     cluster = asked.cluster
-    found = [f"{cluster.num_nodes} nodes of {cluster.devices_per_node} x {plan.device}"]
+    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+    found = [f"{nodes} of {cluster.devices_per_node} x {plan.device}"]
     found.append(f"{cluster.within.name} inside a node, {cluster.between.name} between nodes")
     if plan.stages:
         groups = f"{len(plan.stages)} stages on {plan.num_groups} device groups of {plan.group_size}"

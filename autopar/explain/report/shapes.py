@@ -120,7 +120,11 @@ def digits(value: float) -> str:
 def size(num_bytes: float) -> Number:
     """Bytes, read in the unit that suits them."""
     factor, unit = size_unit(num_bytes)
-    return Number(num_bytes, f"{num_bytes / factor:,.3g} {unit}" if num_bytes else "0")
+    return Number(num_bytes, f"{_three_digits(num_bytes / factor)} {unit}" if num_bytes else "0")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def size_unit(num_bytes: float) -> tuple[float, str]:

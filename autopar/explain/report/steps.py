@@ -190,7 +190,7 @@ def memory_figure(timeline: StepTimeline) -> Figure:
         "annotations": [
             {"x": 1, "xref": "paper", "y": limit if is_near else 1, "yref": "y" if is_near else "paper",
              "text": name if is_near else f"{name}, far above", "showarrow": False, "xanchor": "right",
-             "yanchor": "bottom"}
+             "yanchor": "bottom" if is_near else "top"}
         ] if limit else [],
         "legend": LEGEND,
         "margin": MARGIN,
