@@ -117,7 +117,7 @@ def read_output(text: str | None, default: Path) -> Path:
     return path
 
 
-def matching_keys(globs: Sequence[str], probes: Iterable[Probe]) -> frozenset[str]:
+def matching_keys(option: str, globs: Sequence[str], probes: Iterable[Probe]) -> frozenset[str]:
     """The keys of `probes` that any of `globs` matches.
 
     Raises:
@@ -129,7 +129,7 @@ def matching_keys(globs: Sequence[str], probes: Iterable[Probe]) -> frozenset[st
         if not matches:
             kinds = dict.fromkeys(key.split("/")[0] for key in keys)
             raise ProfileError(
-                f"--remeasure {pattern!r} matches nothing that is measured here. Keys are such as {keys[0]!r}; they "
-                f"begin with {', '.join(kinds)}; --list shows all"
+                f"{option} {pattern!r} matches nothing that is measured here. Keys are such as {keys[0]!r}; they begin "
+                f"with {', '.join(kinds)}; --list shows all"
             )
     return frozenset(key for matches in found.values() for key in matches)

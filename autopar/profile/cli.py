@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--axes", metavar="SIZExSTRIDE,..", help="groups to measure, such as 4x1,2x4 (default: all that fit)")
     add("--group-sizes", metavar="A,B", help="groups of these sizes only, at all strides")
     add("--quick", action="store_true", help="only what parallelize itself would measure, in seconds")
+    add("--only", action="append", default=[], metavar="KEYGLOB", help="nothing else: 'collective/*/2/1'")
     add("--remeasure", action="append", default=[], metavar="KEYGLOB", help="again, although it is there: 'matmul/*'")
     add("--list", action="store_true", help="list what can be measured here, and whether it has been; measure nothing")
     add("--show", nargs="?", const="", metavar="PATH", help="print a profile as tables; measure nothing")
@@ -106,7 +107,10 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
             share_text(ranks, lambda: _show(path))
             return 0
         probes = (quick_probes if options.quick else dense_probes)(device, communicator, axes, dtypes)
-        again = matching_keys(options.remeasure, probes)
+        if options.only:
+            wanted = matching_keys("--only", options.only, probes)
+            probes = tuple(probe for probe in probes if not wanted.isdisjoint(probe.keys))
+        again = matching_keys("--remeasure", options.remeasure, probes)
         ranks.prepare(axes)
         found = load_shared(ranks, path)
         lacking = missing_probes(probes, found, again)

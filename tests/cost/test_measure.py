@@ -1,12 +1,16 @@
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
+from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.measure import measure_profile, timing
 from autopar.cost.measure.collectives import default_axes, max_over_ranks, share_text
 from autopar.lower.communicator import ProcessGroupCommunicator
@@ -15,8 +19,6 @@ from tests.cost.ops import LINEAR, op, tensor
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
-
-KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 
 
 @pytest.fixture(scope="module")
@@ -92,27 +94,39 @@ def test_a_profile_is_measured_once_a_machine(tmp_path):
     assert Profile.load(path) == again
 
 
-def _measure(cache_dir: str) -> tuple[str, str, list[float]]:
+def _measure(cache_dir: str) -> tuple[list[str], list[float]]:
     torch.set_num_threads(1)
     communicator = ProcessGroupCommunicator()
+    ops_alone = measure_profile(communicator, "cpu", 0.5, cache_dir, axes=())
     profile = measure_profile(communicator, "cpu", 1.0, cache_dir)
-    again = measure_profile(communicator, "cpu", 1.0, cache_dir)
+    api._CACHE = Path(cache_dir)
+    mesh = init_device_mesh("cpu", (2,))
+    in_bfloat16 = api.mesh_prices(None, communicator, mesh, torch.bfloat16).profile
+    again = api.mesh_prices(None, communicator, mesh, torch.bfloat16).profile
     axis, x = Axis(2, 1), torch.ones(2**19)
     torch.distributed.barrier()
     measured_s = [_median_s(lambda: communicator.all_reduce(x, axis), time.perf_counter) for _ in range(3)]
-    return profile.to_json(), again.to_json(), measured_s
+    return [each.to_json() for each in (ops_alone, profile, in_bfloat16, again)], measured_s
 
 
-def test_two_ranks_measure_collectives_and_agree(tmp_path):
-    results = run_ranks(_measure, 2, str(tmp_path))
-    texts = {text for first, again, _ in results for text in (first, again)}
-    assert len(texts) == 1, "ranks, or a cached and a fresh profile, differ"
-    profile = Profile.from_json(texts.pop())
-    assert all(profile.measured_axes(kind) == (Axis(2, 1),) for kind in KINDS)
+def test_two_ranks_measure_what_is_missing_and_agree(tmp_path):
+    (texts, first_s), (other_texts, second_s) = run_ranks(_measure, 2, str(tmp_path))
+    assert texts == other_texts, "ranks differ"
+    ops_alone, profile, in_bfloat16, again = map(Profile.from_json, texts)
+    # No two measurements give the same times, so equality means that it was not measured again.
+    assert profile.curves.items() > ops_alone.curves.items()
+    assert {key.split("/")[0] for key in profile.curves.keys() - ops_alone.curves.keys()} == {"collective"}
+    more = {f"{kind}/bfloat16/{way}" for kind in ("matmul", "attention") for way in ("forward", "backward")}
+    assert in_bfloat16.curves.keys() - profile.curves.keys() == more
+    assert in_bfloat16.curves.items() > profile.curves.items()
+    assert again == in_bfloat16
+    assert all(profile.measured_axes(kind) == (Axis(2, 1),) for kind in COLLECTIVES)
+    for kind in ("all_gather", "all_reduce", "reduce_scatter"):
+        assert 0 <= profile.interference(kind, Axis(2, 1)) <= 1
     prices = ClusterPrices(Cluster.of("cpu", devices_per_node=2), profile)
     priced_s = prices.collective_s("all_reduce", Axis(2, 1), 2**21)
     # Three rounds, because another program can slow any one of them down.
-    rounds = [max(both) for both in zip(*(measured for _, _, measured in results), strict=True)]
+    rounds = [max(both) for both in zip(first_s, second_s, strict=True)]
     assert any(measured_s / 5 < priced_s < measured_s * 5 for measured_s in rounds), (priced_s, rounds)
 
 
