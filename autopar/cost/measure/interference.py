@@ -23,7 +23,7 @@ from autopar.placement import Axis
 
 __all__ = ["interference_probes"]
 
-_QUICK = {"cpu": (2**18,), "cuda": (2**24,)}
+_QUICK = {"cpu": (2**20,), "cuda": (2**24,)}
 _DENSE = {"cpu": (2**16, 2**18, 2**20, 2**22), "cuda": (2**18, 2**22, 2**26)}
 """Elements of a buffer on its larger side."""
 _WIDTH = {"cpu": 256, "cuda": 4096}
