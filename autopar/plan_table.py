@@ -11,13 +11,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autopar.placement import format_layout
+
 if TYPE_CHECKING:
+    from autopar.placement import Layout
     from autopar.plan import LayerCost, LayerStrategy, Plan, Stage
 
 __all__ = ["format_plan"]
 
 _WIDTH = 110
 _FEW_STAGES = 16
+_FEW_NAMES = 4
 _STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
@@ -140,8 +144,7 @@ def _totals(plan: Plan) -> list[str]:
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     if plan.shared_storage:
-        shared = ", ".join(f"{name} ({','.join(map(str, layout))})" for name, layout in plan.shared_storage)
-        lines.append(f"shared parameters    {shared} on mesh {'x'.join(map(str, plan.shared_mesh))}")
+        lines.append(f"shared parameters    {_shared(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
     if plan.constraints:
         lines.append("constraints          " + "; ".join(plan.constraints))
     if plan.planning_s:
@@ -149,6 +152,17 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(f"planning             {stages}")
     lines.extend(f"note: {note}" for note in plan.notes)
     return lines
+
+
+def _shared(plan: Plan) -> str:
+    """The parameters whose storage is the plan's: a few by name, many as a count for each layout."""
+    names: dict[Layout, list[str]] = {}
+    for name, layout in plan.shared_storage:
+        names.setdefault(layout, []).append(name)
+    return ", ".join(
+        f"{', '.join(each) if len(each) <= _FEW_NAMES else f'{each[0]} and {len(each) - 1} more'} ({format_layout(layout)})"
+        for layout, each in names.items()
+    )
 
 
 def _hidden(plan: Plan) -> list[str]:

@@ -195,7 +195,7 @@ def _submodule(root: nn.Module, path: str, classes: Mapping[str, str]) -> nn.Mod
     walked: list[str] = []
     for name in path.split(".") if path else ():
         walked.append(name)
-        if name not in module._modules:
+        if name not in dict(module.named_children()):
             kind = type(classes.get(".".join(walked), "Module"), (nn.Module,), {})
             module.add_module(name, kind())
         module = module.get_submodule(name)

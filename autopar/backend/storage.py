@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.api import mesh_ranks
 from autopar.backend.graph import CapturedGraph, Expected
 from autopar.errors import BackendError
-from autopar.placement import REPLICATE, Layout, Placement, shard
+from autopar.lower.compat import from_torch_placement
+from autopar.placement import REPLICATE, Layout, Placement
 
 __all__ = ["Stored", "as_expected", "stored_parameters", "with_whole_inputs"]
 
@@ -34,22 +36,21 @@ def stored_parameters(module: nn.Module, mesh: DeviceMesh) -> Stored:
 
 def _place(name: str, parameter: DTensor, mesh: DeviceMesh) -> tuple[tuple[int, ...], Layout]:
     own = parameter.device_mesh
-    if own.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
+    if mesh_ranks(own) != mesh_ranks(mesh):
         raise BackendError(
-            f"parameter {name!r} is a DTensor on the ranks {own.mesh.flatten().tolist()}, but options['mesh'] has "
-            f"{mesh.mesh.flatten().tolist()}: pass the mesh that the parameters are distributed on"
+            f"parameter {name!r} is a DTensor on the ranks {mesh_ranks(own)}, but options['mesh'] has "
+            f"{mesh_ranks(mesh)}: pass the mesh that the parameters are distributed on"
         )
     layout: list[Placement] = []
     for placement, size in zip(parameter.placements, own.shape, strict=True):
-        is_slice = type(placement) is Shard
-        dim = placement.dim % parameter.dim() if isinstance(placement, Shard) else 0
-        if type(placement) is not Replicate and not (is_slice and parameter.shape[dim] % size == 0):
+        known = from_torch_placement(placement, parameter.ndim)
+        if known is None or (known.is_shard and parameter.shape[known.dim] % size):
             raise BackendError(
                 f"parameter {name!r} is a DTensor of shape {list(parameter.shape)} with placement {placement} over "
                 f"{size} ranks: autopar knows whole tensors and equal slices. Distribute it with Replicate() or "
                 "Shard(dim) of a dim that divides, or pass it whole, as a plain tensor"
             )
-        layout.append(shard(dim) if is_slice else REPLICATE)
+        layout.append(known)
     return tuple(own.shape), tuple(layout)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,22 +20,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from autopar.errors import MeshError
-from autopar.placement import Layout
+from autopar.placement import REPLICATE, Layout, Placement, shard
 
 __all__ = [
     "DispatchMode",
     "ModuleTables",
     "before_backward",
     "call_function",
-    "compile_program",
+    "compile_graph",
     "dtensor_like",
     "edge_of",
+    "from_torch_placement",
+    "functional_all_gather",
+    "functional_all_reduce",
+    "functional_all_to_all",
+    "functional_collectives",
+    "functional_reduce_scatter",
+    "functional_wait",
     "gradients_of",
+    "group_name",
     "is_custom_node",
     "is_random",
     "leaves_of",
@@ -50,6 +60,7 @@ __all__ = [
     "run_backward_from",
     "run_twice",
     "scale_in_place",
+    "split_graph",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
@@ -175,6 +186,13 @@ def to_torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
     return tuple(Shard(placement.dim) if placement.is_shard else Replicate() for placement in layout)
 
 
+def from_torch_placement(placement: TorchPlacement, num_dims: int) -> Placement | None:
+    """The placement of a tensor of `num_dims` dims that torch calls so; None if there is no word for it here."""
+    if type(placement) is Shard:
+        return shard(placement.dim % num_dims)
+    return REPLICATE if type(placement) is Replicate else None
+
+
 def to_parted_placements(layout: Layout, mesh: tuple[int, ...], dim: int, parts: int) -> tuple[TorchPlacement, ...]:
     """`to_torch_placements` of a tensor whose `dim` is cut into `parts` before the mesh cuts each of these: a device
     holds its slices of all parts, side by side.
@@ -257,16 +275,103 @@ def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:
     untyped.register_hook(action)
 
 
-def compile_program(module: fx.GraphModule, as_they_are: Collection[Any]) -> Callable[..., Any]:
-    """`module` compiled by ``torch.compile``, in pieces between calls of `as_they_are`, which run as they are."""
-    compiler: Any = torch.compiler
-    twin = fx.GraphModule(module, copy.deepcopy(module.graph))
-    for node in twin.graph.nodes:
-        if node.op == "call_function" and node.target in as_they_are:
-            node.target = compiler.disable(node.target)
-    twin.recompile()
-    untyped: Any = torch
-    return untyped.compile(twin.forward)
+def split_graph(module: fx.GraphModule, piece_of: Callable[[fx.Node], int]) -> fx.GraphModule:
+    """`module` as submodules in a row, each holding the ops of one piece; pieces are numbered in the graph's order."""
+    untyped: Any = split_module
+    return untyped(module, module, piece_of, keep_original_order=True)
+
+
+def compile_graph(
+    module: fx.GraphModule, tensors: Sequence[Tensor], noting: Callable[[fx.GraphModule], Callable[[], None]]
+) -> Callable[..., Any]:
+    """`module` compiled by inductor, forward and backward, for arguments that lie as `tensors`; it is used up.
+
+    Args:
+        module: a graph of any Python functions that can be traced, returning a tuple of tensors.
+        tensors: examples of its arguments.
+        noting: gets the forward's graph, and the backward's; what it returns is called whenever that one runs.
+    """
+    with_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+    is_cuda = any(x.is_cuda for x in tensors)
+    device = torch.cuda.current_device() if is_cuda else None
+    examples = [x.detach().requires_grad_(x.requires_grad and with_gradients) for x in tensors]
+    inductor: Any = importlib.import_module("torch._inductor.compile_fx")
+    functorch: Any = importlib.import_module("torch._functorch.config")
+
+    def inner_compile(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        note = noting(graph)
+        run: Any = inductor.compile_fx_inner(graph, *args, **kwargs)
+
+        def noted(values: Any) -> Any:
+            note()
+            return run(values)
+
+        untyped: Any = noted
+        untyped._boxed_call = True  # it takes its arguments as a list, and may empty it
+        return noted
+
+    def compile_it() -> Callable[..., Any]:
+        torch.set_num_threads(num_threads)
+        # A backward may run again (retain_graph), as the one that runs in two parts does.
+        with torch.set_grad_enabled(with_gradients), functorch.patch(donated_buffer=False):
+            if device is None:
+                return inductor.compile_fx(module, examples, inner_compile=inner_compile)
+            with torch.cuda.device(device):
+                return inductor.compile_fx(module, examples, inner_compile=inner_compile)
+
+    # In a thread of its own: hooks on what autograd saves, which may be in force here, are not to see the tracing.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(compile_it).result()
+
+
+def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]:
+    """(kind, name of the process group, bytes of the larger side) of each functional collective in a traced graph."""
+    found: list[tuple[str, str, int]] = []
+    for node in module.graph.nodes:
+        kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
+        if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
+            whole = node if kind == "all_gather" else node.args[0]
+            found.append((kind, node.args[-1], whole.meta["val"].nbytes))
+    return found
+
+
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+_functional: Any = torch.ops._c10d_functional
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """What functional collectives call it."""
+    return group.group_name
+
+
+def functional_all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """``[n] -> [size * n]``, to be waited for."""
+    return _functional.all_gather_into_tensor(x, size, group)
+
+
+def functional_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """``[size * n] -> [n]``, the own part of the sum, to be waited for."""
+    return _functional.reduce_scatter_tensor(x, "sum", size, group)
+
+
+def functional_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """The sum or maximum, to be waited for."""
+    return _functional.all_reduce(x, op, group)
+
+
+def functional_all_to_all(stack: Tensor, size: int, group: str) -> Tensor:
+    """``[size, ...] -> [size, ...]``, entry c to and from member c, to be waited for."""
+    return _functional.all_to_all_single(stack, [1] * size, [1] * size, group)
+
+
+def functional_wait(x: Tensor) -> Tensor:
+    """What a functional collective gives, when it has come."""
+    return _functional.wait_tensor(x)
 
 
 def run_backward(loss: Tensor) -> None:
