@@ -22,6 +22,7 @@ __all__ = [
     "Collective",
     "Handle",
     "ReduceOp",
+    "TracedCommunicator",
     "merge_stack",
     "reduce_stack",
     "split_stack",
@@ -127,6 +128,15 @@ class BaseCommunicator(ABC):
             # by identity: two records may be equal
             self._records = [other for other in self._records if other is not record]
 
+    def traced(self) -> TracedCommunicator:
+        """See `Communicator.traced`."""
+        raise NotImplementedError(f"{type(self).__name__} can't be part of a compiled program")
+
+    def note(self, collectives: Iterable[Collective]) -> None:
+        """See `Communicator.note`."""
+        for record in self._records:
+            record.extend(collectives)
+
     def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """See `Communicator.all_gather`."""
         return self.start_all_gather(x, axis, dim).wait()
@@ -204,8 +214,7 @@ class BaseCommunicator(ABC):
             )
 
     def _note(self, kind: str, axis: Axis, num_bytes: int) -> None:
-        for record in self._records:
-            record.append(Collective(kind, axis, num_bytes))
+        self.note([Collective(kind, axis, num_bytes)])
 
     @abstractmethod
     def prepare(self, axes: Iterable[Axis]) -> None:
@@ -238,6 +247,14 @@ class BaseCommunicator(ABC):
     @abstractmethod
     def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         """``[...]``, what coordinate `source` sends next."""
+
+
+class TracedCommunicator(BaseCommunicator):
+    """Whose collectives become ops of the graph that is traced."""
+
+    @abstractmethod
+    def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
+        """What a graph that was traced with this communicator runs, each time."""
 
 
 def _unmoved(x: Tensor) -> Handle:

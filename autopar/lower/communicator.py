@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from autopar.lower.collectives import Collective, Handle
+from autopar.lower.collectives import Collective, Handle, TracedCommunicator
 from autopar.lower.process_groups import ProcessGroupCommunicator
 from autopar.lower.simulation import CollectiveMismatchError, ThreadCommunicator, simulate
 from autopar.placement import Axis
@@ -60,6 +60,14 @@ class Communicator(Protocol):
 
     def recording(self) -> AbstractContextManager[list[Collective]]:
         """A context in which every collective of this rank is appended to the list that it yields."""
+        ...
+
+    def note(self, collectives: Iterable[Collective]) -> None:
+        """Record collectives that a compiled program runs by itself."""
+        ...
+
+    def traced(self) -> TracedCommunicator:
+        """A communicator for the time in which a program is traced, to be compiled."""
         ...
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import compile_program, to_parted_placements, to_torch_placements
+from autopar.lower.compat import to_parted_placements, to_torch_placements
+from autopar.lower.compiled import compile_program
 from autopar.lower.failures import naming_failures
-from autopar.lower.layer_ops import LayerContext, draw, redistribute, run_kernel
+from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import LayerProgram
 from autopar.lower.layer_runner import LayerUse
 from autopar.lower.lowering import Executable, Lies, Lowering
@@ -58,7 +59,7 @@ class Executor:
         self.whole_outputs = False
         self.kept = set(program.outputs) | set(program.updates.values())
         self.stages = StageMap(program, plan, communicator.rank)
-        lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages)
+        lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
         self.runners = lowering.lower_layers(self.kept)
         self.lies = lowering.lies
         self.arriving = lowering.arriving
@@ -67,7 +68,7 @@ class Executor:
         communicator.prepare(sorted({axis for runner in self.runners.values() for axis in runner.axes}))
         if compile_layers:
             for lowered in self.programs:
-                lowered.module.forward = compile_program(lowered.module, (redistribute, run_kernel, draw))
+                lowered.module.forward = compile_program(lowered.module, communicator)
 
     @property
     def programs(self) -> tuple[LayerProgram, ...]:
@@ -121,7 +122,7 @@ class Executor:
         read.
 
         The next layer's parameters are on their way while a layer computes, and so are in backward those that must be
-        gathered anew.
+        gathered anew (it is known from the first backward on which are).
         """
         open_layer = open_layer or self.open_layer
         random = RandomState(base_seed, self.communicator.device, microbatch) if self.is_random else None
@@ -134,7 +135,7 @@ class Executor:
             inputs = [reshard_tensor(values[name], steps, self.communicator) for name, steps in runner.moves]
             context = LayerContext(self.communicator, microbatch, runner.first_op, random)
             outputs = runner.run(use, inputs, context)
-            if use.gathering is not None and use.gathering.is_awaited and any(x.requires_grad for x in outputs):
+            if use.gathering is not None and runner.parameters.is_gathered_anew and _has_gradient(outputs):
                 use.gathering.before, awaited = awaited, use.gathering
             values |= zip(runner.layer.outputs, outputs, strict=True)
             for name in runner.dead:
@@ -214,6 +215,10 @@ class Executor:
 
     def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
         return refine_mesh(self.store.mesh, mesh) == self.store.mesh
+
+
+def _has_gradient(outputs: Sequence[Tensor]) -> bool:
+    return any(x.requires_grad for x in outputs)
 
 
 def _whole_along(layout: Layout, dim: int) -> Layout:

@@ -51,7 +51,7 @@ class LayerRunner:
         layer: itself.
         strategy: how it runs.
         program: its lowered program, shared by its kind.
-        keeping: the variant for selective recomputation.
+        keeping: the variant for selective recomputation, None if the strategy has none or a compiler sees to it.
         parameters: how it gets them.
         buffers: position among held values, name, dtype, moves to the copy layout.
         constants: position among held values, local part.
@@ -88,9 +88,8 @@ class LayerRunner:
         if recompute == "full":
             return self._run_again_in_backward(use, inputs, context)
         held = self._held(use.copies(), context.communicator)
-        if torch.is_grad_enabled() and (freed or recompute == "selective"):
-            keeping = self.keeping if recompute == "selective" else None
-            return run_keeping_less(self.program, keeping, inputs, held, context, freed)
+        if torch.is_grad_enabled() and (freed or self.keeping):
+            return run_keeping_less(self.program, self.keeping, inputs, held, context, freed)
         return self.program.module(*inputs, *held, context)
 
     def _run_again_in_backward(
@@ -98,8 +97,6 @@ class LayerRunner:
     ) -> Sequence[Tensor]:
         freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
         kept = None if freed else self._held(use.copies(), context.communicator)
-        if freed:
-            freed.is_awaited = True
 
         def run(*inputs: Tensor) -> Sequence[Tensor]:
             held = self._held(use.copies(), context.communicator) if kept is None else kept

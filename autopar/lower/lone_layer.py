@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.lower.compat import compile_program, run_twice
-from autopar.lower.layer_ops import LayerContext, draw, redistribute, run_kernel
+from autopar.lower.compat import run_twice
+from autopar.lower.compiled import compile_program
+from autopar.lower.layer_ops import LayerContext
 from autopar.lower.layer_program import find_option, layer_program
 from autopar.lower.random import RandomState
 from autopar.lower.recompute import KeepingProgram, run_keeping_less
@@ -62,7 +63,8 @@ class LoneLayer:
         lowered = layer_program(program, layer, strategy, num_microbatches, arrivals, str(self.device))
         self._program = lowered
         self._recompute = strategy.recompute
-        self._keeping = KeepingProgram(lowered) if strategy.recompute == "selective" else None
+        keeps_less = strategy.recompute == "selective" and not compiled
+        self._keeping = KeepingProgram(lowered) if keeps_less else None
         random = RandomState(0, self.device) if any(op.is_random for op in layer.ops) else None
         self._context = LayerContext(SilentCommunicator(math.prod(strategy.mesh), self.device), random=random)
         maker = _Maker(program, layer, self.device, constants or {})
@@ -77,7 +79,7 @@ class LoneLayer:
         ]
         self._leaves = [x for x in (*self._inputs, *self._held) if x.requires_grad]
         if compiled:
-            lowered.module.forward = compile_program(lowered.module, (redistribute, run_kernel, draw))
+            lowered.module.forward = compile_program(lowered.module, self._context.communicator)
         outputs = self.forward()
         self._gradients = [torch.randn_like(x) if x.requires_grad else None for x in outputs]
 
@@ -91,7 +93,7 @@ class LoneLayer:
         module, held, context = self._program.module, self._held, self._context
         if self._recompute == "full":
             return run_twice(lambda *inputs: module(*inputs, *held, context), self._inputs)
-        if self._recompute == "selective":
+        if self._keeping is not None:
             return run_keeping_less(self._program, self._keeping, self._inputs, held, context, None)
         return module(*self._inputs, *held, context)
 

@@ -74,9 +74,11 @@ class Lowering:
         communicator: Communicator,
         num_microbatches: int,
         stages: StageMap,
+        compile_layers: bool = False,
     ) -> None:
         """Nothing is lowered yet.  `lies` has then where values lie, `arriving` per stage what comes to it."""
         self.stages = stages
+        self.compile_layers = compile_layers
         self.executable = executable
         self.program = executable.program
         self.plan = executable.plan
@@ -162,7 +164,8 @@ class Lowering:
             lowered = layer_program(
                 self.program, first, strategy, self.num_microbatches, arrivals, str(self.communicator.device)
             )
-            keeping = KeepingProgram(lowered) if strategy.recompute == "selective" else None
+            keeps_less = strategy.recompute == "selective" and not self.compile_layers
+            keeping = KeepingProgram(lowered) if keeps_less else None
             self.programs[key] = lowered, keeping
         return self.programs[key]
 

@@ -31,7 +31,8 @@ __all__ = ["Gathering", "LayerParameters", "Reduction", "enter_parameters", "gat
 class LayerParameters:
     """How one layer's parameters get from storage to their copy layouts.
 
-    `positions` are theirs among the layer's held values.
+    `positions` are theirs among the layer's held values.  `is_gathered_anew` says whether a backward has asked for
+    copies that were freed; not every layer's does (it may have kept nothing that needs them).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LayerParameters:
         )
         self.moves_forward = any(step.forward != "none" for steps in self.steps for step in steps)
         self.moves_backward = any(step.backward != "none" for steps in self.steps for step in steps)
+        self.is_gathered_anew = False
         self._slots = [store.slot(name) for name in self.names]
 
     def current(self) -> list[nn.Parameter]:
@@ -113,7 +115,6 @@ class Gathering:
     """One use of a layer's parameters: gathered when asked for, and if `is_freed` again after `free`.
 
     Attributes:
-        is_awaited: whether backward will ask for copies that were freed.
         before: the gathering that backward will ask for after this one; it is started when this one has come.
     """
 
@@ -135,10 +136,10 @@ class Gathering:
         self.layer = layer
         self.parameters = parameters
         self.is_freed = is_freed
-        self.is_awaited = False
         self.before: Gathering | None = None
         self._add = add
         self._values: list[Tensor] | None = None if values is None else list(values)
+        self._was_freed = False
         self._handle = layer.start_gather(parameters) if prefetch else None
         self._reduction: Reduction | None = None
 
@@ -147,6 +148,7 @@ class Gathering:
         if self._values is None:
             handle = self._handle or self.layer.start_gather(self.parameters)
             self._handle = None
+            self.layer.is_gathered_anew |= self._was_freed
             self._values = self.layer.finish_gather(self.parameters, handle)
             if self.before is not None:
                 self.before.prefetch()
@@ -161,6 +163,7 @@ class Gathering:
         """Forget the copies, if they are to be freed; the next `values` gathers them anew."""
         if self.is_freed:
             self._values = None
+            self._was_freed = True
 
     def start_reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """Gradients of the copies set off; `finish_reduce` gives what becomes of them."""

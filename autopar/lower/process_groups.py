@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.errors import MeshError
 from autopar.lower import compat
 from autopar.lower.collectives import BaseCommunicator, Handle, ReduceOp, reduce_stack
+from autopar.lower.functional_communicator import FunctionalCommunicator, GroupOrder
 from autopar.placement import Axis
 
 __all__ = ["ProcessGroupCommunicator"]
@@ -74,6 +75,14 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def process_group(self) -> dist.ProcessGroup:
         """The group of all ranks of the mesh."""
         return self._group(Axis(self.world_size, 1)).process_group
+
+    def traced(self) -> FunctionalCommunicator:
+        """See `Communicator.traced`."""
+        return FunctionalCommunicator(self, self._order_of, _GLOO_DTYPES if self._is_gloo else ())
+
+    def _order_of(self, axis: Axis) -> GroupOrder:
+        group = self._group(axis)
+        return GroupOrder(compat.group_name(group.process_group), group.to_group, group.from_group)
 
     def _group(self, axis: Axis) -> _Group:
         if axis not in self._groups:

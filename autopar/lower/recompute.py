@@ -199,7 +199,6 @@ def _free_gathered(boxes: Sequence[_Box], gathering: Gathering) -> dict[int, _Re
     for box in boxes:
         if box.tensor is not None and storage_key(box.tensor) in recipes:
             box.let_go(recipes[storage_key(box.tensor)])
-    gathering.is_awaited = bool(boxes)
     gathering.free()
     return recipes
 

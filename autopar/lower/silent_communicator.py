@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autopar.lower.collectives import BaseCommunicator, Handle, ReduceOp, merge_stack, split_stack
+from autopar.lower.collectives import Collective, Handle, ReduceOp, TracedCommunicator, merge_stack, split_stack
 from autopar.placement import Axis
 
 __all__ = ["SilentCommunicator"]
 
 
-class SilentCommunicator(BaseCommunicator):
+class SilentCommunicator(TracedCommunicator):
     """A `Communicator` whose other ranks always had what this one has.
 
     What a collective gives is kept for the next of its kind with operands of that shape and dtype, whatever their
@@ -34,6 +34,14 @@ class SilentCommunicator(BaseCommunicator):
 
     def prepare(self, axes: Iterable[Axis]) -> None:
         """Nothing to prepare."""
+
+    def traced(self) -> SilentCommunicator:
+        """See `Communicator.traced`; nothing that is kept here may come from tracing."""
+        return SilentCommunicator(self.world_size, self.device, self.rank)
+
+    def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
+        """None: what a collective gives is made up."""
+        return ()
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """See `Communicator.start_all_gather`."""

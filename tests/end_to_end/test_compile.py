@@ -1,15 +1,18 @@
-"""`compile=True` computes what eager layers compute, and what one device computes."""
+"""`compile=True` computes what one device computes, in one graph for each kind of layer."""
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-import autopar
-from tests.end_to_end.harness import launch
-from tests.models import make
+from autopar.lower import ParallelModule, compiled
+from autopar.rehearsal import loss_of
+from tests.end_to_end.harness import assert_same_step, launch, make, parallelize
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,20 +20,51 @@ pytestmark = [
 ]
 
 
-def check_compiled() -> None:
-    """One layer program for both blocks, with collectives between its compiled pieces."""
-    model, inputs = make("plain_gpt", torch.float32)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    compiled = autopar.parallelize(model, mesh, inputs, constraints=["tensor=2"], compile=True, profile=False)
-    loss = compiled(**inputs)[1]
-    loss.backward()
-    expected = model(**inputs)[1]
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for (name, mine), theirs in zip(compiled.named_parameters(), model.parameters(), strict=True):
-        difference = (mine.grad.full_tensor() - theirs.grad).abs().max()  # type: ignore[union-attr]
-        assert difference <= 1e-4 * theirs.grad.abs().max(), name
+def compile_counting(name: str, *constraints: str) -> tuple[ParallelModule, Any, Any, Counter[int]]:
+    """A compiled model, the same model alone, its inputs, and how often each piece of a program is compiled."""
+    model, inputs = make(name)
+    counts: Counter[int] = Counter()
+    compile_piece = compiled._Piece._compile
+
+    def counting(piece: Any, tensors: Any) -> Any:
+        counts[id(piece)] += 1
+        return compile_piece(piece, tensors)
+
+    compiled._Piece._compile = counting
+    return parallelize(model, inputs, constraints=constraints, compile=True), model, inputs, counts
+
+
+def check_model(name: str, *constraints: str) -> None:
+    """The step is the single device's; each kind of layer is one graph, compiled at most for two kinds of inputs."""
+    parallel, single, inputs, counts = compile_counting(name, *constraints)
+    assert_same_step(parallel, single, inputs)
+    assert len(counts) == len(parallel.program.layers), "a program in several pieces"
+    first = sum(counts.values())
+    assert first <= 2 * len(counts)
+    assert_same_step(parallel, single, inputs)
+    assert sum(counts.values()) == first, "compiled again"
+
+
+def check_collectives() -> None:
+    """What compiled layers run is recorded, and is what eager layers run."""
+    model, inputs = make("llama")
+    found: list[Counter[Any]] = []
+    for compile_ in (False, True):
+        parallel = parallelize(model, inputs, constraints=("tensor=2", "zero=0", "recompute=none"), compile=compile_)
+        with parallel.recording() as collectives:
+            loss_of(parallel(**inputs)).backward()
+        found.append(Counter(collectives))
+    assert found[0] == found[1]
 
 
 def test_two_ranks_run_compiled_layers() -> None:
-    launch(2, check_compiled)
+    launch(2, partial(check_model, "gpt2", "tensor=2"), check_collectives, timeout_s=400)
+
+
+def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:
+    launch(
+        2,
+        partial(check_model, "llama", "data=2", "zero=3", "recompute=full"),
+        partial(check_model, "vit", "tensor=2", "recompute=selective"),
+        timeout_s=400,
+    )

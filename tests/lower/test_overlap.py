@@ -52,10 +52,11 @@ class Watch:
 
 
 def log_of_backward(watch: Watch, name: str, constraints: tuple[str, ...]) -> Log:
-    """What rank 0 notes in its last backward, or in the whole call if backward passes run inside of it."""
+    """What rank 0 notes in its second backward, or in the whole call if backward passes run inside of it."""
     who, plan = subject(name, torch.float32), plan_for(name, 2, ("data=2", *constraints), torch.float32)
 
     def step(model: ParallelModule) -> Log:
+        loss_of(model(**who.inputs)).backward()  # the first backward tells which layers gather anew
         log = watch.begin(model)
         loss = loss_of(model(**who.inputs))
         if plan.num_microbatches == 1:
@@ -73,6 +74,9 @@ def test_zero_3_gathers_ahead_and_reduces_behind(monkeypatch: pytest.MonkeyPatch
     log = log_of_backward(Watch(monkeypatch), "llama", ("zero=3", "microbatches=1", f"recompute={recompute}"))
     layers = sorted({layer for what, layer in log if what == "wait reduce"}, reverse=True)
     assert len(layers) >= 3
+    gathers = [entry for entry in log if "gather" in entry[0]]
+    assert len(set(gathers)) == len(gathers), "gathered twice"
+    assert len(gathers) == 2 * len({layer for _, layer in gathers}), "gathered, but not waited for"
     for behind, layer in itertools.pairwise(layers):
         assert log.index(("start gather", layer)) < log.index(("start reduce", behind)), "gathered too late"
         assert log.index(("start reduce", layer)) < log.index(("wait reduce", behind)), "waited for too early"
