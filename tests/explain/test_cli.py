@@ -29,7 +29,10 @@ def ask_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 def test_a_plan_is_explained_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = ask(capsys, TARGET, "--cluster", "4xh100", *QUICK)
-    for part in ("Plan for 4 x H100-80GB", "Why this plan", "the step goes to", "Layer kinds", "planning took trace"):
+    for part in (
+        "Plan for 4 x H100-80GB", "Why this plan", "the step goes to", "Layer kinds", "The best plans of other kinds",
+        "prices of the step's seconds: published", "planning took trace",
+    ):  # fmt: skip
         assert part in text
 
 
@@ -87,7 +90,9 @@ def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str
     path.write_text(json.dumps(edited))
     found = ask_json(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
     assert found["step_time_s"][1] > found["step_time_s"][0]
-    assert "the edit costs +" in ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
+    assert "against the best plan it costs +" in ask(
+        capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path)
+    )
 
 
 def test_two_plans_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -130,6 +135,15 @@ def test_a_config_of_a_language_model_is_a_target(capsys: pytest.CaptureFixture[
         ((TARGET, "--cluster", "4xh100", "--sweep", "link.inter=fast"), "link.inter=100GB/s"),
         ((TARGET, "--cluster", "4xh100", "--sweep", "batch=few"), "no positive whole number"),
         (("--diff", "a.json", "b.json"), "can't be read"),
+        ((TARGET, "--cluster", "4xh100", "--diff", "a.json", "b.json", "--check", "p.json"), "one after the other"),
+        ((TARGET, "--cluster", "4xh100", "--check", "absent.json"), "--save absent.json"),
+        ((TARGET, "--cluster", "4xh100", "--set", "zero=3"), "--edit plan.json --set"),
+        ((TARGET, "--cluster", "4xh100", "--rehearse"), "--check plan.json --rehearse"),
+        ((TARGET, "--cluster", "4xh100", "--edit", "absent.json", "--set", "blocks.0: zero=4"), "zero=0|1|2|3"),
+        ((TARGET, "--html", "page.html"), "TARGET --cluster 8x8xh100"),
+        ((TARGET, "--cluster", "4xh100", "--html", "no/such/folder/page.html"), "there is no folder"),
+        ((TARGET, "--cluster", "4xh100", "--check", __file__), "a plan is JSON"),
+        ((TARGET, "--cluster", "4xh100", *QUICK, "--edit", "absent.json", "--set", "block.0: zero=3"), "blocks.0"),
     ],
 )
 def test_wrong_questions_say_what_to_type(
