@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from autopar.lower import ParallelModule, compiled
 from autopar.rehearsal import loss_of
