@@ -159,10 +159,11 @@ def _shared(plan: Plan) -> str:
     names: dict[Layout, list[str]] = {}
     for name, layout in plan.shared_storage:
         names.setdefault(layout, []).append(name)
-    return ", ".join(
-        f"{', '.join(each) if len(each) <= _FEW_NAMES else f'{each[0]} and {len(each) - 1} more'} ({format_layout(layout)})"
-        for layout, each in names.items()
-    )
+    found: list[str] = []
+    for layout, each in names.items():
+        said = ", ".join(each) if len(each) <= _FEW_NAMES else f"{each[0]} and {len(each) - 1} more"
+        found.append(f"{said} ({format_layout(layout)})")
+    return "; ".join(found)
 
 
 def _hidden(plan: Plan) -> list[str]:

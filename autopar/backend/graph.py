@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.trace import argument_source, is_wrapped_number, run_captured
 
-__all__ = ["Argument", "CapturedGraph", "Expected", "make_module", "read_graph"]
+__all__ = ["Argument", "CapturedGraph", "Expected", "make_module", "read_graph", "readable_name"]
 
 _DTENSOR = "torch.distributed.tensor"
 _KEPT_META = ("nn_module_stack", "stack_trace")

@@ -189,7 +189,7 @@ def to_torch_placements(layout: Layout) -> tuple[TorchPlacement, ...]:
 def from_torch_placement(placement: TorchPlacement, num_dims: int) -> Placement | None:
     """The placement of a tensor of `num_dims` dims that torch calls so; None if there is no word for it here."""
     if type(placement) is Shard:
-        return shard(placement.dim % num_dims)
+        return next(shard(d) for d in range(num_dims) if placement in (Shard(d), Shard(d - num_dims)))
     return REPLICATE if type(placement) is Replicate else None
 
 
