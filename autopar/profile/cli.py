@@ -150,7 +150,7 @@ def _summarize(profile: Profile, path: Path, num_lacking: int, num_left: int) ->
         console.print(f"{num_left} of {num_lacking} are not measured yet; the same command goes on")
     contention = max((curve.contention for curve in profile.curves.values()), default=1.0)
     console.print(
-        f"{len(profile.curves)} curves and {len(profile.readings)} readings are in {path}\n"
+        f"curves: {len(profile.curves)}, readings: {len(profile.readings)}, in {path}\n"
         f"median spread {profile.spread:.0%}; up to {contention:.1f} seconds passed for each second of work"
     )
     noisy = [key for key, curve in profile.curves.items() if curve.spread > NOISY]

@@ -64,7 +64,7 @@ def _print_curves(profile: Profile, console: Console) -> None:
         least, most = curve.points[0], curve.points[-1]
         takes = _range(_seconds(min(p.seconds for p in curve.points)), _seconds(max(p.seconds for p in curve.points)))
         is_work = key.split("/")[0] not in _PLAIN
-        unit = "flop" if key.startswith(("matmul/", "attention/")) else "B"
+        unit = "flop" if key.startswith(("matmul/", "batched/", "convolution/", "attention/")) else "B"
         work = _range(_scaled(least.amount), _scaled(most.amount)) + f" {unit}" if is_work else ""
         rate = f"{_scaled(max(p.amount / p.seconds for p in curve.points))}{unit}/s" if is_work else ""
         busy = f"{curve.contention:.2f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal, Protocol
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.measure.probe import Measurement, Probe
-from autopar.cost.measure.timing import median_of, synchronize
+from autopar.cost.measure.timing import elapsed_s, median_of
 from autopar.errors import ProfileError
 from autopar.placement import Axis
 
@@ -26,6 +25,7 @@ __all__ = [
     "default_axes",
     "max_over_ranks",
     "num_bytes_of",
+    "run_to_end",
     "share_text",
     "start_collective",
 ]
@@ -206,13 +206,14 @@ def _times(communicator: Collectives, start: Callable[[], Waitable | None], slic
 
 
 def _time(communicator: Collectives, start: Callable[[], Waitable | None]) -> float:
-    synchronize(communicator.device)
-    began = time.perf_counter()
+    return elapsed_s(lambda: run_to_end(start), communicator.device)
+
+
+def run_to_end(start: Callable[[], Waitable | None]) -> None:
+    """Start what `start_collective` gave, and wait for it."""
     under_way = start()
     if under_way is not None:
         under_way.wait()
-    synchronize(communicator.device)
-    return time.perf_counter() - began
 
 
 def max_over_ranks(communicator: Ranks, numbers: list[float]) -> list[float]:

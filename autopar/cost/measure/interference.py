@@ -16,7 +16,14 @@ from functools import partial
 import torch
 
 from autopar.cost.collectives import COLLECTIVES
-from autopar.cost.measure.collectives import Collectives, Waitable, max_over_ranks, num_bytes_of, start_collective
+from autopar.cost.measure.collectives import (
+    Collectives,
+    Waitable,
+    max_over_ranks,
+    num_bytes_of,
+    run_to_end,
+    start_collective,
+)
 from autopar.cost.measure.probe import Measurement, Probe
 from autopar.cost.measure.timing import Sample, elapsed_s, median_of, synchronize
 from autopar.placement import Axis
@@ -106,14 +113,8 @@ def _lost(communicator: Collectives, start: Callable[[], Waitable | None], budge
 
 def _collective_s(communicator: Collectives, start: Callable[[], Waitable | None], repeats: int = 3) -> float:
     """Seconds of the collective with nothing beside it, on the slowest rank."""
-
-    def run() -> None:
-        under_way = start()
-        if under_way is not None:
-            under_way.wait()
-
     times: list[float] = []
     for _ in range(repeats):
         max_over_ranks(communicator, [0.0])  # so that all start together
-        times.append(elapsed_s(run, communicator.device))
+        times.append(elapsed_s(lambda: run_to_end(start), communicator.device))
     return max_over_ranks(communicator, [median_of(times).seconds])[0]

@@ -14,8 +14,7 @@ import torch
 __all__ = ["Contention", "Sample", "contention_now", "elapsed_s", "median_of", "sample", "synchronize", "warm_up"]
 
 _MAX_REPEATS = 50
-_MIN_REPEATS = 3
-"""The first of them is not counted."""
+_MIN_REPEATS = 2
 _WARM_UP_S = 0.5
 _MOMENT_S = 0.05
 
@@ -61,13 +60,13 @@ def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> 
     for many times its length.
     """
     run()
-    times = [_time(run, 1, device)]
-    batch = max(1, min(64, int(2e-4 / max(times[0], 1e-9))))
-    spent_s = times[0]
-    while len(times) < _MAX_REPEATS and (spent_s < budget_s or len(times) < _MIN_REPEATS):
+    until_s = time.perf_counter() + budget_s
+    first_s = _time(run, 1, device)
+    batch = max(1, min(64, int(2e-4 / max(first_s, 1e-9))))
+    times: list[float] = []
+    while len(times) < _MAX_REPEATS and (time.perf_counter() < until_s or len(times) < _MIN_REPEATS):
         times.append(_time(run, batch, device))
-        spent_s += times[-1] * batch
-    return median_of(times[1:])
+    return median_of(times)
 
 
 def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
