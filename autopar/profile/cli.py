@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted: what was measured is kept; the same command goes on from there\n")
+        if is_first_here():
+            sys.stderr.write("\ninterrupted: what was measured is kept; the same command goes on from there\n")
         return 130
 
 
@@ -156,9 +157,7 @@ def _summarize(profile: Profile, path: Path, num_lacking: int, num_left: int) ->
     noisy = [key for key, curve in profile.curves.items() if curve.spread > NOISY]
     if noisy:
         some = ", ".join(noisy[:_NUM_NAMED]) + (", ..." if len(noisy) > _NUM_NAMED else "")
-        console.print(
-            f"{len(noisy)} curves spread by more than {NOISY:.0%}: {some}. On a quiet machine, --remeasure them"
-        )
+        console.print(f"noisy (spread above {NOISY:.0%}): {some}; --remeasure them on a quiet machine")
 
 
 def _console() -> Console:

@@ -16,6 +16,7 @@ __all__ = ["print_probes", "print_profile"]
 
 _PLAIN = ("view", "launch")
 """Kinds of curves whose amount is no work."""
+_IN_FLOPS = ("matmul", "batched", "convolution", "attention")
 
 
 def print_profile(profile: Profile, console: Console) -> None:
