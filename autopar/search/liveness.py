@@ -23,7 +23,7 @@ from autopar.search.op_states import OpState
 from autopar.search.placed import PlacedLayer
 from autopar.search.reshard_tables import LOCAL
 
-__all__ = ["RunningMemory", "running_memory"]
+__all__ = ["RunningMemory", "input_key", "running_memory"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ class RunningMemory:
     """Bytes that one microbatch takes in a layer.
 
     Args:
-        saved: what it keeps from its forward to its backward, tensor by tensor: layers that save the same value find
-            it under the same key.
+        saved: what it keeps from its forward to its backward, tensor by tensor; `input_key` of an input.
         extra_bytes: what its ops keep besides (statistics, masks).
         forward_bytes: the most in its forward, inputs and what it saves included.
         backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
         weight_bytes: the same, with the gradients of parameters that are there at that moment.
+        inputs: bytes of each input as it arrives; 0 of what the caller holds.
+        outputs: per output the tensor's key, its bytes (0: a view of what is held or of an input of the caller), and
+            the bytes of its gradient (0: it gets none).
     """
 
     saved: Mapping[str, float]
@@ -44,6 +46,8 @@ class RunningMemory:
     forward_bytes: float
     backward_bytes: float = 0.0
     weight_bytes: float = 0.0
+    inputs: Mapping[str, float] = field(default_factory=dict[str, float])
+    outputs: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def saved_bytes(self) -> float:
@@ -54,6 +58,11 @@ class RunningMemory:
     def transient_bytes(self) -> float:
         """The most at any moment beside what is saved; gradients of parameters apart."""
         return max(self.forward_bytes, self.backward_bytes) - self.saved_bytes
+
+
+def input_key(name: str) -> str:
+    """The key of a layer's input as it arrives."""
+    return _text((name, "source", -1, -1))
 
 
 # A tensor in memory: (value, where on its way it was made, which reader it was made for).
@@ -134,7 +143,7 @@ class _Life:
             return
         key: _Key = (name, "source", -1, -1)
         num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.source(flow))
-        if name not in placed.program.inputs:  # those are the caller's
+        if name not in placed.program.inputs or any(p.is_shard for p in placed.source(flow)):  # else it is the caller's
             self.sizes[key] = num_bytes
         self.produced[name] = _Place(key, _Point(key, num_bytes, False), order)
 
@@ -253,7 +262,10 @@ class _Life:
     def memory(self, hows: Iterable[str], is_training: bool) -> dict[str, RunningMemory]:
         """See `running_memory`."""
         if not is_training:
-            return dict.fromkeys(hows, RunningMemory({}, 0.0, self._forward(set(), with_extra=False)))
+            ahead = self._forward(set(), with_extra=False)
+            return dict.fromkeys(
+                hows, RunningMemory({}, 0.0, ahead, inputs=self._input_sizes(), outputs=self._leaving())
+            )
         everything, extra = self._saves("none")
         all_bytes = sum(everything.values()) + extra
         gradients, back, back_weights = self._backward()
@@ -271,13 +283,31 @@ class _Life:
                 again = self._forward(set(everything), with_extra=True) + gradients
             there = max(all_bytes, own_bytes) if how == "full" else sum((everything | saved).values()) + extra
             found[how] = RunningMemory(
-                {"/".join(map(str, key)): size for key, size in saved.items()},
+                {_text(key): size for key, size in saved.items()},
                 own_extra,
                 max(ahead, own_bytes),
                 max(again, there + back),
                 max(again, there + back_weights),
+                self._input_sizes(),
+                self._leaving(),
             )
         return found
+
+    def _input_sizes(self) -> dict[str, float]:
+        inputs = self.placed.layer.inputs
+        return {name: self.sizes.get((name, "source", -1, -1), 0.0) for name in inputs}
+
+    def _leaving(self) -> tuple[tuple[str, float, float], ...]:
+        """See `RunningMemory.outputs`."""
+        ordered = sorted(self.outputs, key=lambda pair: pair[1].output)
+        return tuple(
+            (
+                _text(place.key),
+                self.sizes.get(place.key, 0.0),
+                place.point.num_bytes if flow.value.requires_grad and _gets_gradient(self.placed, flow) else 0.0,
+            )
+            for place, flow in ordered
+        )
 
     def _around_cheap(self) -> set[_Key]:
         """What cheap ops read and make, which a layer that recomputes them holds until its forward has run."""
@@ -389,6 +419,10 @@ class _Gradients:
     def _note(self, besides: float) -> None:
         self.most = max(self.most, self.now + besides)
         self.most_with_weights = max(self.most_with_weights, self.now + self.weights + besides)
+
+
+def _text(key: _Key) -> str:
+    return "/".join(map(str, key))
 
 
 def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:

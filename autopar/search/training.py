@@ -19,6 +19,8 @@ class TrainingSpec:
         gradient_itemsize_bytes: bytes of a parameter's gradient element; 0: as the parameter's dtype.
         storage_itemsize_bytes: bytes of a stored parameter element; 0: as the parameter's dtype.  If it
             differs, a copy in the parameter's dtype is held besides.
+        steps_at_once: whether the optimizer's temporaries are those of all parameters at once, as torch's multi-tensor
+            optimizers on GPUs have them; else those of one parameter after the other, as on CPUs.
         reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
     """
 
@@ -26,6 +28,7 @@ class TrainingSpec:
     optimizer_state_bytes_per_element: float = 8.0
     gradient_itemsize_bytes: int = 0
     storage_itemsize_bytes: int = 0
+    steps_at_once: bool = True
     reruns: bool = True
 
     def gradient_itemsize(self, dtype: str) -> int:

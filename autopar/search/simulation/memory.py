@@ -1,0 +1,463 @@
+"""What the memory of a device holds over a step: a walk through everything that its group does, in order.
+
+The walk knows what the runtime keeps when (`autopar.lower`), and counts each tensor once:
+
+- **parameters** as they are stored, buffers, constants (one part of a constant for all layers that read it so);
+  **optimizer state**.
+- **saved activations**: what layers keep for their backward, and what is on its way from layer to layer; microbatches
+  in flight; outputs beside the loss, which a step in microbatches keeps for the caller until it ends.
+- **gathered parameters**: copies to compute with, of parameters that are gathered or cast.  ZeRO-3: of the layer that
+  runs, and what arrives of the next one; below, from their first use to the end of the step.
+- **gradients**: where parameters are stored, from the backward of their layer on; with several microbatches also the
+  sums of what is not yet reduced.
+- **transients**: the most that a layer holds while it runs beside what it saves (`liveness`), with the gradients of its
+  parameters, what is on its way to be reduced of the layer behind it, and the gradients of activations that wait; at
+  the end what the optimizer makes.
+- **pipeline buffers**: what is being sent.
+- **overhead**: what the caller says.
+
+Gradients are taken not to be there when the step begins (``optimizer.zero_grad()``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from autopar.placement import local_shape
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.schedule import Action, ScheduleSource
+from autopar.search.layer_holdings import Holdings, layer_holdings
+from autopar.search.liveness import input_key
+from autopar.search.placed import SharedStorage, place
+from autopar.search.training import TrainingSpec
+from autopar.timeline import Event, MemoryPoint
+
+__all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory"]
+
+
+class Moment(NamedTuple):
+    """What a device holds at one point of the walk: bytes in the order of `MEMORY_KINDS`.
+
+    `part` is ``"forward"``, ``"backward"``, ``"begin"`` or ``"end"`` of the step; `is_after`: when the layer has run.
+    """
+
+    part: str
+    stage: int
+    layer: int
+    microbatch: int
+    is_after: bool
+    num_bytes: tuple[float, ...]
+
+
+def step_memory(
+    program: Program, plan: Plan, training: TrainingSpec, schedules: ScheduleSource | None, overhead_bytes: float = 0.0
+) -> tuple[tuple[Moment, ...], ...]:
+    """Per device group, the moments of one step in order.
+
+    Args:
+        program: that the plan fits.
+        plan: any plan.
+        training: how it is trained.
+        schedules: where action lists come from; needed for a plan with stages.
+        overhead_bytes: of communicators and allocator, all the time.
+    """
+    known = _Known(program, plan, training)
+    if plan.stages:
+        assert schedules is not None
+        actions = schedules(plan.schedule, plan.num_groups, len(plan.stages), plan.num_microbatches)
+    else:
+        kinds = "FB" if training.is_training else "F"
+        actions = (tuple(Action(0, kind, index) for index in range(plan.num_microbatches) for kind in kinds),)
+    return tuple(
+        tuple(_Walk(known, group, any(a.kind == "I" for a in listed), overhead_bytes).run(listed))
+        for group, listed in enumerate(actions)
+    )
+
+
+def peak_bytes(memory: Iterable[Moment]) -> float:
+    """The most of all kinds together."""
+    return max((sum(moment.num_bytes) for moment in memory), default=0.0)
+
+
+class _Known:
+    """What all groups share: the layers' holdings, and how values cross from layer to layer."""
+
+    def __init__(self, program: Program, plan: Plan, training: TrainingSpec) -> None:
+        self.program, self.plan, self.training = program, plan, training
+        values = {name: value for value, name in program.parameters.items()}
+        self.shared: SharedStorage = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
+        self.strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
+        self.ranges = tuple(range(s.start, s.stop) for s in plan.stages) or (range(len(plan.layers)),)
+        self.groups = tuple(stage.group for stage in plan.stages) or (0,)
+        found: dict[tuple[int, int, tuple[bool, ...]], Holdings] = {}
+        self.holdings: list[Holdings] = []
+        for layer, planned in zip(program.layers, plan.layers, strict=True):
+            key = layer.kind, planned.strategy, tuple(name in self.shared for name in layer.held)
+            if key not in found:
+                first = layer if layer is program.kinds[layer.kind] else program.kinds[layer.kind]
+                placed = place(program, first, plan.strategies[planned.strategy], plan.num_microbatches, self.shared)
+                found[key] = layer_holdings(placed, training)
+            self.holdings.append(found[key])
+        self.producer: dict[str, tuple[int, int]] = {}
+        self.last_reader: dict[str, int] = {}
+        for index, layer in enumerate(program.layers):
+            self.producer.update({name: (index, position) for position, name in enumerate(layer.outputs)})
+            self.last_reader.update(dict.fromkeys(layer.inputs, index))
+        self.returned = {*program.outputs, *program.updates.values()}
+
+    def is_as_produced(self, reader: int, position: int) -> bool:
+        """Whether a layer reads an input in the layout in which it was put out."""
+        name = self.program.layers[reader].inputs[position]
+        index, output = self.producer[name]
+        source, target = self.strategies[index], self.strategies[reader]
+        return (source.mesh, source.outputs[output]) == (target.mesh, target.inputs[position])
+
+
+# A tensor that is held: (microbatch, layer, key).
+_Tensor = tuple[int, int, str]
+
+
+class _Walk:
+    """One device group's step."""
+
+    def __init__(self, known: _Known, group: int, splits: bool, overhead_bytes: float) -> None:
+        self.known = known
+        self.group = group
+        plan = known.plan
+        self.is_single = plan.num_microbatches == 1 and not plan.stages
+        self.own = [index for r, g in zip(known.ranges, known.groups, strict=True) if g == group for index in r]
+        self.is_split = splits
+        self.overhead = overhead_bytes
+        self.held: dict[_Tensor, tuple[float, set[str]]] = {}
+        self.owned: dict[tuple[int, str], list[_Tensor]] = {}
+        self.saved = self.inside = self.gathered = self.gradients = self.sending = 0.0
+        self.pending: dict[tuple[int, str], float] = {}
+        self.has_sum: set[int] = set()
+        self.has_copy: set[int] = set()
+        self.has_shared: set[str] = set()
+        self.shared_gradients: dict[str, float] = {}
+        self.moments: list[Moment] = []
+        self.parameters, self.optimizer = self._standing()
+
+    def run(self, listed: Sequence[Action]) -> list[Moment]:
+        """The moments in order."""
+        self._note(("begin", -1, -1, -1), 0.0, is_after=True)
+        last = {action.stage: action for action in listed if action.kind in ("B", "W")}
+        for action in listed:
+            is_last = last.get(action.stage) == action
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind in ("B", "I"):
+                self._backward(action, is_last=is_last, is_whole=action.kind == "B" or not self._splits(action.stage))
+            elif action.kind == "W" and self._splits(action.stage):
+                self._weights(action)
+            elif action.kind == "SEND_F":
+                self._release(action.microbatch, f"send {action.stage}")
+            elif action.kind == "SEND_B":
+                self._forget_gradients(action)
+        self._finish()
+        return self.moments
+
+    # --- what is there all the time
+
+    def _standing(self) -> tuple[float, float]:
+        program = self.known.program
+        parts: dict[tuple[object, ...], float] = {}
+        for index in self.own:
+            layer, holdings = program.layers[index], self.known.holdings[index]
+            real = dict(zip(program.kinds[layer.kind].held, layer.held, strict=True))
+            for name, num_bytes in holdings.stored:
+                parts[real[name], num_bytes if program.values[real[name]].role == "constant" else ""] = num_bytes
+        parameters = sum(parts.values())
+        optimizer = sum(self.known.holdings[index].optimizer_bytes for index in self.own)
+        for name, (mesh, layout) in self.known.shared.items():
+            if any(name in program.layers[index].held for index in self.own):
+                value = program.values[name]
+                stored = math.prod(local_shape(value.type.shape, layout, mesh))
+                training, dtype = self.known.training, value.type.dtype
+                parameters += stored * training.storage_itemsize(dtype)
+                if value.requires_grad and training.is_training:
+                    optimizer += stored * training.optimizer_state_bytes_per_element
+                    self.shared_gradients[name] = float(stored * training.gradient_itemsize(dtype))
+        return parameters, optimizer
+
+    # --- one layer after the other
+
+    def _forward(self, action: Action) -> None:
+        known, microbatch = self.known, action.microbatch
+        layers = known.ranges[action.stage]
+        for name in self._arriving(layers):
+            self._hold((microbatch, *self._output(name)), f"stage {action.stage}", self._output_bytes(name))
+        for index in layers:
+            holdings, layer = known.holdings[index], known.program.layers[index]
+            running = holdings.running
+            window = self._open(index, layers)
+            above = max(0.0, running.forward_bytes - sum(running.inputs.values())) + self._moved_bytes(index)
+            self._note(("forward", action.stage, index, microbatch), above, window=window)
+            if known.training.is_training:
+                self._keep(index, microbatch)
+            for position, name in enumerate(layer.outputs):
+                self._hold(
+                    (microbatch, index, running.outputs[position][0]), f"value {name}", running.outputs[position][1]
+                )
+            for name in (*layer.inputs, *layer.outputs):
+                if known.last_reader.get(name, -1) <= index and name not in known.returned:
+                    self._release(microbatch, f"value {name}")
+            self._note(("forward", action.stage, index, microbatch), 0.0, is_after=True)
+        self._leave(action)
+
+    def _leave(self, action: Action) -> None:
+        """The end of a stage's forward: what is sent is kept until it is, what the caller gets until the end."""
+        known, microbatch = self.known, action.microbatch
+        for name in self._leaving(action.stage):
+            self._hold((microbatch, *self._output(name)), f"send {action.stage}", self._output_bytes(name))
+        for index in known.ranges[action.stage]:
+            for name in known.program.layers[index].outputs:
+                if name not in known.returned or self.is_single:
+                    self._release(microbatch, f"value {name}")
+
+    def _backward(self, action: Action, *, is_last: bool, is_whole: bool) -> None:
+        known, microbatch = self.known, action.microbatch
+        layers = known.ranges[action.stage]
+        for name in self._leaving(action.stage):
+            index, position = known.producer[name]
+            self.pending.setdefault((microbatch, name), known.holdings[index].running.outputs[position][2])
+        reducing = 0.0
+        for index in reversed(layers):
+            holdings, layer = known.holdings[index], known.program.layers[index]
+            running = holdings.running
+            window = self._window(index, layers, step=-1)
+            own_out = sum(gradient for _, _, gradient in running.outputs)
+            for name, (_, _, gradient) in zip(layer.outputs, running.outputs, strict=True):
+                if gradient and name == known.program.loss:
+                    self.pending.setdefault((microbatch, name), gradient)
+            there = running.saved_bytes + own_out
+            above = max(0.0, running.backward_bytes - there)
+            with_weights = max(above, running.weight_bytes - there) if holdings.copy_gradient_bytes else above
+            self._note(("backward", action.stage, index, microbatch), with_weights + reducing, window=window)
+            for name in layer.outputs:
+                self.pending.pop((microbatch, name), None)
+            for name in layer.inputs:
+                if known.program.values[name].requires_grad and name in known.producer:
+                    index_of, position = known.producer[name]
+                    size = known.holdings[index_of].running.outputs[position][2]
+                    self.pending.setdefault((microbatch, name), size)
+            if is_whole:
+                self._drop(index, microbatch)
+            flying = self._reduce(index, is_last=is_last) if is_whole else 0.0
+            end = holdings.copy_gradient_bytes if not self._is_new_sum(index) else 0.0
+            self._note(("backward", action.stage, index, microbatch), reducing + max(end, flying), window=window)
+            reducing = flying
+            self._settle(index, is_last=is_last)
+            self._note(("backward", action.stage, index, microbatch), reducing, is_after=True)
+        if is_whole:
+            self._release(microbatch, f"stage {action.stage}")
+
+    def _weights(self, action: Action) -> None:
+        for index in reversed(self.known.ranges[action.stage]):
+            holdings = self.known.holdings[index]
+            self._note(("backward", action.stage, index, action.microbatch), holdings.copy_gradient_bytes)
+            self._drop(index, action.microbatch)
+            self._settle(index, is_last=False)
+        self._release(action.microbatch, f"stage {action.stage}")
+
+    # --- parameters
+
+    def _splits(self, stage: int) -> bool:
+        strategies = [self.known.strategies[index] for index in self.known.ranges[stage]]
+        return self.is_split and all(s.recompute != "full" and s.zero < 3 for s in strategies)
+
+    def _open(self, index: int, layers: range) -> float:
+        """Gather a layer's parameters for its forward; bytes that are there only while it runs."""
+        if self.known.strategies[index].zero == 3:
+            return self._window(index, layers, step=1)
+        if index not in self.has_copy:
+            self.has_copy.add(index)
+            self.gathered += self.known.holdings[index].copied_bytes
+            return self.known.holdings[index].received_bytes
+        return 0.0
+
+    def _window(self, index: int, layers: range, step: int) -> float:
+        """ZeRO-3: the layer's copies, and what arrives of the one that runs next."""
+        if self.known.strategies[index].zero < 3:
+            return 0.0
+        window = self.known.holdings[index].copied_bytes
+        following = index + step
+        if following in layers and self.known.strategies[following].zero == 3:
+            window += self.known.holdings[following].received_bytes
+        return window
+
+    def _is_new_sum(self, index: int) -> bool:
+        return not self.is_single and self.known.strategies[index].zero < 2
+
+    def _reduce(self, index: int, *, is_last: bool) -> float:
+        """Bytes that are on their way while the layer before computes."""
+        zero = self.known.strategies[index].zero
+        goes = self.is_single or zero >= 2 or (is_last and not self.known.plan.stages)
+        holdings = self.known.holdings[index]
+        if not goes or not holdings.reduced_bytes:
+            return 0.0
+        return holdings.reduced_bytes + holdings.gradient_bytes
+
+    def _settle(self, index: int, *, is_last: bool) -> None:
+        """The gradients that a backward leaves."""
+        if not self.known.training.is_training or index in self.has_sum:
+            return
+        self.has_sum.add(index)
+        holdings = self.known.holdings[index]
+        if self._is_new_sum(index):
+            self.gradients += holdings.sum_bytes
+            return
+        self.gradients += holdings.gradient_bytes
+        for name in set(self.known.program.layers[index].held) & self.shared_gradients.keys() - self.has_shared:
+            self.has_shared.add(name)
+            self.gradients += self.shared_gradients[name]
+
+    def _finish(self) -> None:
+        """What is done once, at the end."""
+        holdings = [self.known.holdings[index] for index in self.own]
+        if not self.known.training.is_training:
+            return
+        if not self.is_single:
+            sums = [h for index, h in zip(self.own, holdings, strict=True) if self.known.strategies[index].zero < 2]
+            moved = [h for h in sums if h.reduced_bytes or h.sum_bytes != h.gradient_bytes]
+            if self.known.plan.stages:
+                self._note(("end", -1, -1, -1), sum(h.gradient_bytes for h in moved))
+        stored = sum(h.gradient_bytes for h in holdings) + sum(self.shared_gradients.values())
+        self.gradients = stored
+        self.held.clear()
+        self.saved = self.inside = 0.0
+        largest = max((h.largest_bytes for h in holdings), default=0.0)
+        at_once = self.known.training.steps_at_once
+        self.gathered = self.gathered if self.is_single else 0.0
+        self._note(("end", -1, -1, -1), stored if at_once else 2 * largest)
+        self._note(("end", -1, -1, -1), 0.0, is_after=True)
+
+    # --- activations
+
+    def _identity(self, microbatch: int, index: int, position: int) -> _Tensor:
+        """Which tensor an input of a layer is: what was put out, or one that was moved for it."""
+        name = self.known.program.layers[index].inputs[position]
+        first = self.known.program.kinds[self.known.program.layers[index].kind].inputs[position]
+        if name not in self.known.producer or not self.known.is_as_produced(index, position):
+            return microbatch, index, input_key(first)
+        return microbatch, *self._output(name)
+
+    def _output(self, name: str) -> tuple[int, str]:
+        """The tensor in which a value leaves its layer: an earlier one where it only passes through."""
+        index, position = self.known.producer[name]
+        return index, self.known.holdings[index].running.outputs[position][0]
+
+    def _output_bytes(self, name: str) -> float:
+        index, position = self.known.producer[name]
+        return self.known.holdings[index].running.outputs[position][1]
+
+    def _moved_bytes(self, index: int) -> float:
+        """Of a layer's inputs, those that were moved for it."""
+        sizes = self.known.holdings[index].running.inputs.values()  # by position
+        return sum(size for position, size in enumerate(sizes) if self._identity(0, index, position)[1] == index)
+
+    def _keep(self, index: int, microbatch: int) -> None:
+        """What a layer saves; by itself what other layers may hold as well."""
+        running = self.known.holdings[index].running
+        layer = self.known.program.layers[index]
+        firsts = self.known.program.kinds[layer.kind].inputs
+        inputs = {input_key(first): position for position, first in enumerate(firsts)}
+        outputs = {key for key, _, _ in running.outputs}
+        for key, num_bytes in running.saved.items():
+            if key in inputs:
+                self._hold(self._identity(microbatch, index, inputs[key]), f"layer {index}", num_bytes)
+            elif key in outputs:
+                self._hold((microbatch, index, key), f"layer {index}", num_bytes)
+        self.inside += self._inside_bytes(index)
+
+    def _inside_bytes(self, index: int) -> float:
+        """What a layer saves that no other layer can hold."""
+        running = self.known.holdings[index].running
+        firsts = self.known.program.kinds[self.known.program.layers[index].kind].inputs
+        shared = {input_key(first) for first in firsts} | {key for key, _, _ in running.outputs}
+        return running.saved_bytes - sum(size for key, size in running.saved.items() if key in shared)
+
+    def _drop(self, index: int, microbatch: int) -> None:
+        self._release(microbatch, f"layer {index}")
+        self.inside -= self._inside_bytes(index)
+
+    def _hold(self, tensor: _Tensor, owner: str, num_bytes: float) -> None:
+        if not num_bytes:
+            return
+        if tensor not in self.held:
+            self.held[tensor] = num_bytes, set()
+            self.saved += num_bytes
+        self.held[tensor][1].add(owner)
+        self.owned.setdefault((tensor[0], owner), []).append(tensor)
+
+    def _release(self, microbatch: int, owner: str) -> None:
+        for tensor in self.owned.pop((microbatch, owner), ()):
+            num_bytes, owners = self.held.get(tensor, (0.0, set[str]()))
+            owners.discard(owner)
+            if num_bytes and not owners:
+                del self.held[tensor]
+                self.saved -= num_bytes
+
+    def _arriving(self, layers: range) -> list[str]:
+        """Values of earlier stages that these layers read or hand on."""
+        return [
+            name
+            for name, (index, _) in self.known.producer.items()
+            if self.known.plan.stages and index < layers.start <= self.known.last_reader.get(name, -1)
+        ]
+
+    def _leaving(self, stage: int) -> list[str]:
+        following = stage + 1
+        return self._arriving(self.known.ranges[following]) if following < len(self.known.ranges) else []
+
+    def _forget_gradients(self, action: Action) -> None:
+        for name in self._arriving(self.known.ranges[action.stage]):
+            self.pending.pop((action.microbatch, name), None)
+
+    # --- what there is
+
+    def _note(
+        self, where: tuple[str, int, int, int], transients: float, *, window: float = 0.0, is_after: bool = False
+    ) -> None:
+        part, stage, layer, microbatch = where
+        waiting = sum(self.pending.values())
+        sums = (
+            self.parameters, self.gradients, self.optimizer, self.saved + self.inside, transients + waiting,
+            self.gathered + window, self.sending, self.overhead,
+        )  # fmt: skip
+        self.moments.append(Moment(part, stage, layer, microbatch, is_after, sums))
+
+
+def timed_memory(
+    memory: Sequence[Sequence[Moment]], events: Iterable[Event], step_s: float
+) -> tuple[tuple[MemoryPoint, ...], ...]:
+    """The moments at the times of their layers' events; what no event tells of comes with the moment before it."""
+    spans: dict[tuple[int, str, int, int], tuple[float, float]] = {}
+    for event in events:
+        if event.stream != "compute" or event.category == "optimizer":
+            continue
+        part = "forward" if event.category == "forward" else "backward"
+        key = event.group, part, event.layer, event.microbatch
+        start_s, stop_s = spans.get(key, (event.start_s, event.stop_s))
+        spans[key] = min(start_s, event.start_s), max(stop_s, event.stop_s)
+    return tuple(tuple(_timed(group, moments, spans, step_s)) for group, moments in enumerate(memory))
+
+
+def _timed(
+    group: int,
+    moments: Sequence[Moment],
+    spans: Mapping[tuple[int, str, int, int], tuple[float, float]],
+    step_s: float,
+) -> Iterator[MemoryPoint]:
+    now_s = 0.0
+    for moment in moments:
+        span = spans.get((group, moment.part, moment.layer, moment.microbatch))
+        if moment.part == "end":
+            now_s = step_s if moment.is_after else now_s
+        elif span is not None:
+            now_s = max(now_s, span[1] if moment.is_after else span[0])
+        yield MemoryPoint(now_s, moment.num_bytes)
