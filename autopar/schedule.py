@@ -7,7 +7,10 @@ classes); the search simulates them here and the runtime executes the same lists
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -15,7 +18,6 @@ from typing import NamedTuple, Protocol
 __all__ = [
     "SCHEDULES",
     "Action",
-    "ActionTiming",
     "ScheduleActions",
     "ScheduleSource",
     "Span",
@@ -144,16 +146,8 @@ class Timeline:
         return 1 - computing / (self.step_s * len(self.spans)) if self.step_s else 0.0
 
 
-class ActionTiming(Protocol):
-    """What F, B, I and W take, where that depends on what the device group did before."""
-
-    def __call__(self, group: int, index: int, start_s: float) -> float:
-        """Seconds of the action that starts now; `index` counts through all groups' lists.  A group's come in order."""
-        ...
-
-
 def simulate_schedule(
-    actions: ScheduleActions, stages: tuple[StageTimes, ...], timing: ActionTiming | None = None
+    actions: ScheduleActions, stages: tuple[StageTimes, ...], seconds: Sequence[float] = (), crowding: float = 1.0
 ) -> Timeline:
     """When every action runs, each group working through its list in order.
 
@@ -163,31 +157,117 @@ def simulate_schedule(
     Args:
         actions: the schedule.
         stages: what each stage takes.
-        timing: if given, it tells the seconds of F, B, I and W instead of `stages`.
+        seconds: if given, what each action takes (F, B, I, W; the others not), instead of what `stages` says; the
+            actions of all groups one after the other.
+        crowding: by how much the groups slow each other down when all of them compute, because they share cores; it is
+            part of the seconds, so a group goes on faster while others wait.
 
     Raises:
         ValueError: the lists wait for each other for ever.
     """
     wiring = _wire(actions)
-    seconds = [s for times in stages for s in _seconds(times)]
+    costs = [s for times in stages for s in _seconds(times)]
+    if crowding > 1.0:
+        starts, stops = _run_crowded(wiring, costs, seconds, crowding)
+    else:
+        starts, stops = _run(wiring, costs, seconds)
+    timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
+    return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
+
+
+def _run(wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """When every action starts and stops."""
     starts = [0.0] * (wiring.num_actions + 1)  # the last one is what nobody waits for
     stops = [0.0] * (wiring.num_actions + 1)
-    clocks = [0.0] * len(actions)
+    clocks = [0.0] * wiring.num_groups
     free = [0.0] * wiring.num_links
     for event, index, actor, cost, read in wiring.events:
         if event == _COMPUTE:
             start = max(clocks[actor], stops[read])
-            took_s = seconds[cost] if timing is None else timing(actor, index, start)
-            clocks[actor] = stops[index] = start + took_s
+            clocks[actor] = stops[index] = start + (seconds[index] if seconds else costs[cost])
             starts[index] = start
         elif event == _REACH:
             starts[index] = stops[index] = clocks[actor]
         else:
             start = max(starts[index], stops[read], free[actor])
-            free[actor] = stops[index] = start + seconds[cost]
+            free[actor] = stops[index] = start + costs[cost]
             starts[index] = start
-    timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
-    return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
+    return starts, stops
+
+
+def _run_crowded(
+    wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], crowding: float
+) -> tuple[list[float], list[float]]:
+    """As `_run`, where groups that compute at the same time slow each other down."""
+    crowd = _Crowd(wiring, costs, seconds, crowding)
+    while crowd.begin():
+        crowd.advance()
+    return crowd.starts, crowd.stops
+
+
+class _Crowd:
+    """Groups that share cores, in order of time.
+
+    While k of n groups compute, each goes on at ``min(crowding, n / k)`` times its speed of when all do.
+    """
+
+    def __init__(self, wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], crowding: float) -> None:
+        self.starts = [0.0] * (wiring.num_actions + 1)
+        self.stops = [math.inf] * wiring.num_actions + [0.0]
+        self._costs, self._seconds, self._crowding = costs, seconds, crowding
+        self._now_s = 0.0
+        self._lists: list[deque[_Event]] = [deque() for _ in range(wiring.num_groups)]
+        self._transfers = [event for event in wiring.events if event[0] == _TRANSFER]
+        for event in wiring.events:
+            if event[0] != _TRANSFER:
+                self._lists[event[2]].append(event)
+        self._received = {event[1] for event in self._transfers}
+        self._reached: set[int] = set()
+        self._computing: dict[int, tuple[int, float]] = {}  # per group: its action, and seconds left
+        self._flying: dict[int, tuple[int, float]] = {}  # per link likewise
+
+    def begin(self) -> bool:
+        """Begin all that can begin now; whether anything goes on."""
+        for group in range(len(self._lists)):
+            self._begin_group(group)
+        waiting: list[_Event] = []
+        for event in self._transfers:
+            _, index, link, cost, sent = event
+            if index in self._reached and sent in self._reached and link not in self._flying:
+                self.starts[index] = self._now_s
+                self._flying[link] = index, self._costs[cost]
+            else:
+                waiting.append(event)
+        self._transfers = waiting
+        return bool(self._computing or self._flying)
+
+    def advance(self) -> None:
+        """Go on to when the next thing ends."""
+        speed = min(self._crowding, len(self._lists) / max(1, len(self._computing)))
+        running = ((self._computing, speed), (self._flying, 1.0))
+        passed_s = min(left / rate for each, rate in running for _, left in each.values())
+        self._now_s += passed_s
+        for each, rate in running:
+            for actor, (index, left) in list(each.items()):
+                if left / rate <= passed_s:
+                    self.stops[index] = self._now_s
+                    del each[actor]
+                else:
+                    each[actor] = index, left - passed_s * rate
+
+    def _begin_group(self, group: int) -> None:
+        listed = self._lists[group]
+        while listed and group not in self._computing:
+            kind, index, _, cost, read = listed[0]
+            if kind == _COMPUTE and self.stops[read] > self._now_s:
+                return
+            self.starts[index] = self._now_s
+            if kind == _COMPUTE:
+                self._computing[group] = index, self._seconds[index] if self._seconds else self._costs[cost]
+            else:
+                self._reached.add(index)
+                self.stops[index] = math.inf if index in self._received else self._now_s
+            listed.popleft()
 
 
 def peak_held(
@@ -213,7 +293,8 @@ def peak_held(
     return tuple(peaks)
 
 
-# Events of a wiring, which are tuples (event, index, actor, cost, read).
+# Events of a wiring: (event, index, actor, cost, read).
+_Event = tuple[int, int, int, int, int]
 _COMPUTE = 0  # F, B, I or W `index` on group `actor`, taking seconds `cost`, after RECV `read`
 _REACH = 1  # group `actor` comes to SEND or RECV `index`
 _TRANSFER = 2  # RECV `index` over link `actor`, taking seconds `cost`, after SEND `read`
@@ -236,8 +317,9 @@ class _Wiring(NamedTuple):
     `events` are in an order in which each comes after what it waits for.  An action's `index` counts through all lists.
     """
 
-    events: list[tuple[int, int, int, int, int]]
+    events: list[_Event]
     num_actions: int
+    num_groups: int
     num_links: int
 
 
@@ -259,7 +341,7 @@ class _Wirer:
         self.indices: dict[Action, int] = {}  # of the SENDs and RECVs that have been reached
         self.there: set[Action] = set()  # what may be read: computed, or transferred
         self.links: dict[tuple[int, int], int] = {}
-        self.events: list[tuple[int, int, int, int, int]] = []
+        self.events: list[_Event] = []
         self.waiting: dict[Action, int] = {}
 
     def wire(self) -> _Wiring:
@@ -273,7 +355,7 @@ class _Wirer:
                 for wanted, group in self.waiting.items()
             )
             raise ValueError(f"the schedule never ends: {stuck}")
-        return _Wiring(self.events, self.num_actions, len(self.links))
+        return _Wiring(self.events, self.num_actions, len(self.actions), len(self.links))
 
     def _advance(self, group: int, to_visit: list[int]) -> None:
         listed = self.actions[group]

@@ -116,6 +116,15 @@ class ClusterPrices:
             return min(1.0, max(0.0, measured))
         return 1.0 if self.cluster.device.name == "cpu" else TAKEN
 
+    @property
+    def crowding(self) -> float:
+        """By how much ranks slow each other down when all compute, because they share cores: threads over cores."""
+        if self.profile is None or self.cluster.device.name != "cpu":
+            return 1.0
+        ranks = min(self.profile.num_ranks, self.cluster.devices_per_node)
+        threads, cores = (int(self.profile.software.get(name) or 1) for name in ("threads", "cores"))
+        return max(1.0, ranks * threads / cores)
+
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
         """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large
         one."""

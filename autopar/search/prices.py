@@ -59,6 +59,14 @@ class Prices(Protocol):
         """
         ...
 
+    @property
+    def crowding(self) -> float:
+        """By how much devices slow each other down when all compute, because they share cores: 1.0 if they don't.
+
+        It is part of the seconds of ops: where a device waits, the others go on faster.
+        """
+        ...
+
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
         """`{"latency_s": ..., "bytes_per_s": ...}` of this collective, for explanations."""
         ...

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.placement import local_shape
@@ -35,7 +36,7 @@ from autopar.search.placed import SharedStorage, place
 from autopar.search.training import TrainingSpec
 from autopar.timeline import Event, MemoryPoint
 
-__all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory"]
+__all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory", "with_memory"]
 
 
 class Moment(NamedTuple):
@@ -80,6 +81,15 @@ def step_memory(
 def peak_bytes(memory: Iterable[Moment]) -> float:
     """The most of all kinds together."""
     return max((sum(moment.num_bytes) for moment in memory), default=0.0)
+
+
+def with_memory(
+    program: Program, plan: Plan, training: TrainingSpec, schedules: ScheduleSource | None, factor: float = 1.0
+) -> Plan:
+    """`plan` with the peaks of its walk, `factor` times: what real steps took more than was predicted."""
+    peaks = [factor * peak_bytes(moments) for moments in step_memory(program, plan, training, schedules)]
+    stages = tuple(replace(stage, peak_memory_bytes=peaks[stage.group]) for stage in plan.stages)
+    return replace(plan, peak_memory_bytes=max(peaks), stages=stages)
 
 
 class _Known:

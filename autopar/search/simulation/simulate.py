@@ -72,10 +72,11 @@ def simulate_step(
 
 
 class _Instance(NamedTuple):
-    """Something that ran on a group's two streams from `start_s` on."""
+    """Something that ran on a group's two streams from `start_s` on, `speed` times as fast as `ran` says."""
 
     group: int
     start_s: float
+    speed: float
     ran: tuple[Ran, ...]
     action: Action | None
 
@@ -113,7 +114,16 @@ class _Simulation:
             StageTimes(0.0, 0.0, 0.0, _seconds(ahead), _seconds(back))
             for ahead, back in zip(self.work.sends, self.work.sends_back, strict=True)
         )
-        self.timeline = simulate_schedule(self.work.actions, stages, self._time)
+        ran = [self._run(action) for action in self.actions]
+        seconds = [max((each.stop_s for each in run), default=0.0) for run in ran]
+        self.timeline = simulate_schedule(self.work.actions, stages, seconds, self.work.crowding)
+        spans = ((group, span) for group, listed in enumerate(self.timeline.spans) for span in listed)
+        for (group, (action, start_s, stop_s)), run, took_s in zip(spans, ran, seconds, strict=True):
+            if action.kind in _CATEGORIES:
+                self.now_s[group] = stop_s
+            if run:
+                speed = took_s / (stop_s - start_s) if self.work.crowding > 1.0 and took_s else 1.0
+                self.instances.append(_Instance(group, start_s, speed, run, action))
         if self.work.told:
             self._tell()
         for group in range(len(self.now_s)):
@@ -128,16 +138,16 @@ class _Simulation:
         own = self.work.ranges[stage]
         return self.work.layers[own.start : own.stop]
 
-    def _time(self, group: int, index: int, start_s: float) -> float:
-        """`ActionTiming`."""
-        action = self.actions[index]
+    def _run(self, action: Action) -> tuple[Ran, ...]:
+        """What a group does in this action, from second 0 on."""
+        if action.kind not in _CATEGORIES:
+            return ()
         key = (action.stage, action.kind, action in self.first, action in self.last)
         if key not in self._known:
             streams = Streams()
             self._act(streams, action)
             self._known[key] = tuple(streams.ran)
-        self.now_s[group] = start_s
-        return self._keep(group, self._known[key], action)
+        return self._known[key]
 
     def _act(self, streams: Streams, action: Action) -> None:
         layers, is_split = self._layers(action.stage), self.is_split[action.stage]
@@ -149,13 +159,11 @@ class _Simulation:
             reduces_rest = action in self.last and self.work.reduces_in_last
             _backward(streams, layers[::-1], reduces_rest=reduces_rest)
 
-    def _keep(self, group: int, ran: tuple[Ran, ...], action: Action | None = None) -> float:
-        """Note what a group did from now on; its seconds."""
+    def _keep(self, group: int, ran: tuple[Ran, ...]) -> None:
+        """Note what a group did from now on, outside of all actions."""
         if ran:
-            self.instances.append(_Instance(group, self.now_s[group], ran, action))
-        seconds = max((each.stop_s for each in ran), default=0.0)
-        self.now_s[group] += seconds
-        return seconds
+            self.instances.append(_Instance(group, self.now_s[group], 1.0, ran, None))
+            self.now_s[group] += max(each.stop_s for each in ran)
 
     def _tell(self) -> None:
         """Broadcasts, for which all groups must be there."""
@@ -204,7 +212,7 @@ class _Simulation:
             else:
                 microbatch = instance.action.microbatch if instance.action else -1
                 for ran in instance.ran:
-                    yield _event(instance.group, ran, microbatch, instance.start_s)
+                    yield _event(instance.group, ran, microbatch, instance.start_s, instance.speed)
         for group, ran in self.between:
             yield _event(group, ran, -1)
         for spans in self.timeline.spans:
@@ -278,28 +286,29 @@ def _seconds(items: Sequence[Item]) -> float:
     return sum(item.seconds for item in items)
 
 
-def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0) -> Event:
-    item, start_s, stop_s = ran
+def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0, speed: float = 1.0) -> Event:
+    item = ran.item
+    start_s, stop_s = since_s + ran.start_s / speed, since_s + ran.stop_s / speed
     stream = "compute"
     if item.is_collective:
         stream = "pipeline" if item.category in ("send", "broadcast") else "communication"
     return Event(
-        group, stream, item.name, item.category, since_s + start_s, since_s + stop_s, item.layer, microbatch,
-        item.num_bytes, item.detail,
-    )  # fmt: skip
+        group, stream, item.name, item.category, start_s, stop_s, item.layer, microbatch, item.num_bytes, item.detail
+    )
 
 
 def _joined(instance: _Instance, action: Action) -> Iterator[Event]:
     """One event for computing, one for all collectives."""
-    group, start_s, ran, _ = instance
+    group, start_s, speed, ran, _ = instance
     name = f"stage {action.stage}"
-    stop_s = start_s + max(each.stop_s for each in ran)
+    stop_s = start_s + max(each.stop_s for each in ran) / speed
     yield Event(group, "compute", name, _CATEGORIES[action.kind], start_s, stop_s, -1, action.microbatch)
     collectives = [each for each in ran if each.item.is_collective]
     if collectives:
         longest = max(collectives, key=lambda each: each.item.seconds)
+        first_s = start_s + min(each.start_s for each in collectives) / speed
+        last_s = start_s + max(each.stop_s for each in collectives) / speed
         yield Event(
-            group, "communication", name, longest.item.category,
-            start_s + min(each.start_s for each in collectives), start_s + max(each.stop_s for each in collectives),
-            -1, action.microbatch, sum(each.item.num_bytes for each in collectives), f"{len(collectives)} collectives",
+            group, "communication", name, longest.item.category, first_s, last_s, -1, action.microbatch,
+            sum(each.item.num_bytes for each in collectives), f"{len(collectives)} collectives",
         )  # fmt: skip

@@ -45,6 +45,7 @@ class StepWork:
         is_single: whether there is one microbatch and no stage, so that a backward is autograd's own.
         splits: whether backwards run in two parts.
         reduces_in_last: whether gradients that are reduced once a step are so in the last backward, not behind it.
+        crowding: see `Prices.crowding`.
     """
 
     actions: ScheduleActions
@@ -60,6 +61,7 @@ class StepWork:
     is_single: bool
     splits: bool
     reduces_in_last: bool
+    crowding: float
 
 
 def step_work(
@@ -100,6 +102,7 @@ def step_work(
         is_single=count == 1 and not plan.stages,
         splits=any(action.kind == "I" for listed in actions for action in listed),
         reduces_in_last=not plan.stages,
+        crowding=prices.crowding,
     )
 
 
