@@ -128,3 +128,13 @@ def test_memory_is_measured_as_promised() -> None:
     fresh, warm = profile.curves["memory/first_touch"], profile.curves["memory/write"]
     assert fresh.seconds(2**24) > warm.seconds(2**24), "fresh pages cost more than pages that are there"
     assert profile.curves["memory/read"].seconds(2**28) > 10 * profile.curves["memory/read"].seconds(2**20)
+
+
+def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=r"not kept, .*file/p\.json can't be written") as warned:
+        profile = measure_missing(
+            Alone(CPU), _Counted(Alone(CPU), "abc").probes, None, 1.0, tmp_path / "file" / "p.json"
+        )
+    assert len(warned) == 1
+    assert set(profile.curves) == set("abc")

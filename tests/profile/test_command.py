@@ -93,7 +93,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(capsys, tmp_path, monkeypatc
     assert len(before.curves) >= 4
 
     torch.set_num_threads(1)  # as many as the other process had, or it would be another machine
-    monkeypatch.setattr(cli, "_UNHURRIED_S", 1.0)
+    monkeypatch.setattr(cli, "_UNHURRIED_S", 0.2)
     assert cli.main(arguments) == 0
     after = Profile.load(path)
     # No two measurements are alike: what is equal was not measured again.

@@ -21,6 +21,8 @@ from autopar.errors import ProfileError
 
 __all__ = ["Progress", "load_shared", "measure_missing", "missing_probes"]
 
+_KEEP_S = 0.5
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -82,7 +84,7 @@ def measure_missing(
         probes: what to measure, such as `missing_probes`.
         found: what there is.
         budget_s: seconds to spend, about; each probe runs a few times even if that takes longer.
-        path: the file that rank 0 adds to after each probe.
+        path: the file that rank 0 adds to, after each probe that ends half a second or more after the last time.
         tell: is told what is going on.
         stops: measure nothing more once the budget is spent, instead of all of `probes`.
 
@@ -92,19 +94,21 @@ def measure_missing(
     base = found or _empty(ranks)
     if not probes:
         return base
-    session = _Session(ranks)
+    session = _Session(ranks, path if ranks.rank == 0 else None)
     left = sum(probe.share for probe in probes)
     done = 0
-    # Nobody waits for others in local probes: their contention is counted before any collective.
-    for probe in sorted(probes, key=lambda probe: not probe.is_local):
-        if stops and session.spent_s >= budget_s:
-            break
-        tell(Progress(done, len(probes), probe.keys[0]))
-        session.measure(probe, max(0.0, budget_s - session.spent_s) * probe.share / left)
-        left -= probe.share
-        done += 1
-        if path is not None and ranks.rank == 0:
-            session.keep(path)
+    try:
+        # Nobody waits for others in local probes: their contention is counted before any collective.
+        for probe in sorted(probes, key=lambda probe: not probe.is_local):
+            if stops and session.spent_s >= budget_s:
+                break
+            tell(Progress(done, len(probes), probe.keys[0]))
+            session.measure(probe, max(0.0, budget_s - session.spent_s) * probe.share / left)
+            session.keep(_KEEP_S)
+            left -= probe.share
+            done += 1
+    finally:
+        session.keep()
     tell(Progress(done, len(probes), ""))
     return base.merged(session.profile())
 
@@ -137,11 +141,13 @@ class _Session:
     """What has been measured since it began, the same on every rank."""
 
     ranks: Ranks
+    path: Path | None
     spent_s: float = 0.0
     busy: float = 1.0
     own_time_factor: float = 1.0
     taken: list[_Taken] = field(default_factory=list[_Taken])
-    can_keep: bool = True
+    kept_s: float = float("-inf")
+    num_kept: int = 0
 
     def __post_init__(self) -> None:
         self._contention = Contention(self.ranks.device)
@@ -181,13 +187,17 @@ class _Session:
         except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this rank)
             return [], error
 
-    def keep(self, path: Path) -> None:
-        """Add all that was measured to the file `path`; that it can't be written is a warning, once."""
+    def keep(self, every_s: float = 0.0) -> None:
+        """Add all that was measured to the file, if the last time is `every_s` ago; a file that can't be written is a
+        warning, once."""
+        path = self.path
+        if path is None or len(self.taken) == self.num_kept or time.perf_counter() - self.kept_s < every_s:
+            return
         try:
-            if self.can_keep:
-                profile_file.update(path, lambda found: (found or _empty(self.ranks)).merged(self.profile()))
+            profile_file.update(path, lambda found: (found or _empty(self.ranks)).merged(self.profile()))
+            self.kept_s, self.num_kept = time.perf_counter(), len(self.taken)
         except (OSError, filelock.Timeout) as error:
-            self.can_keep = False
+            self.path = None
             warnings.warn(f"what is measured is not kept, {path} can't be written: {error}", stacklevel=2)
 
     def profile(self) -> Profile:
