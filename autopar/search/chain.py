@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Chain", "LayerTable", "Paths", "Skip", "fastest_paths", "path_costs"]
+__all__ = ["Chain", "LayerTable", "Paths", "Skip", "fastest_path", "fastest_paths", "path_costs"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -131,14 +131,24 @@ def path_costs(chain: Chain, paths: Indices) -> Array:
     `paths[i, l]` is the candidate that path i takes in layer l.
     """
     costs = np.tile(np.array([chain.fixed_s, chain.fixed_bytes, 0.0]), (len(paths), 1))
+    # Layers with equal tables are looked up together, and so are moves between such layers.
+    places: dict[int, list[int]] = {}
+    crossed: dict[tuple[int, int, int], list[int]] = {}
     for layer, table in enumerate(chain.tables):
-        chosen = paths[:, layer]
-        costs[:, 0] += table.time_s[chosen]
-        costs[:, 1] += table.persistent_bytes[chosen]
-        costs[:, 2] = np.maximum(costs[:, 2], table.transient_bytes[chosen])
+        places.setdefault(id(table), []).append(layer)
         if layer:
-            before = chain.tables[layer - 1].state_out[paths[:, layer - 1]]
-            costs[:, 0] += chain.moves_s[layer - 1][before, table.state_in[chosen]]
+            crossed.setdefault((id(chain.moves_s[layer - 1]), id(chain.tables[layer - 1]), id(table)), []).append(layer)
+    for layers in places.values():
+        table, chosen = chain.tables[layers[0]], paths[:, layers]
+        costs[:, 0] += table.time_s[chosen].sum(axis=1)
+        costs[:, 1] += table.persistent_bytes[chosen].sum(axis=1)
+        costs[:, 2] = np.maximum(costs[:, 2], table.transient_bytes[chosen].max(axis=1))
+    for layers in crossed.values():
+        first = layers[0]
+        moves_s = chain.moves_s[first - 1]
+        if moves_s.any():
+            source = chain.tables[first - 1].state_out[paths[:, [layer - 1 for layer in layers]]]
+            costs[:, 0] += moves_s[source, chain.tables[first].state_in[paths[:, layers]]].sum(axis=1)
     for skip in chain.skips:
         source = chain.tables[skip.producer].state_out[paths[:, skip.producer]]
         costs[:, 0] += skip.moves_s[source, chain.tables[skip.reader].state_in[paths[:, skip.reader]]]
@@ -172,6 +182,13 @@ def fastest_paths(
             _mix(pool, one.path, other.path)
             _mix(pool, other.path, one.path)
     return pool
+
+
+def fastest_path(chain: Chain) -> tuple[Indices, float]:
+    """The fastest path of a chain without skips, whatever it takes, and its peak bytes."""
+    pool = Paths(chain)
+    sweep, _ = _sweep(pool, 0.0, np.inf)
+    return sweep.path, pool.peak_bytes[0]
 
 
 def _caps(chain: Chain, smallest: float, max_caps: int) -> list[float]:

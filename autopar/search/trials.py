@@ -123,17 +123,23 @@ class Task:
     @cached_property
     def ideal_s(self) -> float:
         """Seconds of a step if all devices of all groups shared all computing evenly and nothing else took time."""
+        return float(self.ideal_layers_s.sum()) / self.num_groups
+
+    @cached_property
+    def ideal_layers_s(self) -> Array:
+        """Forward and backward seconds of every layer, (2, layers), if the devices of a group shared all computing."""
         types = self.program.type_of
-        seconds = 0.0
+        of_kind: dict[int, tuple[float, float]] = {}
         for layer in self.program.kinds:
-            repeats = sum(other.kind == layer.kind for other in self.program.layers)
-            for op in layer.ops:
-                differentiable = is_differentiable(self.program, op, self.request.training)
-                each = self.prices.op_s(
-                    op, tuple(map(types, op.operands)), tuple(map(types, op.results)), differentiable
+            times = [
+                self.prices.op_s(
+                    op, tuple(map(types, op.operands)), tuple(map(types, op.results)),
+                    is_differentiable(self.program, op, self.request.training),
                 )
-                seconds += repeats * (each.forward_s + each.backward_s)
-        return seconds / (self.num_devices * self.num_groups)
+                for op in layer.ops
+            ]  # fmt: skip
+            of_kind[layer.kind] = (sum(each.forward_s for each in times), sum(each.backward_s for each in times))
+        return np.array([of_kind[layer.kind] for layer in self.program.layers]).T / self.num_devices
 
     @cached_property
     def memory_price_s_per_byte(self) -> float:

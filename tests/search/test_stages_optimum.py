@@ -10,10 +10,10 @@ import pytest
 
 from autopar.lower.schedules import schedule_actions
 from autopar.schedule import SCHEDULES, schedule_problem
+from autopar.search.stages.bounds import least_step_s
 from autopar.search.stages.constraints import Shape
 from autopar.search.stages.estimates import count_flights, estimate_flights
 from autopar.search.stages.problem import StageProblem
-from autopar.search.stages.settings import least_share
 from tests.search.stage_problems import every_pipeline, make_problem, search_shapes
 
 CASES = [
@@ -120,9 +120,18 @@ def test_closed_forms_agree_with_the_action_lists(schedule: str) -> None:
             assert count % groups or counted == estimate_flights(shape), shape
 
 
-@pytest.mark.parametrize("shape", [Shape("gpipe", 4, 4, 4), Shape("1f1b", 4, 4, 8), Shape("zbv", 2, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("gpipe", 4, 4, 4), Shape("1f1b", 4, 4, 8), Shape("zbv", 2, 4, 4), Shape("interleaved_1f1b", 2, 4, 4),
+        Shape("interleaved_zero_bubble", 2, 4, 4),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_no_pipeline_beats_its_bound(shape: Shape) -> None:
     problem = make_problem(6, 6, 1, shape.num_microbatches)
-    work_s = sum(float((t.forward_s + t.backward_s)[0]) for t in problem.tables) * shape.num_microbatches
-    bound_s = work_s / shape.num_groups * least_share(shape)
+    forward_s = np.array([float(t.forward_s[0]) for t in problem.tables]) * shape.num_microbatches
+    total_s = forward_s + np.array([float(t.backward_s[0]) for t in problem.tables]) * shape.num_microbatches
+    bound_s = least_step_s(shape, forward_s, total_s)
+    assert bound_s > float(total_s.sum()) / shape.num_groups  # layers that can't be divided count
     assert all(seconds >= bound_s for seconds, _ in every_pipeline(problem, shape))

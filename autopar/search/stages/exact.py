@@ -8,7 +8,7 @@ other beats in all parts (`stage_menu`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,9 +24,11 @@ from autopar.search.stages.problem import Move, StageProblem, measure
 __all__ = ["Exact", "Option", "stage_menu"]
 
 Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 _MAX_MENU = 400
 _EPSILON = 1e-12
+_PARTS = ("forward_s", "backward_s", "weight_s", "step_s", "static_bytes", "saved_bytes")  # what adds up over layers
 
 
 @dataclass(frozen=True)
@@ -48,37 +50,37 @@ class Option:
 
 def stage_menu(problem: StageProblem, start: int, stop: int) -> tuple[Option, ...]:
     """All ways to run these layers that may be of use; ``()`` if there are too many to say."""
-    options: list[tuple[tuple[int, ...], Array]] = [((), np.zeros(7))]
     inside = [m for m in (*problem.moves, *problem.skips) if m and start <= m.producer and m.reader < stop]
+    paths, parts = np.zeros((1, 0), np.intp), np.zeros((1, len(_PARTS) + 1))
     for layer in range(start, stop):
         table = problem.tables[layer]
-        own = [
-            np.array([
-                table.forward_s[row], table.backward_s[row] - table.weight_s[row], table.weight_s[row],
-                table.step_s[row], table.static_bytes[row], table.saved_bytes[row], table.transient_bytes[row],
-            ])
-            for row in range(len(table.forward_s))
-        ]  # fmt: skip
-        moves = [move for move in inside if move.reader == layer]
-        grown: dict[tuple[int, ...], list[tuple[tuple[int, ...], Array]]] = {}
-        for (path, parts), row in itertools.product(options, range(len(own))):
-            longer = (*path, row)
-            total = parts + own[row]
-            total[6] = max(parts[6], own[row][6])
-            for move in moves:
-                source = problem.tables[move.producer].state_out[longer[move.producer - start]]
+        own = np.column_stack([
+            table.forward_s, table.backward_s - table.weight_s,
+            *(getattr(table, name) for name in _PARTS[2:]), table.transient_bytes,
+        ])  # fmt: skip
+        # Every way so far with every candidate of this layer.
+        before, row = (each.ravel() for each in np.indices((len(paths), len(own))))
+        paths = np.column_stack([paths[before], row])
+        largest = np.maximum(parts[before, -1], own[row, -1])
+        parts = np.column_stack([parts[before, :-1] + own[row, :-1], largest])
+        for move in inside:
+            if move.reader == layer:
+                source = problem.tables[move.producer].state_out[paths[:, move.producer - start]]
                 target = table.state_in[row]
-                total[:2] += move.forward_s[source, target], move.backward_s[source, target]
-            grown.setdefault(_surroundings(problem, longer, start, layer + 1), []).append((longer, total))
-        options = [option for group in grown.values() for option in _unbeaten(group)]
-        if len(options) > _MAX_MENU:
-            return ()
-    found = [Option(path, tuple(parts.tolist())) for path, parts in options]
+                parts[:, 0] += move.forward_s[source, target]
+                parts[:, 1] += move.backward_s[source, target]
+        kept: list[int] = []
+        for group in _like_groups(_surroundings(problem, paths, start, layer + 1)):
+            kept += _unbeaten(parts, group)
+            if len(kept) > _MAX_MENU:
+                return ()
+        paths, parts = paths[kept], parts[kept]
+    found = [Option(tuple(path), tuple(each)) for path, each in zip(paths.tolist(), parts.tolist(), strict=True)]
     return tuple(sorted(found, key=lambda option: option.unit_s))
 
 
-def _surroundings(problem: StageProblem, path: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-    """The boundary states of this path that anything outside of it depends on."""
+def _surroundings(problem: StageProblem, paths: Indices, start: int, stop: int) -> Indices:
+    """Per path, the boundary states that anything outside of it depends on."""
 
     def is_inside(layer: int) -> bool:
         return start <= layer < stop
@@ -87,19 +89,28 @@ def _surroundings(problem: StageProblem, path: tuple[int, ...], start: int, stop
     leaving = {move.producer for move in moves if is_inside(move.producer) and not is_inside(move.reader)}
     leaving |= {t.producer for t in problem.travellers if is_inside(t.producer) and max(t.readers) >= stop}
     entering = {move.reader for move in moves if is_inside(move.reader) and not is_inside(move.producer)}
-    return (
-        *(int(problem.tables[layer].state_out[path[layer - start]]) for layer in sorted(leaving)),
-        *(int(problem.tables[layer].state_in[path[layer - start]]) for layer in sorted(entering)),
-    )
+    columns = [problem.tables[layer].state_out[paths[:, layer - start]] for layer in sorted(leaving)]
+    columns += [problem.tables[layer].state_in[paths[:, layer - start]] for layer in sorted(entering)]
+    return np.column_stack([np.zeros(len(paths), np.intp), *columns])
 
 
-def _unbeaten(options: list[tuple[tuple[int, ...], Array]]) -> Iterator[tuple[tuple[int, ...], Array]]:
-    parts = np.array([each for _, each in options])
+def _like_groups(keys: Indices) -> list[Indices]:
+    """The rows with equal keys, group by group."""
+    _, group = np.unique(keys, axis=0, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    return np.split(order, np.cumsum(np.bincount(group.ravel()))[:-1])
+
+
+def _unbeaten(parts: Array, rows: Indices) -> list[int]:
+    """Those of the rows that no other of them beats in all parts."""
+    rows = rows[np.lexsort(parts[rows].T[::-1])]
+    rest = parts[rows]
     kept: list[int] = []
-    for index in np.lexsort(parts.T[::-1]).tolist():
-        if not kept or not (parts[kept] <= parts[index]).all(axis=1).any():
-            kept.append(index)
-    return (options[index] for index in kept)
+    while len(rows):
+        kept.append(int(rows[0]))
+        alive = (rest < rest[0]).any(axis=1)
+        rows, rest = rows[alive], rest[alive]
+    return kept
 
 
 @dataclass(eq=False)

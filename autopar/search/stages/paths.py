@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.schedule import stage_group
-from autopar.search.chain import Chain, LayerTable, fastest_paths
+from autopar.search.chain import Chain, LayerTable, fastest_path, fastest_paths
 from autopar.search.stages.constraints import Shape
 from autopar.search.stages.problem import StageProblem
 
@@ -87,6 +87,9 @@ class GroupSolver:
         return self.known[key]
 
     def _solve_chain(self, chain: Chain) -> tuple[int, ...]:
+        path, peak_bytes = fastest_path(chain)
+        if not chain.skips and peak_bytes <= self.problem.limit_bytes:
+            return tuple(path.tolist())
         paths = fastest_paths(chain, max_prices=_MAX_PRICES, max_caps=_MAX_CAPS)
         best = paths.best(self.problem.limit_bytes)
         return tuple(paths.paths[paths.smallest() if best < 0 else best].tolist())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.errors import ConstraintError
 from autopar.program import Program
@@ -15,11 +17,14 @@ from autopar.search.constraints import Constraints, LayerDemands, check_degrees
 from autopar.search.microbatch import TimeAssignment, time_assignment
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
+from autopar.search.stages.bounds import least_step_s
 from autopar.search.stages.constraints import PipelineDemands, Shape
 from autopar.search.stages.solve import Found, search_setting
-from autopar.search.trials import CandidateCache, Task, batch_size, make_setting, shared_menu
+from autopar.search.trials import CandidateCache, Setting, Task, batch_size, make_setting, shared_menu
 
 __all__ = ["PipelineSearch"]
+
+Array = npt.NDArray[np.float64]
 
 _FEW = 10  # so many settings are all looked at
 _MAX_SETTINGS = 12
@@ -45,6 +50,7 @@ class PipelineSearch:
     settled: Mapping[int, LayerDemands] = field(default_factory=dict[int, LayerDemands])
     notes: list[str] = field(default_factory=list[str])
     assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
+    least: dict[tuple[int, int], Array] = field(default_factory=dict[tuple[int, int], Array])
     tasks: dict[int, tuple[Task, CandidateCache]] = field(default_factory=dict[int, "tuple[Task, CandidateCache]"])
 
     def run(self, known_s: float) -> Found:
@@ -57,7 +63,8 @@ class PipelineSearch:
         self._check_possible(settings)
         if sum(map(len, settings.values())) <= _FEW:
             for groups, counts in settings.items():
-                for count in counts:
+                # The most promising first: what it finds, and what its layers take, rule others out.
+                for count in sorted(counts, key=lambda count: self._rank(groups, count)):
                     self._try(found, known_s, groups, count)
             found.settle()
             return found
@@ -80,6 +87,10 @@ class PipelineSearch:
         _walk(settings[best][at::-1], lambda count: attempt(best, count))
         found.settle()
         return found
+
+    def _rank(self, groups: int, count: int) -> tuple[float, int]:
+        """The most promising first, but the least first where demands have yet to be met."""
+        return (abs(math.log2(count / (_BUBBLE * groups))) if self.settled else 0.0), count
 
     def _check_possible(self, settings: dict[int, list[int]]) -> None:
         """Raise if a pipeline is demanded but there is none; else note why there is none."""
@@ -156,32 +167,42 @@ class PipelineSearch:
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
         known_s = min(known_s, found.hoped_s)
-        shapes = [shape for shape in self._shapes(groups, count) if self._shape_bound_s(shape) < known_s]
+        bounds = {
+            shape: least_step_s(shape, *self._least_layers(groups, count)) for shape in self._shapes(groups, count)
+        }
+        if not any(bound_s < known_s for bound_s in bounds.values()):
+            return min(bounds.values(), default=np.inf)
         own = Found(self.source, self.limit_bytes)
-        for shared in shared_menu(task) if shapes else ():
+        for shared in shared_menu(task):
             setting = make_setting(task, count, dict(assignment.factors), shared, cache)
-            if setting is not None:
+            if setting is None:
+                continue
+            least = self._least_of(setting)
+            shapes = [s for s in bounds if max(bounds[s], least_step_s(s, *least)) < min(known_s, own.hoped_s)]
+            if shapes:
                 search_setting(setting, shapes, self.demands, own)
+            self.least[groups, count] = np.minimum(self.least.get((groups, count), np.inf), least)
         found.merge(own)
         return own.hoped_s
 
-    def _shape_bound_s(self, shape: Shape) -> float:
-        """No pipeline of this shape is faster: all devices compute all the time, or wait as `least_share` says."""
-        ideal_s = self._task(shape.num_groups)[0].ideal_s
-        return ideal_s * least_share(shape)
+    def _least_layers(self, groups: int, count: int) -> Array:
+        """Forward, and forward and backward seconds that each layer takes at least, (2, layers): cutting a batch into
+        more microbatches makes nothing faster.
+        """
+        forward_s, backward_s = self._task(groups)[0].ideal_layers_s
+        known = [least for (other, fewer), least in self.least.items() if other == groups and fewer <= count]
+        return np.maximum.reduce([np.stack([forward_s, forward_s + backward_s]), *known])
 
-
-def least_share(shape: Shape) -> float:
-    """The step's seconds are at least this multiple of those that all work takes, shared out to all device groups.
-
-    With one stage per group, group g works M t_g, after the forwards and before the backwards of a microbatch in the
-    stages before it: ``M t_g + t_0 + ... + t_(g-1)``.  The largest of these is least if all are equal, which makes the
-    t a geometric series.
-    """
-    groups, count = shape.num_groups, shape.num_microbatches
-    if shape.num_stages > groups or shape.schedule == "interleaved_zero_bubble":
-        return 1.0
-    return groups / count / (1 - (1 - 1 / count) ** groups)
+    def _least_of(self, setting: Setting) -> Array:
+        """As `_least_layers`, of the candidates of one setting."""
+        by_class = {
+            first: (
+                min(c.cost.in_forward_s for c in each),
+                min(c.cost.in_forward_s + c.cost.in_backward_s for c in each),
+            )
+            for first, each in setting.by_class.items()
+        }
+        return np.array([by_class[first] for first in setting.task.classes]).T
 
 
 def _nearest(counts: list[int], wanted: int) -> int:

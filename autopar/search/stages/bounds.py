@@ -1,0 +1,85 @@
+"""Lower bounds on the step of a pipeline that say, before its candidates are known, that it need not be looked at.
+
+Known of each layer is the least time that it takes on one device group.  The groups of a schedule work one after the
+other on a microbatch: group g begins when the stages before its first have let one microbatch through, and (unless
+backward passes are split) ends as much before the last of them as their backward takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.schedule import stage_group
+from autopar.search.stages.constraints import Shape
+
+__all__ = ["least_share", "least_step_s"]
+
+Array = npt.NDArray[np.float64]
+
+_MAX_CUTS = 2000  # so many ways to cut are all looked at
+_SPLIT = ("zbv", "interleaved_zero_bubble")
+
+
+def least_share(shape: Shape) -> float:
+    """The step's seconds are at least this multiple of those that all work takes, shared out to all device groups.
+
+    With one stage per group, group g works M t_g, after the forwards and before the backwards of a microbatch in the
+    stages before it: ``M t_g + t_0 + ... + t_(g-1)``.  The largest of these is least if all are equal, which makes the
+    t a geometric series.
+    """
+    groups, count = shape.num_groups, shape.num_microbatches
+    if shape.num_stages > groups or shape.schedule == "interleaved_zero_bubble":
+        return 1.0
+    return groups / count / (1 - (1 - 1 / count) ** groups)
+
+
+def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
+    """No pipeline of this shape is faster.
+
+    Args:
+        shape: the pipeline, wherever it is cut.
+        forward_s: per layer the least seconds on one device group of the forwards of all microbatches.
+        total_s: the same of forwards and backwards.
+    """
+    bound_s = float(total_s.sum()) / shape.num_groups * least_share(shape)
+    if shape.num_stages > len(total_s):
+        return math.inf
+    if shape.num_stages == shape.num_groups and shape.schedule not in _SPLIT:
+        return max(bound_s, _least_in_turn_s(shape, total_s))
+    if math.comb(len(total_s) - 1, shape.num_stages - 1) > _MAX_CUTS:
+        return bound_s
+    return max(bound_s, _least_of_cuts_s(shape, forward_s, total_s))
+
+
+def _least_in_turn_s(shape: Shape, total_s: Array) -> float:
+    """With one stage per group: over all cuts, the least of the longest group, by dynamic programming."""
+    before = np.concatenate([[0.0], np.cumsum(total_s)])
+    # [start, stop]: the wait for what lies before a stage, and its own work.
+    took = before[:-1, None] / shape.num_microbatches + before[None, 1:] - before[:-1, None]
+    took[np.tril_indices(len(total_s), -1)] = np.inf
+    longest = took[0]
+    for _ in range(shape.num_groups - 1):
+        ahead = np.concatenate([[np.inf], longest[:-1]])
+        longest = np.maximum(ahead[:, None], took).min(axis=0)
+    return float(longest[-1])
+
+
+def _least_of_cuts_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
+    """As `_least_in_turn_s`, of few cuts and any schedule."""
+    count = shape.num_microbatches
+    waits_s = (forward_s if shape.schedule in _SPLIT else total_s) / count
+    owner = [stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages)]
+    least = math.inf
+    for cuts in itertools.combinations(range(1, len(total_s)), shape.num_stages - 1):
+        starts = (0, *cuts)
+        works, waits = (np.add.reduceat(each, starts).tolist() for each in (total_s, waits_s))
+        longest = max(
+            sum(waits[: owner.index(group)]) + sum(w for w, own in zip(works, owner, strict=True) if own == group)
+            for group in range(shape.num_groups)
+        )
+        least = min(least, longest)
+    return least
