@@ -34,7 +34,7 @@ def train_everything() -> dict[str, dict[str, float]]:
     }
     session = session_of(mesh)
     before = session.num_searches
-    sizes = (4, 6, 3, 4, 6)  # 3 does not divide: it runs on every rank whole
+    sizes = (4, 6, 3, 4)  # 3 does not divide: it runs on every rank whole
     found["dynamic batch"] = differences(Mlp, lambda: vector_batches(sizes), models.loss_outside, mesh, "data=2")
     found["searches of 3 sizes"] = {"count": session.num_searches - before}
     torch._dynamo.reset()
@@ -45,9 +45,9 @@ def train_everything() -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, dict[str, float]]:
+    """The worse of the two ranks; only rank 0 searches."""
     first, second = run_ranks(train_everything, 2, timeout_s=300)
-    assert first == second
-    return first
+    return {name: {key: max(found[key], second[name][key]) for key in found} for name, found in first.items()}
 
 
 @pytest.mark.slow
