@@ -56,18 +56,6 @@ class Curve:
         object.__setattr__(self, "points", tuple(ordered))
         object.__setattr__(self, "_logs", (amounts, tuple(math.log(s) for s in highest)))
 
-    def without_gains_by_splitting(self) -> Curve:
-        """This curve, with each point lifted to at least the rate of the larger ones.
-
-        A small op that is measured again and again finds its operands in the cache, which it would not in a program:
-        taken at its word, cutting a batch into microbatches would make it cheaper.
-        """
-        lifted: list[Point] = []
-        for point in reversed(self.points):
-            rate = lifted[-1].seconds / lifted[-1].amount if lifted else 0.0
-            lifted.append(Point(point.amount, max(point.seconds, point.amount * rate), point.spread))
-        return Curve(tuple(reversed(lifted)))
-
     def seconds(self, amount: float) -> float:
         """Seconds of `amount` of work."""
         amounts, seconds = self._logs

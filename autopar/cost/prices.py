@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from autopar.cluster import Cluster, OpTime
 from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
 from autopar.cost.efficiency import attention_efficiency, product_efficiency
+from autopar.cost.op_curves import OpCurves
 from autopar.cost.overlap import TAKEN
+from autopar.cost.product_curves import ProductCurves
 from autopar.cost.profile import Curve, Profile
 from autopar.cost.work import Work, count_work, packet_name
 from autopar.errors import MissingPriceError
@@ -42,13 +44,10 @@ class ClusterPrices:
         """Price on `cluster`, with `profile`'s measurements where it has any."""
         self.cluster = cluster
         self.profile = profile
-        measured: Mapping[str, Curve] = profile.curves if profile else {}
-        self._curves: Mapping[str, Curve] = {
-            key: curve if key.startswith("collective/") else curve.without_gains_by_splitting()
-            for key, curve in measured.items()
-        }
+        self._curves: Mapping[str, Curve] = profile.curves if profile else {}
+        self._products, self._ops = ProductCurves(self._curves), OpCurves(self._curves)
         self._op_times: dict[tuple[int, tuple[TensorType, ...], tuple[TensorType, ...], bool], OpTime] = {}
-        self._ops: dict[int, Op] = {}
+        self._alive: dict[int, Op] = {}
         self._terms: dict[tuple[str, Axis], tuple[Curve | CollectiveTerms, float]] = {}
         device = cluster.device
         self._bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
@@ -80,7 +79,7 @@ class ClusterPrices:
         key = (id(op), operands, results, differentiable)
         found = self._op_times.get(key)
         if found is None:
-            self._ops[id(op)] = op
+            self._alive[id(op)] = op
             found = self._op_times[key] = self._price_op(op, operands, results, differentiable)
         return found
 
@@ -168,42 +167,17 @@ class ClusterPrices:
         return OpTime(forward_s, backward_s if differentiable else 0.0, "measured" if measured else "roofline")
 
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
-        if work.kind in ("matmul", "attention"):
-            return self._measured_flops(work)
-        if work.kind == "view":
-            return self._measured_view(work)
         name = packet_name(op.target)
-        forward = self._curves.get(f"op/{name}/forward") or self._curves.get("elementwise/forward")
-        backward = self._curves.get(f"op/{name}/backward") or self._curves.get("elementwise/backward")
-        if forward is None or backward is None:
+        if work.is_counted_in_flops:
+            found = self._products.seconds(work, name, "forward"), self._products.seconds(work, name, "backward")
+        elif work.kind == "view":
+            found = self._ops.view_s(name, work, "forward"), self._ops.view_s(name, work, "backward")
+        else:
+            found = self._ops.seconds(name, work, "forward"), self._ops.seconds(name, work, "backward")
+        forward_s, backward_s = found
+        if forward_s is None or backward_s is None:
             return None
-        has_backward = work.num_backward_kernels > 0
-        return forward.seconds(work.num_bytes), backward.seconds(work.backward_num_bytes) if has_backward else 0.0
-
-    def _measured_flops(self, work: Work) -> tuple[float, float] | None:
-        forward = self._curves.get(f"{work.kind}/{work.dtype}/forward")
-        backward = self._curves.get(f"{work.kind}/{work.dtype}/backward")
-        if forward is None or backward is None:
-            return None
-        whole = 2.0 if work.kind == "matmul" else 2.5
-        part = work.backward_flops / (whole * work.flops) if work.flops else 1.0
-        return (
-            max(forward.seconds(work.flops), self._measured_bytes_s(work.num_bytes)),
-            max(part * backward.seconds(whole * work.flops), self._measured_bytes_s(work.backward_num_bytes)),
-        )
-
-    def _measured_view(self, work: Work) -> tuple[float, float] | None:
-        forward, backward = self._curves.get("view/forward"), self._curves.get("view/backward")
-        if forward is None or backward is None:
-            return None
-        return forward.overhead_s, max(backward.overhead_s, self._measured_bytes_s(work.backward_num_bytes))
-
-    def _measured_bytes_s(self, num_bytes: float) -> float:
-        """What moving so many bytes takes at least; 0.0 where only overhead would be told."""
-        curve = self._curves.get("elementwise/forward")
-        if curve is None or num_bytes <= curve.points[0].amount:
-            return 0.0
-        return curve.seconds(num_bytes)
+        return forward_s, backward_s + self._ops.summing_s(work.summed_bytes)
 
     def _roofline(self, work: Work) -> tuple[float, float]:
         rate = self._rate(work) if work.flops else math.inf

@@ -3,9 +3,12 @@
 The keys of `Profile.curves`, seconds over an amount of work:
 
 =================================  ====================================================
-``matmul/<dtype>/forward``         seconds over flops; so ``backward`` (both gradients)
-``attention/<dtype>/forward``      seconds over flops; so ``backward``
-``op/<packet>/forward``            seconds over bytes moved; so ``backward``
+``matmul/<dtype>/<n>x<m>/forward`` seconds over flops of a matrix times one of n rows and m columns; so ``backward``
+                                   (both gradients)
+``batched/<dtype>/forward``        the same for batches of products; ``convolution/<dtype>``
+``attention/<dtype>/<how>/<n>``    ``.../forward`` and ``.../backward``: over flops, of heads of n; ``causal``, ``full``
+``op/<packet>/forward``            seconds over bytes moved; so ``backward``.  ``op/<packet>/<width>/forward``: of rows
+                                   so wide; ``op/<packet>/number/forward``: with a number for an operand
 ``elementwise/forward``            the same for any other op; so ``backward``
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved

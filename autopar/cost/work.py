@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.program import Arg, Op, TensorType
 
@@ -37,6 +37,12 @@ class Work:
         is_causal: attention: whether later keys are skipped.
         is_new_kernel: attention: by a kernel written for the newest devices.
         alignment: matmul: the largest of 64, 8 and 1 elements that every row of operands and result is a multiple of.
+        extents: matmul: rows, inner extent and columns of a product of two matrices; () for a batch of products or a
+            convolution.
+        summed_bytes: matmul: of result gradients that backward sums up for a bias.
+        is_passed_on: whether backward hands the result's gradient on as it is, or summed up.
+        is_with_number: whether an operand is a number instead of a tensor.
+        width: elements of a row of the first operand.
     """
 
     kind: str
@@ -53,6 +59,16 @@ class Work:
     is_causal: bool = False
     is_new_kernel: bool = False
     alignment: int = 64
+    extents: tuple[int, ...] = ()
+    summed_bytes: float = 0.0
+    is_passed_on: bool = False
+    is_with_number: bool = False
+    width: int = 1
+
+    @property
+    def is_counted_in_flops(self) -> bool:
+        """Whether seconds are measured over floating-point operations, not bytes."""
+        return self.kind in ("matmul", "attention")
 
     @property
     def num_bytes(self) -> float:
@@ -68,7 +84,16 @@ class Work:
 def count_work(op: Op, operands: Types, results: Types) -> Work:
     """The work of `op` on operands and results of these local types."""
     count = WORK.get(packet_name(op.target), _count_view if op.is_view else _count_bytes)
-    return count(op, operands, results)
+    work = count(op, operands, results)
+    if work.kind != "bytes":
+        return work
+    width = operands[0].shape[-1] if operands and operands[0].shape else 1
+    return replace(work, width=width, is_with_number=len(operands) == 1 and _has_number(op))
+
+
+def _has_number(op: Op) -> bool:
+    """Of two arguments, of which one is a tensor: whether the other one is a number."""
+    return len(op.args) == 2 and any(isinstance(arg, int | float) for arg in op.args)
 
 
 def packet_name(target: str) -> str:
@@ -135,6 +160,7 @@ def _count_add(op: Op, operands: Types, results: Types) -> Work:
         backward_read_bytes=_sum_bytes(results) * len(broadcast),
         backward_write_bytes=_sum_bytes(broadcast),
         num_backward_kernels=len(broadcast),
+        is_passed_on=True,
     )
 
 
@@ -198,7 +224,9 @@ def _count_dropout(op: Op, operands: Types, results: Types) -> Work:
     )
 
 
-def _matmul(op: Op, operands: Types, results: Types, flops: float, pair: tuple[int, int]) -> Work:
+def _matmul(
+    op: Op, operands: Types, results: Types, flops: float, pair: tuple[int, int], extents: tuple[int, ...] = ()
+) -> Work:
     """A product of operands `pair`.  Backward multiplies once for each operand that needs a gradient.
 
     Autograd saves an operand exactly if the *other* one needs a gradient, so `Op.saves` tells how many do;
@@ -222,6 +250,8 @@ def _matmul(op: Op, operands: Types, results: Types, flops: float, pair: tuple[i
         backward_write_bytes=_sum_bytes(written),
         num_backward_kernels=num_gradients,
         alignment=_alignment((first, second, *results[:1])),
+        extents=extents,
+        summed_bytes=_sum_bytes(results[:1]) if len(_floating(operands)) > len(pair) else 0.0,
     )
 
 
@@ -233,13 +263,23 @@ def _alignment(types: Types) -> int:
 def _count_matmul(op: Op, operands: Types, results: Types) -> Work:
     """``mm``, ``bmm``, ``matmul``, ``linear``: twice the result's elements times the summed extent."""
     inner = operands[0].shape[-1] if operands[0].shape else 1
-    return _matmul(op, operands, results, 2.0 * _sum_elements(results[:1]) * inner, (0, 1))
+    extents = _extents(operands[1], results[0], inner)
+    return _matmul(op, operands, results, 2.0 * _sum_elements(results[:1]) * inner, (0, 1), extents)
+
+
+def _extents(second: TensorType, result: TensorType, inner: int) -> tuple[int, ...]:
+    """Rows, inner extent and columns, if the second operand is one matrix."""
+    if len(second.shape) != 2 or not result.shape:
+        return ()
+    columns = result.shape[-1]
+    return (result.num_elements // max(1, columns), inner, columns)
 
 
 def _count_added_matmul(op: Op, operands: Types, results: Types) -> Work:
     """``addmm`` and its like: the first operand is added to the product of the next two."""
     inner = operands[1].shape[-1] if operands[1].shape else 1
-    return _matmul(op, operands, results, 2.0 * _sum_elements(results[:1]) * inner, (1, 2))
+    extents = _extents(operands[2], results[0], inner)
+    return _matmul(op, operands, results, 2.0 * _sum_elements(results[:1]) * inner, (1, 2), extents)
 
 
 def _count_convolution(op: Op, operands: Types, results: Types) -> Work:

@@ -52,8 +52,8 @@ def test_products_of_other_sizes_take_what_the_profile_says(profile, rows, inner
     forward_s = _median_s(lambda: torch.nn.functional.linear(x, weight))
     backward_s = _median_s(lambda: torch.autograd.grad(result, (x, weight), gradient, retain_graph=True))
     assert taken.source == "measured"
-    assert taken.forward_s == pytest.approx(forward_s, rel=0.6)
-    assert taken.backward_s == pytest.approx(backward_s, rel=0.6)
+    assert forward_s / 2.5 < taken.forward_s < 2.5 * forward_s  # operands in the cache, and not
+    assert backward_s / 2.5 < taken.backward_s < 2.5 * backward_s
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_products_of_other_sizes_take_what_the_profile_says(profile, rows, inner
     [
         ("aten.mul.Tensor", torch.mul, 2, (0, 1)),
         ("aten.gelu.default", torch.nn.functional.gelu, 1, (0,)),
-        ("aten.rsqrt.default", torch.rsqrt, 1, (1,)),  # not in the sweep: priced as any elementwise op
+        ("aten.sigmoid.default", torch.sigmoid, 1, (1,)),  # not in the sweep: priced as any elementwise op
     ],
 )
 def test_elementwise_ops_take_what_the_profile_says(profile, target, run, num_operands, saves):
@@ -69,12 +69,13 @@ def test_elementwise_ops_take_what_the_profile_says(profile, target, run, num_op
     one = tensor(700, 500, dtype="float32")
     prices = ClusterPrices(Cluster.of("cpu"), profile)
     taken = prices.op_s(op(target, num_operands, saves), (one,) * num_operands, (one,), False)
-    measured_s = _median_s(lambda: run(*inputs))
-    assert measured_s / 4 < taken.forward_s < measured_s * 4
+    kept = []  # as a forward keeps its results
+    measured_s = _median_s(lambda: kept.append(run(*inputs)))
+    assert measured_s / 6 < taken.forward_s < measured_s * 6
 
 
 def test_every_curve_is_there_and_the_text_survives(profile):
-    expected = {"matmul/float32", "attention/float32", "elementwise", "view", "op/aten.gelu"}
+    expected = {"matmul/float32/512x32", "attention/float32/full/8", "elementwise", "view", "op/aten.softmax/32"}
     for key in expected:
         assert {f"{key}/forward", f"{key}/backward"} <= set(profile.curves)
     assert "optimizer" in profile.curves

@@ -1,55 +1,43 @@
 """Measures ops on one device: forward and backward seconds over the work that `count_work` counts.
 
-Each call is an op, as a trace would write it, beside a function that runs it.  The amount of work comes from
-the same `count_work` that prices ops later, so that a measured op of the same size gets its measured time.
-What a call of autograd costs by itself is subtracted: a step pays it once, not once an op.
+Each call is an op, as a trace would write it, beside a function that runs it.  The amount of work comes from the same
+`count_work` that prices ops later, so that a measured op of the same size gets its measured time.
+
+Several copies of a call run one after the other, each on operands of its own, and what they give is kept until one
+backward has run through all of them.  So it is in a step: operands are not in the cache because the same call has just
+read them, results go to memory that something else held before, forward makes the graph that backward needs, and what
+entering autograd costs is paid once, not once an op (it is subtracted).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from autopar.cost.measure.calls import Call, make_calls
 from autopar.cost.measure.probe import Measurement, Probe
-from autopar.cost.measure.timing import Sample, sample
-from autopar.cost.work import Work, count_work, packet_name
+from autopar.cost.measure.timing import Sample, median_of, sample
+from autopar.cost.work import Work, count_work
 from autopar.program import Op, Ref, TensorType
 
-__all__ = ["op_probes"]
+__all__ = ["op_probes", "time_chain"]
 
-_WIDTH = 512
-_ROWS = {"cpu": (2, 128, 2048), "cuda": (128, 4096, 32768)}
-_PRODUCTS = {
-    "cpu": ((64, 64, 64), (128, 256, 256), (256, 512, 512), (512, 1024, 1024)),
-    "cuda": ((256, 256, 256), (1024, 1024, 1024), (4096, 2048, 4096), (8192, 8192, 8192)),
-}
-_ATTENTIONS = {
-    "cpu": ((1, 2, 32, 32), (1, 4, 128, 64), (2, 4, 256, 64)),
-    "cuda": ((1, 8, 512, 128), (1, 16, 2048, 128), (1, 32, 8192, 128)),
-}
-_LEAST_S = 1e-7
-_BASE_S = 0.02
+T = TypeVar("T")
+
+_LEAST_S = 1e-8
+_COPIES = 2, 6
+_COPIES_BYTES = 2**23
+"""What the copies of a call hold together, about: more than a core has to itself of the cache."""
+_ROUNDS = 2, 40
+_SHORT_S = 2e-4
 _ADAM_BYTES = 28
 """AdamW in float32 reads parameter, gradient and two moments, and writes all but the gradient."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    target: str
-    run: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]
-    saves: tuple[int, ...]
-    kwargs: tuple[tuple[str, bool], ...] = ()
-
-
-_Make = Callable[[torch.device], _Call]
-"""Allocates the operands on a device, so that only what is being measured takes memory."""
 
 
 def op_probes(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool = False) -> tuple[Probe, ...]:
@@ -60,66 +48,143 @@ def op_probes(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool =
         dtypes: of matrix products and attention; other ops are measured in the first one.
         is_dense: sweep many shapes, instead of the few that a plan can wait for.
     """
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    sweeps: dict[str, list[_Make]] = {}
-    for dtype in dtypes:
-        sweeps[f"matmul/{dtype}"] = [partial(_product, dtype, shape) for shape in _PRODUCTS[kind]]
-        sweeps[f"attention/{dtype}"] = [partial(_attention, dtype, shape) for shape in _ATTENTIONS[kind]]
-    for target, make in _ROW_CALLS.items():
-        name = "elementwise" if target == "aten.mul.Tensor" else f"op/{packet_name(target)}"
-        sweeps[name] = [partial(make, target, rows, dtypes[0]) for rows in _ROWS[kind]]
-    ops = (_sweep(name, makes, device) for name, makes in sweeps.items())
-    views = Probe(("view/forward", "view/backward"), 1, partial(_measure_views, device), 2.0, is_own_time=True)
+    ops = (_sweep(name, makes, device) for name, makes in make_calls(device, dtypes, is_dense=is_dense).items())
     optimizer = Probe(("optimizer",), 2, partial(_measure_optimizer, device), 2.0, is_own_time=True)
-    return (*ops, views, optimizer)
+    return (*ops, optimizer)
 
 
-def _sweep(name: str, makes: list[_Make], device: torch.device) -> Probe:
-    has_backward = name.removeprefix("op/") not in _WITHOUT_BACKWARD
+def _sweep(name: str, makes: list[Callable[[torch.device], Call]], device: torch.device) -> Probe:
+    has_backward = name not in _WITHOUT_BACKWARD
     keys = (f"{name}/forward", f"{name}/backward") if has_backward else (f"{name}/forward",)
 
     def measure(budget_s: float) -> Iterator[Measurement]:
-        slice_s = budget_s / (len(keys) * len(makes))
-        base_s = _autograd_s(device, min(slice_s, _BASE_S))
         for make in makes:
-            yield from _measure_call(name, make(device), device, slice_s, base_s)
+            yield from _measure_call(name, make, device, budget_s / len(makes), has_backward)
 
     return Probe(keys, len(makes), measure, float(len(keys) * len(makes)), is_own_time=True)
 
 
-def _measure_call(name: str, call: _Call, device: torch.device, slice_s: float, base_s: float) -> Iterator[Measurement]:
-    leaves = tuple(x.requires_grad_() for x in call.inputs if x.is_floating_point())
+def _measure_call(
+    name: str, make: Callable[[torch.device], Call], device: torch.device, budget_s: float, has_backward: bool
+) -> Iterator[Measurement]:
+    call = make(device)
     result = call.run(*call.inputs)
     work = _work_of(call, result)
-    with torch.no_grad():
-        taken = sample(lambda: call.run(*call.inputs), device, slice_s)
-    is_counted = work.kind in ("matmul", "attention")
-    yield Measurement(f"{name}/forward", work.flops if is_counted else work.num_bytes, taken)
-    if work.backward_num_bytes:
-        gradient = torch.ones_like(result)
-
-        def backward() -> object:
-            return torch.autograd.grad(result, leaves, gradient, retain_graph=True)
-
-        amount = work.backward_flops if is_counted else work.backward_num_bytes
-        taken = sample(backward, device, slice_s)
-        yield Measurement(f"{name}/backward", amount, _less(taken, base_s))
+    each = sum(x.nbytes for x in (*call.inputs, result))
+    count = max(_COPIES[0], min(_COPIES[1], _COPIES_BYTES // max(1, each)))
+    del result
+    calls = [call, *(make(device) for _ in range(count - 1))]
+    forward, backward = time_chain(calls, device, budget_s, has_backward=has_backward)
+    yield Measurement(f"{name}/forward", work.flops if work.is_counted_in_flops else max(1.0, work.num_bytes), forward)
+    if has_backward:
+        amount = work.backward_flops if work.is_counted_in_flops else max(1.0, work.backward_num_bytes)
+        yield Measurement(f"{name}/backward", amount, backward)
 
 
-def _less(taken: Sample, base_s: float) -> Sample:
-    return Sample(max(taken.seconds - base_s, _LEAST_S), taken.spread)
+def time_chain(
+    calls: list[Call], device: torch.device, budget_s: float, *, has_backward: bool = True
+) -> tuple[Sample, Sample]:
+    """Seconds of the forward and of the backward of one of `calls`, which run one after the other.
+
+    Args:
+        calls: alike, with operands of their own; those of floating dtype take gradients.
+        device: where they run.
+        budget_s: seconds to spend, about.
+        has_backward: whether to run backward.
+    """
+    leaves = [[x.requires_grad_(has_backward) for x in call.inputs if x.is_floating_point()] for call in calls]
+    runs = [partial(call.run, *call.inputs) for call in calls]
+    results = [run() for run in runs]
+    gradients = [torch.ones_like(result) for result in results]
+    passed = [torch.ones_like(own[0]) for own in leaves] if has_backward else []
+    others = _Others(device)
+    ahead, behind = (others.run, others.run_with_backward) if device.type == "cpu" else (None, None)
+    is_short = False, False
+    forward: list[float] = []
+    backward: list[float] = []
+    entering: list[float] = []
+    stop = time.perf_counter() + budget_s
+    num_rounds = 0
+    while num_rounds < _ROUNDS[0] or (time.perf_counter() < stop and num_rounds < _ROUNDS[1]):
+        results, seconds = _time_each(runs, ahead, is_short[0])
+        forward += seconds
+        if has_backward:
+            # The gradient of an operand by itself: what it takes to enter autograd and to come back.
+            enter = [partial(torch.autograd.grad, own[0], own[0], g) for own, g in zip(leaves, passed, strict=True)]
+            entering += _time_each(enter, behind, is_short[1])[1]
+            back = [
+                partial(torch.autograd.grad, result, own, gradient)
+                for result, own, gradient in zip(results, leaves, gradients, strict=True)
+            ]
+            backward += _time_each(back, behind, is_short[1])[1]
+        num_rounds += 1
+        is_short = median_of(forward).seconds < _SHORT_S, bool(backward) and median_of(backward).seconds < _SHORT_S
+    skipped = len(calls)  # of the first round
+    if not has_backward:
+        return median_of(forward[skipped:]), Sample(_LEAST_S, 0.0)
+    entry_s = statistics.median(entering[skipped:])
+    return median_of(forward[skipped:]), _less(median_of(backward[skipped:]), entry_s)
 
 
-def _autograd_s(device: torch.device, slice_s: float) -> float:
-    """Seconds of a call of autograd that has nothing to do."""
-    x = torch.ones(1, device=device).requires_grad_()
-    gradient = torch.ones_like(x)
-    return sample(lambda: torch.autograd.grad(x, x, gradient), device, slice_s).seconds
+def _less(taken: Sample, entry_s: float) -> Sample:
+    return Sample(max(taken.seconds - entry_s, _LEAST_S), taken.spread)
 
 
-def _work_of(call: _Call, result: Tensor) -> Work:
+class _Others:
+    """Other ops on tiny tensors, run between the calls that are timed.
+
+    In a step hardly any op runs twice in a row, so a processor finds the code of an op in a farther cache, and its
+    branches mispredicted: on a CPU small ops take twice as long in a program as in a loop.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.x = torch.randn(4, 16, device=device).requires_grad_()
+        self.weight = torch.randn(16, device=device)
+        self.square = torch.randn(16, 16, device=device)
+
+    def run(self) -> Tensor:
+        """Forward, as a program's."""
+        y = torch.nn.functional.layer_norm(self.x, (16,), self.weight, None)
+        z = torch.softmax(y.reshape(2, 2, 16).transpose(0, 1), -1)
+        z = torch.nn.functional.linear(torch.nn.functional.silu(z) * z, self.square) + z
+        y = torch.cat([z, z.sum(-1, keepdim=True)], -1)[..., :8].permute(1, 0, 2).unsqueeze(0)
+        return (y.expand(2, 2, 2, 8) / 3.0).pow(2)
+
+    def run_with_backward(self) -> None:
+        """Forward and backward."""
+        y = self.run()
+        torch.autograd.grad(y, self.x, torch.ones_like(y))
+
+
+def _time_each(
+    runs: Sequence[Callable[[], T]], before: Callable[[], object] | None, is_short: bool
+) -> tuple[list[T], list[float]]:
+    """What `runs` give, and the seconds of each, with `before` done before each of them.
+
+    Without it they follow each other, and the device works on all of them.  The clock of the thread takes its time; for
+    short runs it is the usual one, which counts when other programs run, but seldom while this one does.
+    """
+    results: list[T] = []
+    if before is None:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        results = [run() for run in runs]
+        torch.cuda.synchronize()
+        return results, [(time.perf_counter() - started) / len(runs)] * len(runs)
+    clock = time.perf_counter if is_short else time.thread_time
+    seconds: list[float] = []
+    for run in runs:
+        before()
+        started = clock()
+        result = run()
+        seconds.append(clock() - started)
+        results.append(result)
+    return results, seconds
+
+
+def _work_of(call: Call, result: Tensor) -> Work:
     refs = tuple(Ref(str(index)) for index in range(len(call.inputs)))
-    op = Op("call", call.target, refs, call.kwargs, ("result",), saves=call.saves)
+    op = Op("call", call.target, refs, call.kwargs, ("result",), saves=call.saves, is_view=call.is_view)
     return count_work(op, tuple(map(_type_of, call.inputs)), (_type_of(result),))
 
 
@@ -127,108 +192,7 @@ def _type_of(x: Tensor) -> TensorType:
     return TensorType(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
-def _product(dtype: str, shape: tuple[int, ...], device: torch.device) -> _Call:
-    rows, inner, columns = shape
-    x, weight = _random((rows, inner), dtype, device), _random((columns, inner), dtype, device)
-    return _Call("aten.linear.default", F.linear, (x, weight), (0, 1))
-
-
-def _attention(dtype: str, shape: tuple[int, ...], device: torch.device) -> _Call:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    inputs = tuple(_random(shape, dtype, device) for _ in range(3))
-    target, kwargs = "aten.scaled_dot_product_attention.default", (("is_causal", True),)
-    return _Call(target, attend, inputs, (0, 1, 2, 3), kwargs)
-
-
-def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
-    return torch.randn(shape, dtype=getattr(torch, dtype), device=device)
-
-
-# Target: function of one tensor, and what autograd saves (0: the operand, 1: the result).
-_UNARY: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
-    "aten.gelu.default": (F.gelu, (0,)),
-    "aten.silu.default": (F.silu, (0,)),
-    "aten.relu.default": (F.relu, (1,)),
-    "aten.tanh.default": (torch.tanh, (1,)),
-    "aten.softmax.int": (lambda x: torch.softmax(x, -1), (1,)),
-    "aten.pow.Tensor_Scalar": (lambda x: x**2, (0,)),
-    "aten.sum.dim_IntList": (lambda x: x.sum(-1), ()),
-    "aten.clone.default": (torch.clone, ()),
-    "aten.neg.default": (torch.neg, ()),
-    "autopar.dropout": (lambda x: F.dropout(x, 0.1), ()),
-}
-_BINARY: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
-    "aten.mul.Tensor": (torch.mul, (0, 1)),
-    "aten.add.Tensor": (torch.add, ()),
-    "aten.cat.default": (lambda x, y: torch.cat((x, y), -1), ()),
-}
-
-
-def _on_one(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
-    run, saves = _UNARY[target]
-    return _Call(target, run, (_random((rows, _WIDTH), dtype, device),), saves)
-
-
-def _on_two(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
-    run, saves = _BINARY[target]
-    return _Call(target, run, tuple(_random((rows, _WIDTH), dtype, device) for _ in range(2)), saves)
-
-
-def _normalised(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
-    inputs = tuple(_random(shape, dtype, device) for shape in ((rows, _WIDTH), (_WIDTH,), (_WIDTH,)))
-    return _Call(target, _layer_norm, inputs, (0, 1))
-
-
-def _embedded(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
-    return _Call(target, _embed, (_random((_WIDTH, _WIDTH), dtype, device), _ids(rows, device)), (1,))
-
-
-def _compared(target: str, rows: int, dtype: str, device: torch.device) -> _Call:
-    return _Call(target, _cross_entropy, (_random((rows, _WIDTH), dtype, device), _ids(rows, device)), (0, 1))
-
-
-def _ids(rows: int, device: torch.device) -> Tensor:
-    return torch.randint(_WIDTH, (rows,), device=device)
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, (_WIDTH,), weight, bias)
-
-
-def _embed(table: Tensor, ids: Tensor) -> Tensor:
-    return F.embedding(ids, table)
-
-
-def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits, target, reduction="sum")
-
-
-_ROW_CALLS: dict[str, Callable[[str, int, str, torch.device], _Call]] = {
-    **dict.fromkeys(_BINARY, _on_two),
-    **dict.fromkeys(_UNARY, _on_one),
-    "aten.layer_norm.default": _normalised,
-    "aten.embedding.default": _embedded,
-    "autopar.cross_entropy": _compared,
-}
-_WITHOUT_BACKWARD = ("aten.add",)
-
-
-def _measure_views(device: torch.device, budget_s: float) -> Iterator[Measurement]:
-    slice_s = budget_s / 2
-    base_s = _autograd_s(device, min(slice_s, _BASE_S))
-    x = torch.randn((8, _WIDTH), device=device).requires_grad_()
-    result = x.transpose(0, 1)
-    gradient = torch.ones_like(result)
-    with torch.no_grad():
-        taken = sample(lambda: x.transpose(0, 1), device, slice_s)
-    yield Measurement("view/forward", 1.0, taken)
-
-    def backward() -> object:
-        return torch.autograd.grad(result, x, gradient, retain_graph=True)
-
-    yield Measurement("view/backward", 1.0, _less(sample(backward, device, slice_s), base_s))
+_WITHOUT_BACKWARD = ("op/autopar.cross_entropy_denominator",)
 
 
 def _measure_optimizer(device: torch.device, budget_s: float) -> Iterator[Measurement]:

@@ -1,0 +1,26 @@
+"""Seconds between sizes that were measured."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+__all__ = ["around", "between"]
+
+
+def around(known: Sequence[int], wanted: int) -> tuple[tuple[int, float], ...]:
+    """The neighbours of `wanted` among `known`, which are in order, with their shares; beyond them the last one."""
+    right = bisect_right(known, wanted)
+    if right == 0:
+        return ((known[0], 1.0),)
+    if right == len(known):
+        return ((known[-1], 1.0),)
+    low, high = known[right - 1], known[right]
+    share = math.log(wanted / low) / math.log(high / low)
+    return ((low, 1.0 - share), (high, share))
+
+
+def between(known: Sequence[int], wanted: int, seconds: Callable[[int], float]) -> float:
+    """`seconds` of `wanted`, whose logarithm is taken to be linear in that of the size between those that are known."""
+    return math.exp(sum(share * math.log(seconds(size)) for size, share in around(known, wanted)))

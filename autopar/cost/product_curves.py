@@ -1,0 +1,82 @@
+"""Seconds of matrix products, convolutions and attention from a profile's curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.cost.interpolation import between
+from autopar.cost.profile import Curve
+from autopar.cost.work import Work
+
+__all__ = ["ProductCurves"]
+
+
+class ProductCurves:
+    """Prices by floating-point operations.
+
+    Products of two matrices were measured for a grid of inner extents and columns, each over a range of rows.  Between
+    the four nearest of the grid, at the same number of rows, the logarithm of the seconds is linear in those of inner
+    extent and columns; beyond the grid seconds grow (or, for fewer, stay) in proportion to the operations.
+    """
+
+    def __init__(self, curves: Mapping[str, Curve]) -> None:
+        """Of all curves of a profile, those that belong here."""
+        self._curves = curves
+        self._grids: dict[tuple[str, str], dict[tuple[int, int], Curve]] = {}
+        self._heads: dict[tuple[str, str, str], dict[int, Curve]] = {}
+        for key, curve in curves.items():
+            family, _, rest = key.partition("/")
+            dtype, _, rest = rest.partition("/")
+            widths, _, direction = rest.partition("/")
+            if family == "matmul" and direction:
+                inner, columns = widths.split("x")
+                self._grids.setdefault((dtype, direction), {})[int(inner), int(columns)] = curve
+            elif family == "attention" and direction:
+                head, _, direction = direction.partition("/")
+                self._heads.setdefault((dtype, widths, direction), {})[int(head)] = curve
+
+    def seconds(self, work: Work, name: str, direction: str) -> float | None:
+        """Seconds of `work`, done by the op called `name`, in this direction; None if nothing like it was measured."""
+        is_backward = direction == "backward"
+        amount = work.backward_flops if is_backward else work.flops
+        # Both gradients of a product take twice, all three of attention two and a half times what its forward does.
+        whole = (2.0 if work.kind == "matmul" else 2.5) * work.flops if is_backward else work.flops
+        if not whole:
+            return None
+        grid = self._grids.get((work.dtype, direction))
+        heads = self._heads.get((work.dtype, "causal" if work.is_causal else "full", direction))
+        if work.kind == "matmul" and work.extents and grid:
+            found = _on_grid(grid, work.extents, 2.0 if is_backward else 1.0)
+        elif work.kind == "attention" and heads:
+            found = _by_head(heads, work, whole)
+        else:
+            curve = self._curve(work, name, direction)
+            if curve is None:
+                return None
+            found = curve.seconds(whole)
+        return found * amount / whole
+
+    def _curve(self, work: Work, name: str, direction: str) -> Curve | None:
+        family = work.kind
+        if family == "matmul":
+            family = "convolution" if "conv" in name else "batched"
+        plain = self._curves.get(f"{work.kind}/{work.dtype}/{direction}")
+        return self._curves.get(f"{family}/{work.dtype}/{direction}") or plain
+
+
+def _on_grid(grid: Mapping[tuple[int, int], Curve], extents: tuple[int, ...], passes: float) -> float:
+    rows, inner, columns = extents
+    inners, widths = sorted({inner for inner, _ in grid}), sorted({columns for _, columns in grid})
+
+    def seconds(inner: int, columns: int) -> float:
+        return grid[inner, columns].seconds(2.0 * passes * rows * inner * columns)
+
+    found = between(inners, inner, lambda i: between(widths, columns, lambda c: seconds(i, c)))
+    return found * max(1.0, inner / inners[-1]) * max(1.0, columns / widths[-1])
+
+
+def _by_head(heads: Mapping[int, Curve], work: Work, flops: float) -> float:
+    """Between sizes of a head, at the same number of pairs of positions."""
+    known = sorted(heads)
+    found = between(known, work.head_dim, lambda head: heads[head].seconds(flops * head / work.head_dim))
+    return found * max(1.0, work.head_dim / known[-1])
