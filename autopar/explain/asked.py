@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from autopar.arguments import read_bytes
 from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 
@@ -53,7 +54,10 @@ def parse_cluster(text: str) -> Cluster:
         try:
             return Cluster.load(text)
         except OSError as error:
-            raise QuestionError(f"cluster file {text!r} can't be read: {error.strerror}") from error
+            raise QuestionError(
+                f"cluster file {text!r} can't be read: {error.strerror}; write nodes x devices per node x device "
+                "instead, such as 8x8xh100, or a file with Cluster.save"
+            ) from error
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
     if match is None or not int(match[2]) or (match[1] is not None and not int(match[1])):
         raise QuestionError(
@@ -73,6 +77,7 @@ def change(asked: Asked, text: str) -> Asked:
 
     Raises:
         QuestionError: it is none of these.
+        ConstraintError: it is no amount of memory.
     """
     name, separator, value = text.partition("=")
     name = name.strip()
@@ -82,6 +87,7 @@ def change(asked: Asked, text: str) -> Asked:
             f"{text!r}: write name=value, such as memory=40GiB, nodes=16, batch=128 or link.inter=100GB/s"
         )
     if name == "memory":
+        read_bytes(value)
         return replace(asked, memory=value)
     if name in ("batch", "seq"):
         number = _whole(text, value)
@@ -99,7 +105,8 @@ def change(asked: Asked, text: str) -> Asked:
 
 def _whole(text: str, value: str) -> int:
     if not value.isdecimal() or not int(value):
-        raise QuestionError(f"{text!r}: {value!r} is no positive whole number")
+        name = text.partition("=")[0]
+        raise QuestionError(f"{text!r}: {value!r} is no positive whole number; write for instance {name}=16")
     return int(value)
 
 

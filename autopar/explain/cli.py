@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,12 +40,21 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can mend."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], parser.format_help().split(), 1)
+        parser.error(f"there is no {unknown[0]}" + (f": did you mean {near[0]}?" if near else ": see --help"))
     try:
         return _run(options)
     except AutoparError as error:
         sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
         return 1
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number: write one, such as 64")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("target", nargs="?", help="package.module:factory, file.py:factory, a Hugging Face config.json, or a plan.json")
     add("--cluster", metavar="NxDxNAME", help="nodes x devices per node x device, such as 8x8xh100, or a cluster file")
-    add("--batch", type=int, help="rows of the global batch")
-    add("--seq", type=int, help="tokens per row")
+    add("--batch", type=_positive, help="rows of the global batch")
+    add("--seq", type=_positive, help="tokens per row")
     add("--memory", help="memory per device that the plan may use, such as 70GiB")
     add("--constraint", action="append", default=[], metavar="TEXT", help="such as tensor=2; may be repeated")
     add("--optimizer", default="adamw", help="what will train the parameters (default: adamw)")
@@ -127,19 +137,22 @@ def _check_combination(options: argparse.Namespace) -> None:
         )
     for path in written:
         # Said before a search, not after it.
+        if Path(path).is_dir():
+            raise QuestionError(f"{path!r} is a folder: name a file in it, such as {str(Path(path) / 'report.html')!r}")
         if not Path(path).absolute().parent.is_dir():
             folder = str(Path(path).parent)
             raise QuestionError(f"{path!r} can't be written: there is no folder {folder!r}; make it first")
 
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
+    questions = [(text, change(asked, text)) for text in options.what_if]  # wrong ones are said at once
     answer = planner.answer(asked)
     findings = Findings(
         options.target,
         answer,
         explain(answer),
         tuple(forced_choices(planner, answer, options.why_seconds)) if options.why_seconds > 0 else (),
-        tuple((text, planner.answer(change(asked, text)).plan) for text in options.what_if),
+        tuple((text, planner.answer(question).plan) for text, question in questions),
         (options.sweep or "", tuple(sweep(planner, asked, options.sweep)) if options.sweep else ()),
     )
     _write_files(options, findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -47,17 +48,36 @@ def load_target(text: str, batch: int | None = None, sequence: int | None = None
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise QuestionError(
-            f"{text!r} names no model: write package.module:factory, file.py:factory, the path of a Hugging Face "
-            "config.json, or the path of a saved plan (*.json)"
+            f"{text!r} names no model: write package.module:factory, file.py:factory{_example(text)}, the path of a "
+            "Hugging Face config.json, or the path of a saved plan (*.json)"
         )
-    return _call_factory(text, getattr(_import(place), name, None), batch, sequence)
+    module = _import(place)
+    if not hasattr(module, name):
+        known = ", ".join(_functions(Path(str(module.__file__)))) if module.__file__ else ""
+        raise QuestionError(f"{text!r}: there is no function of that name; {place} has {known or 'none'}")
+    return _call_factory(text, getattr(module, name), batch, sequence)
+
+
+def _example(text: str) -> str:
+    """The first function of a file that was named without one."""
+    found = _functions(Path(text)) if text.endswith(".py") and Path(text).is_file() else []
+    return f" (such as {text}:{found[0]})" if found else ""
+
+
+def _functions(path: Path) -> list[str]:
+    """The functions at the top of a file."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def _load_json(path: Path, batch: int | None, sequence: int | None) -> ModelTarget | Plan:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise QuestionError(f"{str(path)!r} can't be read: {error.strerror}") from error
+        raise QuestionError(
+            f"{str(path)!r} can't be read: {error.strerror}; give the path of a Hugging Face config.json or of a saved "
+            "plan, or name a factory as file.py:factory"
+        ) from error
     except ValueError as error:
         raise QuestionError(f"{str(path)!r} is no JSON: {error}") from error
     if isinstance(data, dict) and "autopar_plan" in data:
@@ -107,7 +127,7 @@ def _import(place: str) -> ModuleType:
             sys.path.remove("")
     path = Path(place)
     if not path.is_file():
-        raise QuestionError(f"there is no file {place!r}")
+        raise QuestionError(f"there is no file {place!r}: give its path from {str(Path.cwd())!r}, as file.py:factory")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -122,7 +142,7 @@ def _import(place: str) -> ModuleType:
 
 def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | None) -> ModelTarget:
     if not callable(factory):
-        raise QuestionError(f"{text!r}: there is no function of that name")
+        raise QuestionError(f"{text!r} is no function: name one that returns a model, or (model, example_inputs)")
     wanted = {"batch": batch, "seq": sequence, "sequence": sequence}
     known = inspect.signature(factory).parameters
     given = {name: value for name, value in wanted.items() if name in known and value is not None}

@@ -135,6 +135,11 @@ def test_a_config_of_a_language_model_is_a_target(capsys: pytest.CaptureFixture[
         ((TARGET, "--cluster", "4xh100", "--sweep", "link.inter=fast"), "link.inter=100GB/s"),
         ((TARGET, "--cluster", "4xh100", "--sweep", "batch=few"), "no positive whole number"),
         (("--diff", "a.json", "b.json"), "can't be read"),
+        (("tests/explain/targets.py", "--cluster", "4xh100"), "such as tests/explain/targets.py:make"),
+        (("absent.json", "--cluster", "4xh100"), "file.py:factory"),
+        ((TARGET, "--cluster", "absent.json"), "8x8xh100"),
+        ((TARGET, "--cluster", "4xh100", "--what-if", "memory=plenty"), "'70GiB'"),
+        ((TARGET, "--cluster", "4xh100", "--html", "tests"), "name a file in it"),
         ((TARGET, "--cluster", "4xh100", "--diff", "a.json", "b.json", "--check", "p.json"), "one after the other"),
         ((TARGET, "--cluster", "4xh100", "--check", "absent.json"), "--save absent.json"),
         ((TARGET, "--cluster", "4xh100", "--set", "zero=3"), "--edit plan.json --set"),
@@ -153,3 +158,19 @@ def test_wrong_questions_say_what_to_type(
     output = capsys.readouterr()
     assert told in output.err
     assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--bacth", "8"), "did you mean --batch?"),
+        (("--batch", "0"), "such as 64"),
+        (("--seq", "long"), "such as 64"),
+    ],
+)
+def test_wrong_options_say_what_to_type(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([TARGET, "--cluster", "4xh100", *arguments])
+    assert told in capsys.readouterr().err
