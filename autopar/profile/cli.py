@@ -29,6 +29,7 @@ from autopar.profile.table import print_probes, print_profile
 __all__ = ["main"]
 
 _UNHURRIED_S = 120.0
+_QUICK_S = 5.0
 _PIPED_WIDTH = 130
 _NUM_NAMED = 5
 _EPILOG = """
@@ -120,8 +121,8 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
                 print_probes(probes, lacking, _console())
             return 0
         with showing(_console(), is_shown=ranks.rank == 0) as tell:
-            stops = budget_s is not None
-            profile = measure_missing(ranks, lacking, found, budget_s or _UNHURRIED_S, path, tell=tell, stops=stops)
+            spend_s = budget_s or (_QUICK_S if options.quick else _UNHURRIED_S)
+            profile = measure_missing(ranks, lacking, found, spend_s, path, tell=tell, stops=budget_s is not None)
         if ranks.rank == 0:
             _summarize(profile, path, len(lacking), len(missing_probes(lacking, profile)))
         return 0

@@ -48,7 +48,10 @@ def choose_device(asked: str | None) -> torch.device:
 
 @contextmanager
 def open_processes(device: torch.device) -> Generator[ProcessGroupCommunicator | None]:
-    """The communicator of what torchrun started; None: this process is alone."""
+    """The communicator of the process group there is, or of what torchrun started; None: this process is alone."""
+    if dist.is_initialized():
+        yield ProcessGroupCommunicator(device=device)
+        return
     if not dist.is_torchelastic_launched():
         yield None
         return

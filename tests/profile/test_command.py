@@ -1,5 +1,7 @@
 """``python -m autopar.profile``, as people type it."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ import torch
 from autopar.cost import Curve, Point, Profile
 from autopar.profile import cli
 from autopar.profile.asked import read_axes
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_ranks
 
 
 def _told(capsys, *arguments: str) -> str:
@@ -93,7 +95,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(capsys, tmp_path, monkeypatc
     assert len(before.curves) >= 4
 
     torch.set_num_threads(1)  # as many as the other process had, or it would be another machine
-    monkeypatch.setattr(cli, "_UNHURRIED_S", 0.2)
+    monkeypatch.setattr(cli, "_QUICK_S", 0.2)
     assert cli.main(arguments) == 0
     after = Profile.load(path)
     # No two measurements are alike: what is equal was not measured again.
@@ -114,16 +116,22 @@ def test_a_run_that_was_killed_goes_on_where_it_was(capsys, tmp_path, monkeypatc
     assert "op/aten.gelu/forward" in capsys.readouterr().out
 
 
+def _measure_links(path: str) -> tuple[int, str]:
+    asked = ["--device", "cpu", "--output", path, "--quick", "--budget", "5"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = cli.main([*asked, "--only", "collective/send/*", "--only", "interference/all_gather/*"])
+    return status, printed.getvalue()
+
+
 @pytest.mark.slow
 def test_two_processes_measure_what_is_between_them(tmp_path) -> None:
     path = tmp_path / "profile.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    asked = ["-m", "autopar.profile", "--device", "cpu", "--output", str(path), "--quick", "--budget", "5"]
-    only = ["--only", "collective/send/*", "--only", "interference/all_gather/*"]
-    done = subprocess.run([*command, *asked, *only], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    (status, printed), (other_status, other_printed) = run_ranks(_measure_links, 2, str(path))
+    assert status == other_status == 0
     profile = Profile.load(path)
     assert set(profile.curves) == {"collective/send/2/1"}
     assert set(profile.readings) == {"interference/all_gather/2/1"}
     assert profile.num_ranks == 2
-    assert done.stdout.count(str(path)) == 1, "one process speaks"
+    assert "2/2" in printed
+    assert str(path) in printed
+    assert other_printed == "", "one process speaks"
