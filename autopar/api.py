@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +25,14 @@ from autopar.lower.agreement import agree, agree_equal, digest_state, share
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import map_leaves
 from autopar.lower.materialize import Draws, Initializer, has_meta, record_draws
+from autopar.lower.predictions import Predictions
 from autopar.lower.random import generator_state
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
 from autopar.search.prices import Prices
+from autopar.search.simulation import simulate_step
 from autopar.trace import (
     LossFunction,
     Traced,
@@ -372,8 +375,21 @@ def build(
         unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, draws=setup.draws,
         compute_dtype=setup.dtype, eval_factory=lower_for_evaluation,
         outputs_factory=(lambda: lower_for_evaluation(outputs_example)) if outputs_example is not None else None,
-        compile_layers=compile_layers,
+        compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
     )  # fmt: skip
+
+
+def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -> Predictions:
+    """What is expected of `plan`, worked out when somebody asks; by estimated prices where nothing was searched for."""
+
+    @cache
+    def prices() -> Prices:
+        return setup.prices or ClusterPrices(Cluster.from_mesh(mesh), None)
+
+    return Predictions(
+        lambda kind, axis, num_bytes: prices().collective_s(kind, axis, num_bytes),
+        lambda: simulate_step(program, plan, prices(), setup.training, schedule_actions),
+    )
 
 
 def _plan_evaluation(

@@ -19,7 +19,7 @@ from torch import fx
 from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target
 from autopar.lower.layer_ops import draw, microbatch_slice, redistribute, run_kernel
-from autopar.lower.naming import describe_move, layout_suffix, node_name, type_comment
+from autopar.lower.naming import Buffer, layout_suffix, node_name, step_buffers, type_comment
 from autopar.placement import (
     BROADCAST,
     REPLICATE,
@@ -143,6 +143,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.mesh = self.strategy.mesh
+        self.place = ("", "")  # the module and the line that nodes are made for
         self.copy_layouts = dict(self.strategy.copies)
         self.time_operands = [
             find_option(op, factor).operands
@@ -162,6 +163,7 @@ class _Builder:
 
     def add_op(self, index: int, op: Op) -> None:
         """The op on its operands' local tensors, each moved to where the op's options want it."""
+        self.place = (op.module, op.source)
         options = [find_option(op, factor) for factor in self.strategy.assignments[index]]
         operands = iter(
             [
@@ -186,6 +188,7 @@ class _Builder:
         """Move the outputs to their layouts and compile the code."""
         nodes: list[fx.Node] = []
         times: list[Placement] = []
+        self.place = ("", "")
         for name, layout in zip(self.layer.outputs, self.strategy.outputs, strict=True):
             place = self._copy(name)
             nodes.append(self._move(name, place, layout).node)
@@ -281,14 +284,17 @@ class _Builder:
         local = self._local(name, layout, place.time)
         tensor = self.program.type_of(name)
         whole = TensorType(local_shape(tensor.shape, (place.time,), (self.num_microbatches,)), tensor.dtype)
-        node.meta["comment"] = f"{type_comment(local, layout)}; {describe_move(steps, whole)}"
+        node.meta["comment"] = type_comment(local, layout)
+        node.meta["collectives"] = step_buffers(steps, whole, has_gradient=self.program.values[name].requires_grad)
         node.meta["axes"] = frozenset(step.axis for step in steps)
         if all(step.forward in ("none", "slice", "pad", "mask") for step in steps):
             self.cheap.add(node.name)
         return _Place(node, layout, place.time)
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Any = None) -> fx.Node:
-        return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node.meta["place"] = self.place
+        return node
 
     def _call_op(
         self,
@@ -308,6 +314,7 @@ class _Builder:
             split = tuple((a.size, a.stride) for a, o in zip(axes, options, strict=True) if o.kernel and a.size > 1)
             node = self._call(run_kernel, (kernels.pop(), split, self.context, *args), name, kwargs)
             node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
+            node.meta["collectives"] = self._kernel_buffers(index, op, options, layouts)
             return node
         if op.is_random:
             shards = tuple(
@@ -319,6 +326,20 @@ class _Builder:
             self.cheap.add(node.name)
         return node
 
+    def _kernel_buffers(self, index: int, op: Op, options: list[Option], layouts: list[Layout]) -> tuple[Buffer, ...]:
+        """What the kernel of `op` communicates."""
+        names = (*op.operands, *op.results)
+        laid = [*zip(*(option.operands for option in options), strict=True), *layouts]
+        times = (*self.time_operands[index], *(REPLICATE for _ in op.results))
+        found: list[Buffer] = []
+        for axis, option in zip(mesh_axes(self.mesh), options, strict=True):
+            for each in option.collectives if axis.size > 1 else ():
+                whole = self._local(names[each.operand], laid[each.operand], times[each.operand]).shape
+                shape = tuple(size for dim, size in enumerate(whole) if dim not in each.drop_dims)
+                num_bytes = TensorType(shape, each.dtype).num_bytes * each.count
+                found.append(Buffer(each.kind, axis, num_bytes, each.phase))
+        return tuple(found)
+
     def _define(
         self,
         op: Op,
@@ -327,7 +348,6 @@ class _Builder:
         layouts: list[Layout],
         times: tuple[Placement, ...],
     ) -> None:
-        node.meta["source"] = op.source
         nodes = [node]
         if len(op.results) > 1:
             nodes = [self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)]

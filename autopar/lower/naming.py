@@ -1,16 +1,24 @@
-"""Names and comments of layer programs, and their printed form."""
+"""Names and comments of layer programs, and pieces of their printed form."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import fx
-
-from autopar.placement import Layout, Step, format_layout
+from autopar.placement import Axis, Layout, Step, format_layout
 from autopar.program import TensorType
 
-__all__ = ["describe_move", "format_code", "layout_suffix", "node_name", "type_comment"]
+__all__ = [
+    "Buffer",
+    "format_bytes",
+    "format_seconds",
+    "format_statement",
+    "layout_suffix",
+    "node_name",
+    "step_buffers",
+    "type_comment",
+]
 
 _LOCAL = ("none", "slice", "pad", "mask")
 
@@ -28,20 +36,35 @@ def layout_suffix(layout: Layout) -> str:
 
 def type_comment(tensor: TensorType, layout: Layout) -> str:
     """Local shape, dtype, layout and bytes: ``[4, 16] float32 S(0),R 256 B``."""
-    return f"{list(tensor.shape)} {tensor.dtype} {format_layout(layout)} {_bytes(tensor.num_bytes)}"
+    return f"{list(tensor.shape)} {tensor.dtype} {format_layout(layout)} {format_bytes(tensor.num_bytes)}"
 
 
-def describe_move(steps: Sequence[Step], whole: TensorType) -> str:
-    """What the steps of a move run: ``all_gather on 4 ranks, 1.0 MB (backward: reduce_scatter)``."""
-    return ", ".join(_describe_step(step, whole) for step in steps)
+@dataclass(frozen=True)
+class Buffer:
+    """What one collective of a program moves.
+
+    Args:
+        kind: as in `autopar.placement.Step`.
+        axis: on which.
+        num_bytes: of the larger side of one device's buffer.
+        phase: ``"forward"`` or ``"backward"``.
+    """
+
+    kind: str
+    axis: Axis
+    num_bytes: float
+    phase: str
 
 
-def _describe_step(step: Step, whole: TensorType) -> str:
-    size = "" if step.forward in _LOCAL else f", {_bytes(whole.num_bytes * step.fraction)}"
-    return f"{step.forward} on {step.axis.size} ranks{size} (backward: {step.backward})"
+def step_buffers(steps: Sequence[Step], whole: TensorType, *, has_gradient: bool) -> tuple[Buffer, ...]:
+    """The collectives of a move: in forward order, then those of the gradient."""
+    forward = [Buffer(s.forward, s.axis, whole.num_bytes * s.fraction, "forward") for s in steps]
+    backward = [Buffer(s.backward, s.axis, whole.num_bytes * s.fraction, "backward") for s in reversed(steps)]
+    return tuple(each for each in forward + backward * has_gradient if each.kind not in _LOCAL)
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """``1.5 KB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"
@@ -49,16 +72,16 @@ def _bytes(count: float) -> str:
     return f"{count:.4g} TB"
 
 
-def format_code(module: fx.GraphModule) -> str:
-    """The code of a layer program, each line with what it holds on one device."""
-    comments = {node.name: str(node.meta["comment"]) for node in module.graph.nodes if "comment" in node.meta}
-    lines: list[str] = []
-    for line in module.code.strip().splitlines():
-        text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
-        text = re.sub(r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text)
-        text = re.sub(r"\bautopar_lower_(kernels|batch_norm|cross_entropy|embedding)_(?=\w+\()", "autopar.", text)
-        text = text.replace("torch.ops.", "")
-        name = re.match(r"\s*(\w+) = ", text)
-        comment = comments.get(name[1]) if name else None
-        lines.append(f"{text}  # {comment}" if comment else text)
-    return "\n".join(lines)
+def format_seconds(seconds: float) -> str:
+    """``12.3 us``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_statement(line: str) -> str:
+    """A line of a layer program's code, without what only fx needs to say."""
+    text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
+    text = re.sub(r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text)
+    text = re.sub(r"\bautopar_lower_(kernels|batch_norm|cross_entropy|embedding)_(?=\w+\()", "autopar.", text)
+    return text.replace("torch.ops.", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from autopar.lower.communicator import Collective, Communicator, ProcessGroupCom
 from autopar.lower.compat import local_tensor
 from autopar.lower.execution import Executor, check_plan
 from autopar.lower.gradients import clip_gradients
-from autopar.lower.layer_program import LayerProgram
 from autopar.lower.layer_runner import LayerRunner
 from autopar.lower.lowering import Executable
 from autopar.lower.materialize import Draws
 from autopar.lower.microbatch import run_microbatches
-from autopar.lower.naming import format_code
 from autopar.lower.pipeline import run_pipeline
+from autopar.lower.predictions import Predictions
+from autopar.lower.program_text import LoweredProgram
 from autopar.lower.random import agree_base_seed
 from autopar.lower.reshard_ops import apply_forward
 from autopar.lower.skeleton import state_names
@@ -35,24 +34,6 @@ from autopar.plan import Plan
 from autopar.program import Program
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
-
-
-@dataclass(frozen=True)
-class LoweredProgram:
-    """What this rank runs: printed, it shows the code of every layer kind, each line with what it holds."""
-
-    source: Program
-    layers: tuple[LayerProgram, ...]
-
-    def __str__(self) -> str:
-        """The code of each lowered layer kind."""
-        return "\n\n".join(self._describe(layer) for layer in self.layers)
-
-    def _describe(self, lowered: LayerProgram) -> str:
-        kind, strategy = lowered.layer.kind, lowered.strategy
-        users = [layer.name for layer in self.source.layers if layer.kind == kind]
-        title = f"# layer kind {kind} ({len(users)}: {users[0]} ...) on mesh {strategy.mesh}"
-        return f"{title}, zero {strategy.zero}, recompute {strategy.recompute}\n{format_code(lowered.module)}"
 
 
 _NOTHING = "nothing_to_train"
@@ -75,6 +56,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     eval_factory: EvalFactory | None = None,
     outputs_factory: EvalFactory | None = None,
     compile_layers: bool = False,
+    predictions: Predictions | None = None,
 ) -> ParallelModule:
     """Bind a plan to a module and to this rank's communicator.
 
@@ -94,7 +76,8 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
             the model
             traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
         outputs_factory: for a model with a loss function: the same for eval calls that have no ``target``.
-        compile_layers: compile each distinct layer program with ``torch.compile``.
+        compile_layers: compile each distinct layer program, forward and backward.
+        predictions: what `program` shows, and `report` beside what it measures.
 
     Raises:
         PlanMismatchError: plan, program, module and number of devices don't belong together.
@@ -107,7 +90,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
             f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
         )
     factories = (eval_factory, outputs_factory)
-    return ParallelModule(executable, module, draws, communicator, mesh, factories, compile_layers)
+    return ParallelModule(executable, module, draws, communicator, mesh, factories, compile_layers, predictions)
 
 
 class ParallelModule(nn.Module):
@@ -133,6 +116,7 @@ class ParallelModule(nn.Module):
         mesh: DeviceMesh,
         eval_factories: tuple[EvalFactory | None, EvalFactory | None],
         compile_layers: bool,
+        predictions: Predictions | None = None,
     ) -> None:
         """See `lower`; `eval_factories` are those of calls with and without a target."""
         super().__init__()
@@ -140,6 +124,7 @@ class ParallelModule(nn.Module):
         self._eval_factories = eval_factories
         self._eval_executors: dict[EvalFactory | None, Executor] = {}
         self._compile_layers = compile_layers
+        self._predictions = predictions
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         self._store = make_store(self, module, draws, stages, communicator, mesh)
         self._executor = Executor(executable, self._store, communicator, compile_layers)
@@ -157,7 +142,9 @@ class ParallelModule(nn.Module):
     @property
     def program(self) -> LoweredProgram:
         """What this rank runs; ``print(model.program)`` shows it."""
-        return LoweredProgram(self._executor.executable.program, self._executor.programs)
+        executable = self._executor.executable
+        collective_s = None if self._predictions is None else self._predictions.collective_s
+        return LoweredProgram(executable.program, executable.plan, self.layer_runners, collective_s)
 
     @property
     def layer_runners(self) -> tuple[LayerRunner, ...]:

@@ -37,7 +37,7 @@ def check_model(name: str, *constraints: str) -> None:
     """The step is the single device's; each kind of layer is one graph, compiled at most for two kinds of inputs."""
     parallel, single, inputs, counts = compile_counting(name, *constraints)
     assert_same_step(parallel, single, inputs)
-    assert len(counts) == len(parallel.program.layers), "a program in several pieces"
+    assert len(counts) == len(parallel._executor.programs), "a program in several pieces"
     first = sum(counts.values())
     assert first <= 2 * len(counts)
     assert_same_step(parallel, single, inputs)

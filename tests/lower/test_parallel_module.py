@@ -1,6 +1,7 @@
 """A lowered model trains as the single device does, whatever the plan."""
 
 import copy
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator, simulate
+from autopar.lower.predictions import Predictions
 from autopar.plan import Plan
+from autopar.timeline import StepTimeline
 from autopar.trace import Traced, trace
 from tests.lower.runs import assert_same, build, loss_of, train_parallel, train_single
 from tests.models import PlainGPT, make, make_plain_gpt
@@ -262,11 +265,18 @@ def test_eval_of_a_training_only_module_is_an_error() -> None:
 def test_printed_program_shows_code_and_collectives() -> None:
     model, _, traced = traced_model("plain_gpt")
     plan = random_plan(traced.program, 4, 3)
-    text = simulate(4, lambda c: str(build(model, traced, plan, c).program))[0]
-    assert "redistribute(" in text
-    assert "backward: " in text
+    predictions = Predictions(lambda kind, axis, num_bytes: num_bytes * 1e-9, lambda: StepTimeline(0.0, ()))
+    text = simulate(4, lambda c: str(build(model, traced, plan, c, predictions=predictions).program))[0]
+    assert "blocks.0 ... blocks.1, 2 layers of one kind" in text
     assert "aten.layer_norm" in text
-    assert "layer kind 1 (2: " in text
+    assert re.search(r"# tests/models.py:\d+  .*self\.norm1\(", text), "the user's own line"
+    moves = re.findall(r"(\w+) of ([\d.]+) (KB|B) over \d devices, ([\d.]+) us", text)
+    assert {kind for kind, *_ in moves} >= {"all_gather", "reduce_scatter"}
+    for _, size, unit, microseconds in moves:
+        assert float(microseconds) == pytest.approx(float(size) * (1 if unit == "KB" else 1e-3), rel=1e-2)
+    listed = text.count("redistribute(") + text.count("run_kernel(")
+    local = sum(line.strip().startswith("# >>") for line in text.splitlines())
+    assert 0 < local <= listed
 
 
 def dropout_model() -> tuple[PlainGPT, dict[str, Any]]:
