@@ -65,14 +65,20 @@ class ProductCurves:
 
 
 def _on_grid(grid: Mapping[tuple[int, int], Curve], extents: tuple[int, ...], passes: float) -> float:
+    """Not all of the grid need be there: a sweep may have been interrupted."""
     rows, inner, columns = extents
-    inners, widths = sorted({inner for inner, _ in grid}), sorted({columns for _, columns in grid})
+    widths: dict[int, list[int]] = {}
+    for known_inner, known_columns in sorted(grid):
+        widths.setdefault(known_inner, []).append(known_columns)
 
-    def seconds(inner: int, columns: int) -> float:
-        return grid[inner, columns].seconds(2.0 * passes * rows * inner * columns)
+    def seconds(known_inner: int) -> float:
+        known = widths[known_inner]
+        found = between(
+            known, columns, lambda width: grid[known_inner, width].seconds(2.0 * passes * rows * known_inner * width)
+        )
+        return found * max(1.0, columns / known[-1])
 
-    found = between(inners, inner, lambda i: between(widths, columns, lambda c: seconds(i, c)))
-    return found * max(1.0, inner / inners[-1]) * max(1.0, columns / widths[-1])
+    return between(list(widths), inner, seconds) * max(1.0, inner / max(widths))
 
 
 def _by_head(heads: Mapping[int, Curve], work: Work, flops: float) -> float:

@@ -34,6 +34,12 @@ def test_products_take_the_rate_of_the_nearest_shapes_not_of_the_nearest_flops()
     assert _linear_s(prices, 64, 2048, 512) == pytest.approx(wide * 2 * 64 * 2048 * 512)
 
 
+def test_products_are_priced_on_what_there_is_of_an_interrupted_sweep() -> None:
+    prices = _prices(**{f"matmul/float32/{shape}": 1e-9 for shape in ("32x32", "32x512", "512x512", "2048x32")})
+    for inner, columns in ((32, 512), (512, 32), (256, 256), (2048, 1024), (8192, 64)):
+        assert _linear_s(prices, 4096, inner, columns) >= 1e-9 * 2 * 4096 * inner * columns * (1 - 1e-9)
+
+
 def test_heads_of_other_sizes_and_full_attention_have_their_own_rates() -> None:
     prices = _prices(**{"attention/float32/causal/16": 3e-9, "attention/float32/full/16": 1e-9})
     shape = tensor(2, 4, 64, 16, dtype="float32")
