@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from autopar.errors import ConstraintError
 from autopar.plan import Plan
@@ -20,18 +18,17 @@ from autopar.program import Program
 from autopar.search.considered import considered_paths, considered_pipeline
 from autopar.search.constraints import Constraints, demands_on, parse_constraints
 from autopar.search.finals import best_final
+from autopar.search.flats import FlatSearch
 from autopar.search.infeasibility import describe_infeasible
-from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.search.microbatch import time_assignment
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
 from autopar.search.stages.constraints import PipelineDemands, pipeline_demands
 from autopar.search.stages.settings import PipelineSearch
 from autopar.search.stages.solve import Found
-from autopar.search.trials import CandidateCache, Task, Trial, batch_size, make_trial, shared_menu
+from autopar.search.trials import Task, Trial
 
 __all__ = ["search"]
-
-_WORTH = 0.01  # share of time or memory that more microbatches must gain for still more to be tried
 
 
 def search(program: Program, world_size: int, prices: Prices, request: SearchRequest) -> Plan:
@@ -49,10 +46,11 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     layer_demands = demands_on(program, constraints)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
     task = Task(program, world_size, prices, request, constraints, layer_demands)
-    limit = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-    trials = () if demands.needs_pipeline else tuple(_trials(task))
-    flat = _best_trial(trials, limit)
-    flat_s = flat.paths.time_s[flat.paths.best(limit)] if flat else math.inf
+    allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
+    limit = allowed / (request.memory_factor * (1 + request.memory_error))
+    flats = FlatSearch(task, limit)
+    if not demands.needs_pipeline:
+        flats.begin()
     found = None
     if _considers_pipelines(request, constraints, demands):
         assert request.schedules is not None
@@ -60,22 +58,24 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
             program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit,
             task.settled,
         )  # fmt: skip
-        found = pipelines.run(flat_s)
+        found = pipelines.run(flats.best_s)
         task.notes.extend(pipelines.notes)
+    flats.go_on(found.best_s if found else math.inf)
+    trials = flats.trials
     _tell(request, trials, found)
-    final = best_final(trials, found, limit, request.schedules)
+    final = best_final(trials, found, limit, request)
     if final is None:
         smallest = found.smallest if found else None
         raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes, smallest)
     lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials) if trials else math.inf
     lower_s = min(lower_s, found.lower_s) if found else lower_s
-    least_s = min(flat_s, found.best_s) if found else flat_s
+    least_s = min(flats.best_s, found.best_s) if found else flats.best_s
     plan, notes = final.plan, final.notes
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
     return replace(
         plan,
-        memory_limit_bytes=float(limit),
+        memory_limit_bytes=float(allowed),
         optimality_gap=max(0.0, least_s / lower_s - 1) if lower_s > 0 else 0.0,
         constraints=request.constraints,
         notes=(*program.notes, *filter(None, dict.fromkeys(notes))),
@@ -83,7 +83,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     )
 
 
-def _tell(request: SearchRequest, trials: tuple[Trial, ...], found: Found | None) -> None:
+def _tell(request: SearchRequest, trials: Sequence[Trial], found: Found | None) -> None:
     """Hand out what was looked at, to who asks for it."""
     if request.on_considered is None:
         return
@@ -116,55 +116,3 @@ def _note_outputs(program: Program) -> str:
         return ""
     others = ", ".join(dict.fromkeys(name for name in program.outputs if name != program.loss))
     return f"in microbatches only the loss carries gradients; these outputs don't: {others}" if others else ""
-
-
-def _microbatch_counts(task: Task) -> Iterator[tuple[int, TimeAssignment]]:
-    """Numbers of microbatches that are exact, with how."""
-    forced = task.constraints.get("microbatches")
-    batch = batch_size(task.program)
-    if isinstance(forced, int):
-        found = time_assignment(task.program, forced, per_microbatch=task.constraints.per_microbatch)
-        if isinstance(found, str):
-            raise ConstraintError(f"constraint 'microbatches={forced}': {found}")
-        yield forced, found
-        return
-    count = 1
-    while count <= task.request.max_microbatches and (count == 1 or batch % count == 0):
-        found = time_assignment(task.program, count, per_microbatch=task.constraints.per_microbatch)
-        if isinstance(found, str):
-            task.notes.append(
-                f"no gradient accumulation: {found}" if count == 2 else f"at most {count // 2} microbatches: {found}"
-            )
-            return
-        yield count, found
-        count *= 2 if task.request.training.is_training else task.request.max_microbatches + 1
-
-
-def _trials(task: Task) -> Iterator[Trial]:
-    """Trials with ever more microbatches, until they add (next to) nothing whatever the limit is."""
-    cache: CandidateCache = {}
-    known: list[Trial] = []
-    for count, assignment in _microbatch_counts(task):
-        made = [make_trial(task, count, dict(assignment.factors), shared, cache) for shared in shared_menu(task)]
-        trials = [trial for trial in made if trial is not None]
-        if known and not any(_adds(trial, known) for trial in trials):
-            return
-        yield from trials
-        known += trials
-
-
-def _adds(trial: Trial, known: list[Trial]) -> bool:
-    """Whether a path of `trial` is faster than all known paths that take no more memory, tolerances apart."""
-    time = np.concatenate([other.paths.time_s for other in known])
-    peak = np.concatenate([other.paths.peak_bytes for other in known])
-    order = np.argsort(peak)
-    fastest = np.concatenate([[np.inf], np.minimum.accumulate(time[order])])
-    allowed = np.array(trial.paths.peak_bytes) * (1 + _WORTH)
-    rivals = fastest[np.searchsorted(peak[order], allowed, side="right")]
-    return bool((np.array(trial.paths.time_s) < rivals * (1 - _WORTH)).any())
-
-
-def _best_trial(trials: tuple[Trial, ...], limit: float) -> Trial | None:
-    fitting = [(trial.paths.time_s[index], number) for number, trial in enumerate(trials)
-               if (index := trial.paths.best(limit)) >= 0]  # fmt: skip
-    return trials[min(fitting)[1]] if fitting else None

@@ -14,22 +14,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.errors import InfeasibleError
 from autopar.placement import mesh_axes
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import ScheduleSource
 from autopar.search.assembly import assemble_plan
 from autopar.search.prices import Prices
+from autopar.search.request import SearchRequest
 from autopar.search.simulation import simulate_step
+from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_staged
+from autopar.search.stages.estimates import num_actions
 from autopar.search.stages.solve import Found, Staged
 from autopar.search.training import TrainingSpec
 from autopar.search.trials import Trial
 
-__all__ = ["Final", "best_final", "credit_overlap"]
+__all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
-_MAX_PIPELINES = 6  # that are simulated
+_MAX_PIPELINES = 6  # that are simulated again,
+_MAX_ACTIONS = 40_000  # and the actions of all but the last of them
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -57,16 +62,41 @@ def credit_overlap(
     return replace(plan, step_time_s=step_s, overlapped_s=hidden_s)
 
 
+def simulated(program: Program, plan: Plan, prices: Prices, request: SearchRequest) -> Plan:
+    """`plan`, whose seconds and bytes are sums, with those of a simulated step."""
+    plan = credit_overlap(program, plan, prices, request.training, request.schedules)
+    plan = with_memory(program, plan, request.training, request.schedules, request.memory_factor)
+    return replace(plan, memory_error=request.memory_error)
+
+
 def best_final(
-    trials: Iterable[Trial], found: Found | None, limit_bytes: float, schedules: ScheduleSource | None
+    trials: Iterable[Trial], found: Found | None, limit_bytes: float, request: SearchRequest
 ) -> Final | None:
-    """The fastest plan that fits, or None if none does."""
+    """The fastest plan that fits, or None if none does.
+
+    What a search counts as memory is all that a device holds at some moment of the step, which is more than it holds at
+    any one moment; where the walk through the step finds more all the same, a plan doesn't fit.
+
+    Raises:
+        InfeasibleError: plans fit as the search counts, but none as the walk does.
+    """
     best: Final | None = None
+    too_large: list[float] = []
     draws = [*_flat_draws(trials, limit_bytes), *_pipeline_draws(found)]
     for draw in sorted(draws, key=lambda draw: draw.least_s):
         if best is None or draw.least_s <= best.plan.step_time_s:
-            final = draw.simulate(schedules)
+            final = draw.simulate()
+            if final.plan.peak_memory_bytes > limit_bytes * request.memory_factor:
+                too_large.append(final.plan.peak_memory_bytes)
+                continue
+            if request.on_final is not None:
+                request.on_final(final.plan)
             best = final if best is None or final.order < best.order else best
+    if best is None and too_large:
+        raise InfeasibleError(
+            f"no plan fits into {limit_bytes / 2**30:.6g} GiB per device: a step of the smallest that came near takes "
+            f"{min(too_large) / 2**30:.6g} GiB.  Use more devices or microbatches, or allow more memory"
+        )
     return best
 
 
@@ -79,17 +109,16 @@ class _Draw:
     path: int
     staged: Staged | None
 
-    def simulate(self, schedules: ScheduleSource | None) -> Final:
+    def simulate(self) -> Final:
         if self.trial is not None:
             task = self.trial.setting.task
             plan = assemble_plan(self.trial.choice(self.path), task.program, task.prices, task.request.training)
         else:
             assert self.staged is not None
-            assert schedules is not None
             task = self.staged.setting.task
-            plan = assemble_staged(self.staged, schedules)
-        plan = credit_overlap(task.program, plan, task.prices, task.request.training, schedules)
-        return Final(plan, task.notes)
+            assert task.request.schedules is not None
+            plan = assemble_staged(self.staged, task.request.schedules)
+        return Final(simulated(task.program, plan, task.prices, task.request), task.notes)
 
 
 def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:
@@ -101,12 +130,25 @@ def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:
                 yield _Draw(trial.paths.time_s[path] - hidden_s, trial, path, None)
 
 
+def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(seconds, peak bytes) of the trial's fastest path, whatever memory there is: by its sum of seconds, and by what
+    is left of it if all that can be hidden is.
+    """
+    peak = trial.paths.peak_bytes
+    by_sum = min((trial.paths.time_s[path], peak[path]) for path in _front(trial))
+    return by_sum, min((draw.least_s, peak[draw.path]) for draw in _flat_draws([trial], math.inf))
+
+
 def _pipeline_draws(found: Found | None) -> Iterator[_Draw]:
     if found is None:
         return
     fitting = [staged for staged in found.simulated if staged.peak_bytes <= found.limit_bytes]
     fitting += [found.best] if found.best is not None and found.best not in fitting else []
+    left = _MAX_ACTIONS
     for staged in sorted(fitting, key=lambda staged: (staged.step_s, staged.peak_bytes))[:_MAX_PIPELINES]:
+        if left <= 0:
+            return
+        left -= num_actions(staged.shape)
         hideable = _hideable_share(staged)
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
         hidden_s = hideable * sum(cost.parameter_comm_s for cost in costs)

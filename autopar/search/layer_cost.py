@@ -264,15 +264,22 @@ def running_costs(
             activation_s += seconds
         ahead_s += seconds if run.phase == "forward" else 0.0
     found: dict[str, LayerCost] = {}
+    kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
     for how, memory in running_memory(placed, hows, is_training=training.is_training).items():
         rerun = zip(placed.layer.ops, forward_s, strict=True)
         recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s + (again_s if how == "full" else 0.0), activation_s,
-            parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes,
+            parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
             forward_comm_s=ahead_s, weight_s=weight_s,
         )  # fmt: skip
     return found
+
+
+def _returned_bytes(placed: PlacedLayer) -> float:
+    """What one microbatch puts out for the caller, who gets it when the step is over."""
+    leaving = (flow for flow in placed.flows.values() if flow.output >= 0 and flow.value.name in placed.program.outputs)
+    return sum(placed.local_bytes(placed.view.value_type(f), placed.departures[f.output]) for f in leaving)
 
 
 def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:

@@ -174,12 +174,14 @@ class _Life:
             self.produced[name] = _Place(made, point, order)
             if placed.flows[name].value.requires_grad:
                 targets.append(point)
-        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in op.saves]
+        # torch's loss keeps the logarithm of the softmax, which is as large as the logits, in place of these.
+        logits = float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
+        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in op.saves if i or not logits]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
         self.nodes.append(
             _Node(
-                reads, makes, targets, sources, kept, op.saved_extra_bytes * share,
-                forward_extra=_forward_extra(op, state), backward_extra=_backward_extra(op, state),
+                reads, makes, targets, sources, kept, op.saved_extra_bytes * share + logits,
+                backward_extra=_backward_extra(op, state),
                 hands_on=_hands_gradient_on(op), is_cheap=is_cheap(op),
             )
         )  # fmt: skip
@@ -443,11 +445,6 @@ def _hands_gradient_on(op: Op) -> bool:
 
 # Ops that are several kernels forward and backward, and hold so many tensors of their result's size besides.
 _COMPOSITE_BACKWARD = frozenset({"pow", "div", "rsqrt", "sqrt", "var", "std", "logsumexp"})
-
-
-def _forward_extra(op: Op, state: OpState) -> float:
-    # torch's loss keeps the logarithm of the softmax: as large as the logits, for which it is counted once.
-    return float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
 
 
 def _backward_extra(op: Op, state: OpState) -> float:

@@ -15,6 +15,7 @@ from autopar.search.finals import credit_overlap
 from autopar.search.layer_cost import layer_cost
 from autopar.search.plan_collectives import own_strategy
 from autopar.search.prices import Prices
+from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_pipeline, layer_groups
 from autopar.search.stages.constraints import Shape
 from autopar.search.training import TrainingSpec
@@ -22,7 +23,14 @@ from autopar.search.training import TrainingSpec
 __all__ = ["reprice"]
 
 
-def reprice(program: Program, plan: Plan, prices: Prices, training: TrainingSpec, schedules: ScheduleSource) -> Plan:
+def reprice(
+    program: Program,
+    plan: Plan,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource,
+    memory_factor: float = 1.0,
+) -> Plan:
     """`plan` with the costs, times and memory that its own decisions have; nothing is decided anew.
 
     Of a plan that a search with the same arguments made, these are the numbers that it has.
@@ -33,6 +41,7 @@ def reprice(program: Program, plan: Plan, prices: Prices, training: TrainingSpec
         prices: of the devices that it is to run on.
         training: how it is trained.
         schedules: where the action lists of its schedule come from.
+        memory_factor: see `SearchRequest`.
 
     Raises:
         ValueError: a strategy does not fit its layer.
@@ -47,8 +56,10 @@ def reprice(program: Program, plan: Plan, prices: Prices, training: TrainingSpec
     else:
         priced = assemble_plan(choice, program, prices, training)
     priced = credit_overlap(program, priced, prices, training, schedules)
+    priced = with_memory(program, priced, training, schedules, memory_factor)
     return replace(
         priced,
+        memory_error=plan.memory_error,
         memory_limit_bytes=plan.memory_limit_bytes,
         optimality_gap=plan.optimality_gap,
         constraints=plan.constraints,

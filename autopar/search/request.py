@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.placement import Layout
+from autopar.plan import Plan
 from autopar.schedule import ScheduleSource
 from autopar.search.layer_cost import TrainingSpec
 
@@ -35,6 +36,9 @@ class SearchRequest:
         schedules: where the action lists of pipeline schedules come from; None: no pipeline is considered.
         stored: where the caller keeps parameters, and wants their gradients: (name in the module, mesh, layout on it).
             Of those that it does not name, storage is part of the search.
+        memory_factor: what predicted peaks are multiplied by, as real steps said; 1 without any.
+        memory_error: how far they can be off then, relative: a plan must fit with that added.
+        on_final: is told of every plan whose step was simulated: the one that is chosen, and those that came near.
         on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
     """
 
@@ -45,4 +49,7 @@ class SearchRequest:
     max_axes: int = 2
     schedules: ScheduleSource | None = None
     stored: tuple[tuple[str, tuple[int, ...], Layout], ...] = ()
+    memory_factor: float = 1.0
+    memory_error: float = 0.0
+    on_final: Callable[[Plan], None] | None = None
     on_considered: Callable[[Considered], None] | None = None
