@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -230,10 +229,9 @@ class Profile:
         """Write the profile as JSON, at once or not at all: no reader ever sees half of it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        with os.fdopen(handle, "w") as file:
-            file.write(self.to_json())
-        Path(name).replace(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(self.to_json())
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
