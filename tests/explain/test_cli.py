@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,26 @@ def test_json_has_the_plan_and_where_its_time_goes(capsys: pytest.CaptureFixture
     assert other["changed"] == "nodes=2"
     assert other["plan"]["world_size"] == 8
     assert other["difference"]["step_time_s"][0] == plan.step_time_s
+
+
+def test_json_has_what_the_docs_say(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--cluster", "2xh100", "--constraint", "pipeline=1", "--constraint", "tensor=2")
+    found = ask_json(capsys, TARGET, *asked, "--why-seconds", "0.01", "--what-if", "memory=40GiB")
+    docs = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    described = set(re.findall(r"`(\w+)`", docs[docs.index("## JSON") :]))
+    del found["plan"], found["what_if"][0]["plan"]  # those are the plan's own format
+    assert {"explanation", "forced", "what_if"} < found.keys()
+    assert found["explanation"]["links"]
+    assert found["explanation"]["runners_up"]
+    assert keys_of(found) - {"autopar_explain"} <= described | {"plan"}
+    assert sum(share for _, share in found["explanation"]["sources"]) == pytest.approx(1.0)
+    assert all(runner["loses"] >= 0 for runner in found["explanation"]["runners_up"])
+
+
+def keys_of(data: Any) -> set[str]:
+    """The names of everything inside."""
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return set(data if isinstance(data, dict) else ()).union(*map(keys_of, parts))
 
 
 def test_what_crosses_links_takes_the_time_that_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
