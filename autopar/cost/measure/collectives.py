@@ -166,17 +166,18 @@ def start_collective(
     """What starts a collective over `num_elements` float32; for a send two: from even to odd coordinates, and back on.
 
     As between stages, each coordinate sends to the next.  To send all at once would let a rank's send wait for its own
-    receive on backends that do one after the other.
+    receive on backends that do one after the other.  Gathered and scattered is the second dim: what most collectives of
+    a program do (of sequences, of parameters that travel together), with the copies that this takes.
     """
     whole = torch.ones(_round_up(num_elements, axis.size**2), device=communicator.device)
-    part = whole[: whole.numel() // axis.size].clone()
     matrix = whole.view(axis.size, -1)
+    part = matrix[:, : matrix.shape[1] // axis.size].contiguous()
     if kind == "send":
         passes = (0, 1) if axis.size > 2 else (0,)
         return tuple(partial(_hop, communicator, axis, whole, first) for first in passes)
     calls: dict[str, Callable[[], Waitable]] = {
-        "all_gather": lambda: communicator.start_all_gather(part, axis, 0),
-        "reduce_scatter": lambda: communicator.start_reduce_scatter(whole, axis, 0),
+        "all_gather": lambda: communicator.start_all_gather(part, axis, 1),
+        "reduce_scatter": lambda: communicator.start_reduce_scatter(matrix, axis, 1),
         "all_reduce": lambda: communicator.start_all_reduce(whole, axis),
         "all_to_all": lambda: communicator.start_all_to_all(matrix, axis, 0, 1),
         "broadcast": lambda: communicator.start_broadcast(whole, axis),

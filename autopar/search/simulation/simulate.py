@@ -25,6 +25,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource, StageTimes, Timeline, simulate_schedule
 from autopar.search.prices import Prices
+from autopar.search.simulation.memory import step_memory, timed_memory
 from autopar.search.simulation.steps import StepWork, step_work
 from autopar.search.simulation.streams import Ran, Streams
 from autopar.search.simulation.work import Item, LayerWork
@@ -47,6 +48,7 @@ def simulate_step(
     schedules: ScheduleSource | None,
     *,
     detail: str = "",
+    overhead_bytes: float = 0.0,
 ) -> StepTimeline:
     """One training step by `plan`, as it is expected to pass.
 
@@ -59,16 +61,22 @@ def simulate_step(
         detail: ``"layers"``: an event for each piece of a layer and each collective.  ``"actions"``: one for what a
             stage computes for one microbatch, one for all its collectives, one for each transfer.  ``"none"``: no
             events, only the seconds.  ``""``: layers, as long as these are at most `MAX_EVENTS` events.
+        overhead_bytes: what communicators and the allocator take of a device, beside what the plan may use.
 
     Returns:
-        The step's seconds, the same for every `detail`, and the events of every device group.
+        The step's seconds, the same for every `detail`; the events and the memory of every device group.
     """
     simulation = _Simulation(step_work(program, plan, prices, training, schedules))
     step_s = simulation.run()
     if not detail:
         detail = "layers" if simulation.num_events <= MAX_EVENTS else "actions"
     events = () if detail == "none" else tuple(simulation.events(by_action=detail == "actions"))
-    return StepTimeline(step_s, events, memory_limit_bytes=plan.memory_limit_bytes)
+    if not events:
+        return StepTimeline(step_s, ())
+    memory = step_memory(program, plan, training, schedules, overhead_bytes)
+    return StepTimeline(
+        step_s, events, timed_memory(memory, events, step_s), plan.memory_limit_bytes + overhead_bytes
+    )  # fmt: skip
 
 
 class _Instance(NamedTuple):
@@ -101,7 +109,7 @@ class _Simulation:
                 met.add((action.stage, True))
                 self.last.add(action)
         self.is_split = [work.splits and all(map(_can_split, self._layers(stage))) for stage in range(len(work.ranges))]
-        self._known: dict[tuple[object, ...], tuple[Ran, ...]] = {}
+        self._known: dict[tuple[object, ...], tuple[tuple[Ran, ...], float]] = {}
 
     @property
     def num_events(self) -> int:
@@ -114,8 +122,7 @@ class _Simulation:
             StageTimes(0.0, 0.0, 0.0, _seconds(ahead), _seconds(back))
             for ahead, back in zip(self.work.sends, self.work.sends_back, strict=True)
         )
-        ran = [self._run(action) for action in self.actions]
-        seconds = [max((each.stop_s for each in run), default=0.0) for run in ran]
+        ran, seconds = zip(*map(self._run, self.actions), strict=True)
         self.timeline = simulate_schedule(self.work.actions, stages, seconds, self.work.crowding)
         spans = ((group, span) for group, listed in enumerate(self.timeline.spans) for span in listed)
         for (group, (action, start_s, stop_s)), run, took_s in zip(spans, ran, seconds, strict=True):
@@ -138,15 +145,15 @@ class _Simulation:
         own = self.work.ranges[stage]
         return self.work.layers[own.start : own.stop]
 
-    def _run(self, action: Action) -> tuple[Ran, ...]:
-        """What a group does in this action, from second 0 on."""
+    def _run(self, action: Action) -> tuple[tuple[Ran, ...], float]:
+        """What a group does in this action, from second 0 on, and until when."""
         if action.kind not in _CATEGORIES:
-            return ()
+            return (), 0.0
         key = (action.stage, action.kind, action in self.first, action in self.last)
         if key not in self._known:
             streams = Streams()
             self._act(streams, action)
-            self._known[key] = tuple(streams.ran)
+            self._known[key] = tuple(streams.ran), max((each.stop_s for each in streams.ran), default=0.0)
         return self._known[key]
 
     def _act(self, streams: Streams, action: Action) -> None:
