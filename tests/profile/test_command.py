@@ -72,7 +72,7 @@ def test_another_machines_file_is_not_added_to(capsys, tmp_path) -> None:
     Profile("NVIDIA H200", 1, "2026", {}, {"optimizer": Curve((Point(1.0, 1.0),))}).save(path)
     before = path.read_text()
     told = _told(capsys, "--output", str(path))
-    assert "its device is NVIDIA H200, here it is cpu" in told
+    assert "device is NVIDIA H200, here cpu" in told
     assert path.read_text() == before
 
 

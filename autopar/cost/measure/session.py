@@ -220,13 +220,13 @@ def _empty(ranks: Ranks) -> Profile:
 
 
 def _check_same_machine(found: Profile, here: Profile, path: Path) -> None:
-    for what, theirs, ours in (
-        ("device", found.device, here.device),
-        ("number of processes", found.num_ranks, here.num_ranks),
-        ("software", dict(found.software), dict(here.software)),
-    ):
-        if theirs != ours:
-            raise ProfileError(
-                f"{path} is the profile of another machine: its {what} is {theirs}, here it is {ours}. "
-                "Name another file, or remove this one"
-            )
+    theirs, ours = (
+        {"device": profile.device, "number of processes": str(profile.num_ranks), **profile.software}
+        for profile in (found, here)
+    )
+    differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    if differing:
+        told = ", ".join(
+            f"{name} is {theirs.get(name, 'not there')}, here {ours.get(name, 'none')}" for name in differing
+        )
+        raise ProfileError(f"{path} is the profile of another machine: {told}. Name another file, or remove this one")
