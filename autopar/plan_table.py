@@ -133,7 +133,7 @@ def _totals(plan: Plan) -> list[str]:
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
         *_hidden(plan),
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
-        f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB per device "
+        f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB{_error(plan.memory_error)} per device "
         f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates, overlap apart",
     ]
@@ -174,6 +174,10 @@ def _hidden(plan: Plan) -> list[str]:
     return [
         f"hidden               {_format_seconds(plan.overlapped_s)} of communication, {share:.0%} of what all takes"
     ]
+
+
+def _error(share: float) -> str:
+    return f" +- {share * 100:.2g} %" if share else ""
 
 
 def _format_seconds(seconds: float) -> str:

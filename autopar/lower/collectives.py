@@ -23,6 +23,7 @@ __all__ = [
     "Handle",
     "ReduceOp",
     "TracedCommunicator",
+    "Watch",
     "merge_stack",
     "reduce_stack",
     "split_stack",
@@ -48,22 +49,47 @@ class Collective:
 class Handle:
     """A collective under way.  `wait` gives its result, as often as it is called."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        """`finish` blocks (the host, or the current stream) until the result is there; it is called once."""
+    def __init__(
+        self,
+        finish: Callable[[], Tensor],
+        on_arrival: Callable[[Callable[[], None]], object] | None = None,
+        is_done: Callable[[], bool] | None = None,
+    ) -> None:
+        """`finish` blocks (the host, or the current stream) until the result is there; it is called once.
+
+        `on_arrival` has a function called as soon as it is there; without it that is when it has been waited for.
+        `is_done` says without blocking whether it is there.
+        """
+        self._is_done = is_done
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
+        self._on_arrival = on_arrival
+        self._waiting: list[Callable[[], None]] = []
 
     def wait(self) -> Tensor:
         """The result."""
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
+            for action in self._waiting:
+                action()
         assert self._result is not None
         return self._result
 
+    def on_arrival(self, action: Callable[[], None]) -> None:
+        """Call `action` once, in any thread, when the result is there, as far as that is known before it is waited for."""
+        if self._on_arrival is None:
+            self._waiting.append(action)
+        else:
+            self._on_arrival(action)
+
+    def is_done(self) -> bool:
+        """Whether it is known to be over, without waiting; False where nobody can say."""
+        return self._finish is None or (self._is_done is not None and self._is_done())
+
     def then(self, change: Callable[[Tensor], Tensor]) -> Handle:
         """A handle for ``change(result)``, computed when waited for."""
-        return Handle(lambda: change(self.wait()))
+        return Handle(lambda: change(self.wait()), self.on_arrival)
 
 
 def split_stack(x: Tensor, size: int, dim: int) -> Tensor:
@@ -92,6 +118,10 @@ def reduce_stack(stack: Tensor, op: ReduceOp) -> Tensor:
     return stack.sum(0, dtype=stack.dtype)
 
 
+Watch = Callable[[Collective, tuple[str, str]], Callable[[Handle], Handle]]
+"""Gets a collective that is about to start and what it serves, and gives what its handle is to be passed through."""
+
+
 class BaseCommunicator(ABC):
     """Dims, record and no-op cases of a communicator; a backend adds the transport of stacked buffers."""
 
@@ -101,6 +131,8 @@ class BaseCommunicator(ABC):
         self._world_size = world_size
         self._device = device
         self._records: list[list[Collective]] = []
+        self._watch: Watch | None = None
+        self._purpose = ("", "")
 
     @property
     def rank(self) -> int:
@@ -127,6 +159,24 @@ class BaseCommunicator(ABC):
         finally:
             # by identity: two records may be equal
             self._records = [other for other in self._records if other is not record]
+
+    @contextmanager
+    def watching(self, watch: Watch) -> Generator[None]:
+        """See `Communicator.watching`."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    @contextmanager
+    def serving(self, category: str, layer: str) -> Generator[None]:
+        """See `Communicator.serving`."""
+        before, self._purpose = self._purpose, (category, layer)
+        try:
+            yield
+        finally:
+            self._purpose = before
 
     def traced(self) -> TracedCommunicator:
         """See `Communicator.traced`."""
@@ -161,8 +211,8 @@ class BaseCommunicator(ABC):
         """See `Communicator.all_gather`."""
         if axis.size == 1:
             return _unmoved(x)
-        self._note("all_gather", axis, x.nbytes * axis.size)
-        gathered = self._start_gather(x.detach().contiguous(), axis)
+        watched = self._begin("all_gather", axis, x.nbytes * axis.size)
+        gathered = watched(self._start_gather(x.detach().contiguous(), axis))
         return gathered.then(lambda stack: merge_stack(stack, dim % x.ndim))
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
@@ -170,36 +220,36 @@ class BaseCommunicator(ABC):
         if axis.size == 1:
             return _unmoved(x)
         stack = split_stack(x.detach(), axis.size, dim % x.ndim)
-        self._note("reduce_scatter", axis, x.nbytes)
-        return self._start_scatter_sum(stack, axis)
+        watched = self._begin("reduce_scatter", axis, x.nbytes)
+        return watched(self._start_scatter_sum(stack, axis))
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
         """See `Communicator.all_reduce`."""
         if axis.size == 1:
             return _unmoved(x)
-        self._note("all_reduce", axis, x.nbytes)
-        return self._start_reduce(x.detach().contiguous(), axis, op)
+        watched = self._begin("all_reduce", axis, x.nbytes)
+        return watched(self._start_reduce(x.detach().contiguous(), axis, op))
 
     def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle:
         """See `Communicator.all_to_all`."""
         if axis.size == 1:
             return _unmoved(x)
         stack = split_stack(x.detach(), axis.size, split_dim % x.ndim)
-        self._note("all_to_all", axis, x.nbytes)
-        return self._start_exchange(stack, axis).then(lambda got: merge_stack(got, concat_dim % x.ndim))
+        watched = self._begin("all_to_all", axis, x.nbytes)
+        return watched(self._start_exchange(stack, axis)).then(lambda got: merge_stack(got, concat_dim % x.ndim))
 
     def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
         """See `Communicator.broadcast`."""
         if axis.size == 1:
             return _unmoved(x)
-        self._note("broadcast", axis, x.nbytes)
-        return self._start_broadcast(x.detach().contiguous(), axis, source)
+        watched = self._begin("broadcast", axis, x.nbytes)
+        return watched(self._start_broadcast(x.detach().contiguous(), axis, source))
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         """See `Communicator.start_send`."""
         self._check_peer(axis, to)
-        self._note("send", axis, x.nbytes)
-        return self._start_send(x.detach().contiguous(), axis, to)
+        watched = self._begin("send", axis, x.nbytes)
+        return watched(self._start_send(x.detach().contiguous(), axis, to))
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         """See `Communicator.start_receive`."""
@@ -215,6 +265,13 @@ class BaseCommunicator(ABC):
 
     def _note(self, kind: str, axis: Axis, num_bytes: int) -> None:
         self.note([Collective(kind, axis, num_bytes)])
+
+    def _begin(self, kind: str, axis: Axis, num_bytes: int) -> Callable[[Handle], Handle]:
+        """Note a collective that is about to start; its handle is to be passed through what this returns."""
+        self._note(kind, axis, num_bytes)
+        if self._watch is None:
+            return _itself
+        return self._watch(Collective(kind, axis, num_bytes), self._purpose)
 
     @abstractmethod
     def prepare(self, axes: Iterable[Axis]) -> None:
@@ -255,6 +312,10 @@ class TracedCommunicator(BaseCommunicator):
     @abstractmethod
     def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
         """What a graph that was traced with this communicator runs, each time."""
+
+
+def _itself(handle: Handle) -> Handle:
+    return handle
 
 
 def _unmoved(x: Tensor) -> Handle:

@@ -50,7 +50,9 @@ def run_pipeline(executor: Executor, tensors: Sequence[Tensor], base_seed: int) 
         step = _PipelineStep(executor, tensors, base_seed, None)
         with torch.no_grad():
             step.run(forward_actions(actions))
-        return step.results(_returned(executor))
+        found = step.results(_returned(executor))
+        step.close()
+        return found
     gradients = StepGradients(executor, split=_split_layers(executor, actions))
     step = _PipelineStep(executor, tensors, base_seed, gradients)
     if not program.loss:
@@ -61,6 +63,7 @@ def run_pipeline(executor: Executor, tensors: Sequence[Tensor], base_seed: int) 
     parameters = trained_parameters(executor)
     released = step.gradients_of(list(parameters))
     found[program.loss] = release_later(found[program.loss], released, list(parameters.values()), step.spread_overflow)
+    step.close()
     return found
 
 
@@ -180,6 +183,14 @@ class _PipelineStep:
                 with naming_failures(who, f"the exchange of the gradients of {name!r}"):
                     found[name] = executor.store.wrap(name, self._sum_over_groups(local, groups))
         return [found[name] for name in names]
+
+    def close(self) -> None:
+        """Let go of all that the step held.  Its stages and itself refer to each other, so that nobody else would until
+        Python looks for cycles, and the next step would find the outputs and gradients of this one in memory.
+        """
+        self.works.clear()
+        self.found.clear()
+        self.gradients = None
 
     def spread_overflow(self, gradients: Sequence[Tensor | None]) -> None:
         """See `step.spread_overflow`."""
@@ -389,10 +400,13 @@ class _StageWork(StageWork):
     # --- sending and receiving
 
     def _send(self, tensors: Mapping[str, Tensor], stage: int, action: Action) -> None:
-        stages = self._executor.stages
+        stages, step = self._executor.stages, self._step
+        step.sent = [
+            (before, handle) for before, handle in step.sent if not handle.is_done()
+        ]  # they hold what was sent
         for tensor in tensors.values():
             handle = self._executor.communicator.start_send(tensor, stages.axis, stages.groups[stage])
-            self._step.sent.append((action, handle))
+            step.sent.append((action, handle))
 
     def _start_receiving(self, wanted: Mapping[str, Lies], stage: int) -> dict[str, Handle]:
         executor = self._executor
@@ -454,6 +468,7 @@ class _BackwardHalf:
         self.step.run(self.actions)
         found = self.step.gradients_of(self.parameters)
         self.step.spread_overflow(found)  # whether they are scaled can't be seen here
+        self.step.close()
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -172,7 +172,7 @@ class _Sending:
         self._work = work
         self._x = x
         self._is_waited_for = False
-        self.handle = Handle(self._finish)
+        self.handle = Handle(self._finish, is_done=self.is_done)
 
     def is_done(self) -> bool:
         # gloo calls a send completed only after it was waited for
@@ -192,7 +192,10 @@ class _Received:
         self._buffer = buffer
         self._dtype = like.dtype
         self._order = order
-        self.handle = Handle(self._finish)
+        self.handle = Handle(self._finish, None if buffer.is_cuda else self._on_arrival)
+
+    def _on_arrival(self, action: Callable[[], None]) -> None:
+        compat.on_completion(self._work, action)
 
     def _finish(self) -> Tensor:
         self._work.wait()
