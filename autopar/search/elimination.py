@@ -120,7 +120,7 @@ def _eliminate_all(work: _Work, max_entries: int) -> None:
     while work.left:
         entries, variable = min((joint[v], v) for v in work.left)
         if entries > dominance_at:
-            dominance_at = max(dominance_at * 8, entries)
+            dominance_at = max(dominance_at * 64, entries)
             _drop_dominated(work)
             joint = {v: _joint_entries(work, neighbours[v], v) for v in work.left}
             continue
@@ -187,10 +187,14 @@ def _minimise_out(variable: int, tables: list[Table]) -> Table:
     rows = max(1, _CHUNK_ENTRIES // max(1, math.prod(shape[1:]) * extents[variable]))
     for start in range(0, shape[0], rows):
         pieces = [part if part.shape[1] == 1 else part[:, start : start + rows] for part in spread]
-        total = pieces[0]
-        for piece in pieces[1:]:
-            total = total + piece
-        result[start : start + rows] = total.min(axis=0)
+        total = pieces[0] + pieces[1] if len(pieces) > 1 else pieces[0]
+        for piece in pieces[2:]:
+            # In place where the sum has its full shape already.
+            if total.shape == np.broadcast_shapes(total.shape, piece.shape):
+                total += piece
+            else:
+                total = total + piece
+        np.min(total, axis=0, out=result[start : start + rows])
     return scope, result
 
 
