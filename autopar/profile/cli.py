@@ -136,12 +136,12 @@ def _show(path: Path) -> str:
 def _load(path: Path) -> Profile:
     try:
         return Profile.load(path)
+    except FileNotFoundError as error:
+        others = "".join(f"\n  {other}" for other in sorted(CACHE_DIR.glob("profile-*.json")))
+        there = f"; there are{others}" if others else ""
+        raise ProfileError(f"--show: there is no {path}. Name a profile, or measure one first{there}") from error
     except (OSError, UnicodeDecodeError) as error:
-        others = [str(other) for other in sorted(CACHE_DIR.glob("profile-*.json"))]
-        there = f" There are {', '.join(others)}" if others else ""
-        raise ProfileError(
-            f"--show: {path} can't be read ({error}). Name a profile, or measure one first.{there}"
-        ) from error
+        raise ProfileError(f"--show: {path} can't be read: {error}. Name the JSON file of a profile") from error
 
 
 def _summarize(profile: Profile, path: Path, num_lacking: int, num_left: int) -> None:

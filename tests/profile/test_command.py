@@ -39,6 +39,7 @@ def _told(capsys, *arguments: str) -> str:
         (("--only", "nothing"), "--list shows all"),
         (("--output", "{tmp}"), "profile.json"),
         (("--show", "{tmp}/none.json"), "Name a profile, or measure one first"),
+        (("--show", "{tmp}"), "Name the JSON file"),
         (("--show", "{tmp}/text.json"), "measure it again: python -m autopar.profile"),
         (("--frobnicate",), "--help"),
     ],
