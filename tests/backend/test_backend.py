@@ -277,7 +277,7 @@ def test_torch_finds_the_backend_by_its_name() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_as_a_single_device() -> None:
-    printed = run_script(EXAMPLE, 2, ["--steps", "4"])
+    printed = run_script(EXAMPLE, 2, ["--steps", "4", "--sequence-length", "32"], timeout_s=200)
     assert "Largest difference of all 4 steps" in printed
     assert float(printed.rsplit("steps: ", 1)[1].split()[0]) < 1e-4
 
