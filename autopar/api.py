@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile
+from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
+from autopar.cost.observed import Corrections, corrections, step_key
+from autopar.cost.profile import ObservedStep
+from autopar.cost.profile_file import update
 from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
 from autopar.lower.agreement import agree, agree_equal, digest_state, share
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import map_leaves
+from autopar.lower.first_steps import StepComparison
 from autopar.lower.materialize import Draws, Initializer, has_meta, record_draws
 from autopar.lower.predictions import Predictions
 from autopar.lower.random import generator_state
@@ -33,6 +38,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
 from autopar.search.prices import Prices
 from autopar.search.simulation import simulate_step
+from autopar.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.trace import (
     LossFunction,
     Traced,
@@ -131,13 +137,21 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        setup = replace(setup, prices=mesh_prices(profile, communicator, mesh, setup.dtype))
-        plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
+        prices = mesh_prices(profile, communicator, mesh, setup.dtype)
+        setup = replace(setup, prices=prices)
+        plan = share(
+            group,
+            lambda: (
+                _search_and_time(traced, communicator, setup, prices, compiled=compile)
+                if profile is None
+                else _search(traced.program, communicator.world_size, setup)
+            ),
+        )
     else:
         given = plan
         plan = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
     chosen = plan
-    return agree(
+    parallel = agree(
         group,
         lambda: build(
             model,
@@ -150,6 +164,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             compile_layers=compile,
         ),
     )
+    if profile is None:
+        _remember_step(parallel, setup, traced.program, communicator)
+    return parallel
 
 
 def plan(  # noqa: PLR0913  (what a user may say)
@@ -240,9 +257,70 @@ def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tenso
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     assert setup.prices is not None
-    request = SearchRequest(setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions)
-    found = search(program, world_size, setup.prices, request)
-    return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
+    found = search(program, world_size, setup.prices, _request(setup, program))
+    return _finish(found, setup, program)
+
+
+def _finish(found: Plan, setup: Setup, program: Program) -> Plan:
+    error = _corrections(setup, program).step_time_error or found.step_time_error
+    return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s), step_time_error=error)
+
+
+def _request(setup: Setup, program: Program) -> SearchRequest:
+    known = _corrections(setup, program)
+    return SearchRequest(
+        setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions,
+        memory_factor=known.memory_factor, memory_error=known.memory_error,
+    )  # fmt: skip
+
+
+def _corrections(setup: Setup, program: Program) -> Corrections:
+    """What real steps on this machine said about predictions."""
+    profile = setup.prices.profile if isinstance(setup.prices, ClusterPrices) else None
+    return corrections(profile, program.fingerprint)
+
+
+def _remember_step(
+    model: ParallelModule, setup: Setup, program: Program, communicator: ProcessGroupCommunicator
+) -> None:
+    """Have the first real step kept in this machine's profile."""
+    measured = setup.prices.profile if isinstance(setup.prices, ClusterPrices) else None
+    if measured is None:
+        return
+    factor = _corrections(setup, program).memory_factor
+    key = step_key(program.fingerprint, hashlib.sha256(model.plan.to_json().encode()).hexdigest()[:8])
+
+    def keep(seen: StepComparison) -> None:
+        step = ObservedStep(
+            seen.predicted_s, seen.measured_s, seen.predicted_bytes / factor, seen.measured_bytes, seen.spread,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        path = profile_path(_CACHE, communicator.device, communicator.world_size)
+        update(path, lambda stored: (stored or measured).with_steps({key: step}))
+
+    model.on_observed(keep)
+
+
+def _search_and_time(
+    traced: Traced,
+    communicator: ProcessGroupCommunicator,
+    setup: Setup,
+    prices: ClusterPrices,
+    *,
+    compiled: bool,
+) -> Plan:
+    """Search on this device, whose profile then has the layers that were timed for it."""
+    known = dict(prices.profile.layers) if prices.profile else {}
+    timer = LayerTimer(traced.program, communicator.device, traced.constants, compiled, dict(known))
+    found = search_with_timed_layers(
+        traced.program, communicator.world_size, prices, _request(setup, traced.program), timer
+    )
+    new = {key: layer for key, layer in timer.known.items() if key not in known}
+    measured = prices.profile
+    if new and measured is not None:
+        path = profile_path(_CACHE, communicator.device, communicator.world_size)
+        update(path, lambda stored: (stored or measured).with_layers(new))
+    return _finish(found, setup, traced.program)
 
 
 def mesh_prices(

@@ -130,7 +130,8 @@ class OpTime:
     """Seconds that one op takes on local tensors, forward and backward apart, and where the numbers come
     from.
 
-    `source` is one of ``"profile"``, ``"measured"``, ``"published"``, ``"roofline"``.
+    `source` is one of ``"layers"`` (the op's layer was timed as a whole), ``"scaled"`` (others of its kind were),
+    ``"measured"`` (ops like it were), ``"published"``, ``"calibrated"`` and ``"estimate"``.
     """
 
     forward_s: float

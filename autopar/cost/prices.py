@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from autopar.cluster import Cluster, OpTime
 from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
 from autopar.cost.efficiency import attention_efficiency, product_efficiency
+from autopar.cost.layer_corrections import LayerCorrections, TimedLayer
 from autopar.cost.op_curves import OpCurves
 from autopar.cost.overlap import TAKEN
 from autopar.cost.product_curves import ProductCurves
 from autopar.cost.profile import Curve, Profile
+from autopar.cost.sources import link_source, memory_source, op_source
 from autopar.cost.work import Work, count_work, packet_name
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
-from autopar.program import Op, TensorType
+from autopar.program import Op, Program, TensorType
 
 __all__ = ["ClusterPrices", "OpTime"]
 
@@ -43,6 +45,8 @@ class ClusterPrices:
     def __init__(self, cluster: Cluster, profile: Profile | None = None) -> None:
         """Price on `cluster`, with `profile`'s measurements where it has any."""
         self.cluster = cluster
+        self.timed: Mapping[str, TimedLayer] = {}
+        self._corrections: LayerCorrections | None = None
         self.profile = profile
         self._curves: Mapping[str, Curve] = profile.curves if profile else {}
         self._products, self._ops = ProductCurves(self._curves), OpCurves(self._curves)
@@ -51,6 +55,13 @@ class ClusterPrices:
         self._terms: dict[tuple[str, Axis], tuple[Curve | CollectiveTerms, float]] = {}
         device = cluster.device
         self._bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
+
+    def corrected(self, program: Program, timed: Mapping[str, TimedLayer]) -> ClusterPrices:
+        """These prices with those of the ops of `program` such that its `timed` layers take what was measured."""
+        made = ClusterPrices(self.cluster, self.profile)
+        made.timed = dict(timed)
+        made._corrections = LayerCorrections(program, tuple(timed.values()), self.op_s)
+        return made
 
     @property
     def device(self) -> str:
@@ -80,7 +91,10 @@ class ClusterPrices:
         found = self._op_times.get(key)
         if found is None:
             self._alive[id(op)] = op
-            found = self._op_times[key] = self._price_op(op, operands, results, differentiable)
+            found = self._price_op(op, operands, results, differentiable)
+            if self._corrections is not None:
+                found = self._corrections.correct(op, operands, results, found)
+            self._op_times[key] = found
         return found
 
     def collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
@@ -124,6 +138,18 @@ class ClusterPrices:
         threads, cores = (int(self.profile.software.get(name) or 1) for name in ("threads", "cores"))
         return max(1.0, ranks * threads / cores)
 
+    def collective_source(self, kind: str, axis: Axis) -> str:
+        """What `collective_s` rests on: ``"measured"``, ``"published"``, ``"calibrated"`` or ``"estimate"``."""
+        if self._collective_curve(kind, axis) is not None:
+            return "measured"
+        is_within = axis.size * axis.stride <= self.cluster.devices_per_node
+        return link_source((self.cluster.within if is_within else self.cluster.between).sources, kind)
+
+    @property
+    def optimizer_source(self) -> str:
+        """What `optimizer_s` rests on, in the same words."""
+        return "measured" if "optimizer" in self._curves else memory_source(self.cluster.device.sources)
+
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
         """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large
         one."""
@@ -164,7 +190,8 @@ class ClusterPrices:
         work = count_work(op, operands, results)
         measured = self._measured(op, work)
         forward_s, backward_s = measured or self._roofline(work)
-        return OpTime(forward_s, backward_s if differentiable else 0.0, "measured" if measured else "roofline")
+        source = "measured" if measured else op_source(self.cluster.device.sources, work)
+        return OpTime(forward_s, backward_s if differentiable else 0.0, source)
 
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
         name = packet_name(op.target)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.placement import Axis, Layout, local_shape
@@ -12,9 +13,17 @@ from autopar.program import Layer, Program
 from autopar.search.candidates import Candidate, Scene
 from autopar.search.crossings import Crossing, crossing_parts_s
 from autopar.search.labels import axis_labels
-from autopar.search.layer_cost import TrainingSpec, is_differentiable, layer_cost, optimizer_s_per_element
+from autopar.search.layer_cost import (
+    TrainingSpec,
+    is_differentiable,
+    is_rerun,
+    layer_cost,
+    optimizer_s_per_element,
+    own_training,
+    placed_collectives,
+)
 from autopar.search.layer_memory import ParameterMemory, parameter_memory
-from autopar.search.placed import place
+from autopar.search.placed import PlacedLayer, place
 from autopar.search.prices import Prices
 
 __all__ = ["Choice", "SharedCost", "assemble_plan", "boundary_seconds", "first_readers", "layer_costs", "shared_costs"]
@@ -197,27 +206,41 @@ def _value_names(layer: Layer) -> tuple[str, ...]:
 
 
 def _price_sources(choice: Choice, costs: list[LayerCost], training: TrainingSpec) -> tuple[tuple[str, float], ...]:
-    """Shares of the step time: computing by the source of its prices, collectives, and the optimizer."""
-    seconds: dict[str, float] = {}
-    known: dict[int, dict[str, float]] = {}
-    for candidate in choice.candidates:
-        if id(candidate) not in known:
-            known[id(candidate)] = _seconds_by_source(choice.scene, candidate, training)
-        for source, each in known[id(candidate)].items():
-            seconds[source] = seconds.get(source, 0.0) + each
-    seconds["collectives"] = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)
-    seconds["optimizer"] = sum(cost.optimizer_s for cost in costs)
+    """Shares of the step's seconds by what their prices rest on; they add up to 1.
+
+    What crosses between layers is taken to rest on the same as the collectives inside of them.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    inside: defaultdict[str, float] = defaultdict(float)
+    prices = choice.scene.prices
+    counts = Counter(map(id, choice.candidates))
+    for candidate in {id(c): c for c in choice.candidates}.values():
+        times = counts[id(candidate)]
+        placed = place(
+            choice.scene.program, candidate.layer, candidate.strategy, choice.scene.num_microbatches,
+            choice.scene.shared,
+        )  # fmt: skip
+        for source, each in _computing_s(choice.scene, placed, training):
+            seconds[source] += times * each
+        for run in placed_collectives(placed, training):
+            each = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+            inside[prices.collective_source(run.kind, run.axis)] += times * each
+    communication_s = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)
+    if not any(inside.values()):
+        group = choice.world_size // (1 + max(choice.group_of, default=0))
+        inside[prices.collective_source("all_gather", Axis(group, 1))] = 1.0
+    for source, each in inside.items():
+        seconds[source] += communication_s * each / sum(inside.values())
+    seconds[prices.optimizer_source] += sum(cost.optimizer_s for cost in costs)
     total = sum(seconds.values())
     return tuple((name, each / total) for name, each in seconds.items() if each) if total else ()
 
 
-def _seconds_by_source(scene: Scene, candidate: Candidate, training: TrainingSpec) -> dict[str, float]:
-    layer = candidate.layer
-    placed = place(scene.program, layer, candidate.strategy, scene.num_microbatches, scene.shared)
-    seconds: dict[str, float] = {}
-    for op, state in zip(layer.ops, placed.states, strict=True):
+def _computing_s(scene: Scene, placed: PlacedLayer, training: TrainingSpec) -> Iterator[tuple[str, float]]:
+    """What the price of each op rests on, and its seconds in all microbatches, run again in backward included."""
+    own = own_training(scene.program, placed.layer, training)
+    for op, state in zip(placed.layer.ops, placed.states, strict=True):
         differentiable = is_differentiable(scene.program, op, training)
         time = scene.prices.op_s(op, state.operand_types, state.result_types, differentiable)
-        spent = scene.num_microbatches * (time.forward_s + time.backward_s)
-        seconds[time.source] = seconds.get(time.source, 0.0) + spent
-    return seconds
+        runs = 2 if is_rerun(op, placed.recompute, own) else 1
+        yield time.source, scene.num_microbatches * (runs * time.forward_s + time.backward_s)

@@ -67,6 +67,15 @@ class Prices(Protocol):
         """
         ...
 
+    def collective_source(self, kind: str, axis: Axis) -> str:
+        """What `collective_s` rests on, in the words of `OpTime.source`."""
+        ...
+
+    @property
+    def optimizer_source(self) -> str:
+        """What `optimizer_s` rests on, in the same words."""
+        ...
+
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
         """`{"latency_s": ..., "bytes_per_s": ...}` of this collective, for explanations."""
         ...

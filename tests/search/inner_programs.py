@@ -177,5 +177,12 @@ class TablePrices:
     def interference(self, kind: str, axis: Axis) -> float:
         return self.taken
 
+    def collective_source(self, kind: str, axis: Axis) -> str:
+        return "table"
+
+    @property
+    def optimizer_source(self) -> str:
+        return "table"
+
     def describe_collective(self, kind: str, axis: Axis) -> dict[str, float]:
         return {"latency_s": self.latency_s, "bytes_per_s": self.bytes_per_s}

@@ -1,0 +1,129 @@
+"""Whole layers that are timed, and the search that runs again on their seconds."""
+
+import pytest
+import torch
+
+from autopar.api import trace_model
+from autopar.cost import ClusterPrices
+from autopar.cost.measure.layers import time_layer
+from autopar.cost.profile import LayerTime
+from autopar.lower.communicator import simulate
+from autopar.lower.lone_layer import LoneLayer
+from autopar.lower.silent_communicator import SilentCommunicator
+from autopar.placement import Axis, local_shape
+from autopar.plan import LayerStrategy
+from autopar.search import SearchRequest
+from autopar.timed_layers import LayerTimer, search_with_timed_layers
+from tests.models import make_plain_gpt
+from tests.zoo import plan_for, quick_prices, subject
+
+
+def _collectives(communicator, x):
+    axis, across = Axis(2, 1), Axis(2, 2)
+    yield communicator.all_gather(x, axis, 1)
+    yield communicator.reduce_scatter(x, across, 0)
+    yield communicator.all_reduce(x, axis, "max")
+    yield communicator.all_to_all(x, across, 0, -1)
+    yield communicator.broadcast(x, axis, 1)
+
+
+def test_nobody_answers_with_the_shapes_and_records_of_real_ranks():
+    x = torch.randn(4, 6, 2)
+
+    def run(communicator):
+        with communicator.recording() as record:
+            return [(y.shape, y.dtype) for y in _collectives(communicator, x)], record
+
+    assert run(SilentCommunicator(4)) == simulate(4, run)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "constraints"), [("llama", ("tensor=4",)), ("gpt2", ("data=2", "tensor=2")), ("t5", ())]
+)
+def test_a_lone_layer_computes_what_a_rank_of_the_plan_does(name, constraints):
+    program, plan = subject(name, torch.float32).traced.program, plan_for(name, 4, constraints, torch.float32)
+    for layer in program.kinds:
+        strategy = plan.strategies[plan.layers[program.layers.index(layer)].strategy]
+        lone = LoneLayer(program, layer, strategy, plan.num_microbatches)
+        outputs = lone.forward()
+        for value, output, layout in zip(layer.outputs, outputs, strategy.outputs, strict=True):
+            shape = program.type_of(value).shape
+            if plan.num_microbatches == 1:
+                assert tuple(output.shape) == local_shape(shape, layout, strategy.mesh), value
+            assert not output.is_floating_point() or output.isfinite().any()
+        if lone.is_differentiable:
+            assert all(gradient is None or gradient.isfinite().all() for gradient in lone.backward(outputs))
+
+
+def test_a_timed_layer_takes_longer_if_there_is_more_of_it():
+    small, large = (trace_model(*make_plain_gpt(batch=batch)).program for batch in (2, 64))
+    seconds = []
+    for program in (small, large):
+        layer = program.layers[1]
+        whole = LayerStrategy(
+            (1,), (("-",),) * len(layer.ops), (), _whole(layer.inputs), _whole(layer.outputs), (), _whole(layer.held)
+        )
+        lone = LoneLayer(program, layer, whole)
+        seconds.append(time_layer(lone.forward, lone.backward, torch.device("cpu"), 0.1))
+    assert 0 < seconds[0].forward_s < seconds[1].forward_s / 2
+    assert 0 < seconds[0].backward_s < seconds[1].backward_s / 2
+
+
+def _whole(values):
+    return (plan_for("llama", 1).strategies[0].outputs[0],) * len(values)
+
+
+class _Slow:
+    """Takes as long as the prices say, but layers cut like `cut` ten times as long; writes down what it was asked."""
+
+    def __init__(self, prices: ClusterPrices, program) -> None:
+        self.prices, self.program, self.slow, self.asked = prices, program, None, []
+
+    def __call__(self, layer, strategy, num_microbatches) -> LayerTime:
+        self.asked.append((layer.kind, strategy.mesh, strategy.assignments))
+        factor = 10.0 if (layer.kind, strategy.assignments) == self.slow else 1.0
+        from autopar.search.placed import place
+
+        placed = place(self.program, layer, strategy, num_microbatches)
+        times = [
+            self.prices.op_s(op, s.operand_types, s.result_types, True)
+            for op, s in zip(layer.ops, placed.states, strict=True)
+        ]
+        return LayerTime(factor * sum(t.forward_s for t in times), factor * sum(t.backward_s for t in times))
+
+
+def test_a_strategy_that_turns_out_slow_loses():
+    program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
+
+    def planned(timer):
+        return search_with_timed_layers(program, 4, prices, SearchRequest(), timer)
+
+    honest = _Slow(prices, program)
+    first = planned(LayerTimer(program, torch.device("cpu"), measure=honest))
+    kind = program.layers[1].kind
+    chosen = first.strategies[first.layers[1].strategy]
+    assert honest.asked, "nothing was timed"
+    assert dict(first.price_source)["layers"] > 0.2
+    assert sum(dict(first.price_source).values()) == pytest.approx(1.0)
+
+    slow = _Slow(prices, program)
+    slow.slow = (kind, chosen.assignments)
+    second = planned(LayerTimer(program, torch.device("cpu"), measure=slow))
+    assert second.strategies[second.layers[1].strategy].assignments != chosen.assignments
+
+    known = _Slow(prices, program)
+    timer = LayerTimer(program, torch.device("cpu"), measure=known)
+    again = planned(timer)
+    num_asked = len(known.asked)
+    assert planned(timer).strategies == again.strategies
+    assert len(known.asked) == num_asked, "what is known was timed again"
+
+
+def test_no_time_no_timing():
+    program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
+    timer = _Slow(prices, program)
+    plan = search_with_timed_layers(
+        program, 4, prices, SearchRequest(), LayerTimer(program, torch.device("cpu"), budget_s=0.0, measure=timer)
+    )
+    assert not timer.asked
+    assert "layers" not in dict(plan.price_source)
