@@ -99,7 +99,7 @@ def explain(answer: Answer) -> Explanation:
         step_time_error=plan.step_time_error,
         memory_error=plan.memory_error,
         optimality_gap=plan.optimality_gap,
-        runners_up=runners_up(answer.considered, plan.memory_limit_bytes),
+        runners_up=runners_up(answer.considered, plan),
         planning_s=plan.planning_s,
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
 from autopar.explain.planner import Answer, Planner
 
-__all__ = ["ForcedRow", "forced_choices"]
+__all__ = ["ForcedRow", "faster", "forced_choices"]
+
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ def forced_choices(planner: Planner, answer: Answer, budget_s: float) -> Iterato
             continue
         longest_s = max(longest_s, time.perf_counter() - before)
         yield ForcedRow(constraint, plan.step_time_s, plan.peak_memory_bytes)
+
+
+def faster(rows: Iterable[ForcedRow], step_s: float) -> tuple[ForcedRow, ...]:
+    """Those that are faster than the plan after all: the less there is to look at, the more of it a search sees."""
+    return tuple(row for row in rows if row.step_s is not None and row.step_s < step_s * (1 - _ROUNDING))
 
 
 def _alternatives(answer: Answer) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from autopar.api import trace_model
 from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.cost import ClusterPrices
+from autopar.cost.observed import MEMORY_ERROR
 from autopar.errors import QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.targets import ModelTarget, load_target
@@ -15,6 +16,7 @@ from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import Considered, SearchRequest, TrainingSpec, search
+from autopar.search.considered import considered_plan
 
 __all__ = ["Answer", "Planner"]
 
@@ -53,15 +55,14 @@ class Planner:
         prices, request = self._request(asked)
         program, trace_s = self._program(asked)
         considered: list[Considered] = []
-        request = replace(request, on_considered=considered.append)
+
+        def keep(final: Plan) -> None:
+            considered.append(considered_plan(final))
+
+        request = replace(request, on_considered=considered.append, on_final=keep)
         plan = search(program, asked.cluster.world_size, prices, request)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
         return Answer(asked, plan, program, prices, request.training, tuple(considered))
-
-    def context(self, asked: Asked, plan: Plan) -> Answer:
-        """`plan`, made elsewhere, with the program and prices that belong to it."""
-        prices, request = self._request(asked)
-        return Answer(asked, plan, self._program(asked)[0], prices, request.training)
 
     def model(self, asked: Asked) -> ModelTarget:
         """The target, loaded once per shape.
@@ -82,7 +83,9 @@ class Planner:
     def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
         memory = None if asked.memory is None else read_bytes(asked.memory)
         training = training_spec(self.model(asked).model, asked.optimizer)
-        request = SearchRequest(memory, training, asked.constraints, schedules=schedule_actions)
+        request = SearchRequest(
+            memory, training, asked.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
+        )
         return ClusterPrices(asked.cluster, None), request
 
     def _program(self, asked: Asked) -> tuple[Program, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.plan import Plan
 from autopar.search import Considered
+from autopar.search.considered import considered_plan
 
 __all__ = ["RunnerUp", "pareto_front", "runners_up"]
 
@@ -16,30 +18,35 @@ class RunnerUp:
 
     Args:
         what: how most of its layers run.
-        step_time_s: as the search estimates it.
+        step_time_s: simulated, or the sum that the search knows.
         peak_memory_bytes: per device.
-        loses: how much slower it is than the best that was looked at, relative to that.
+        loses: how much slower it is than the plan, relative to that.
+        is_simulated: whether its step was simulated; if not, what compute hides is not taken off.
     """
 
     what: str
     step_time_s: float
     peak_memory_bytes: float
     loses: float
+    is_simulated: bool
 
 
-def runners_up(considered: Iterable[Considered], limit_bytes: float, most: int = 6) -> tuple[RunnerUp, ...]:
+def runners_up(considered: Iterable[Considered], plan: Plan, most: int = 6) -> tuple[RunnerUp, ...]:
     """The fastest of each kind of plan within the limit, the chosen kind left out, fastest first."""
-    fitting = [each for each in considered if each.peak_memory_bytes <= limit_bytes]
+    chosen = considered_plan(plan).what
     best: dict[str, Considered] = {}
-    for each in sorted(fitting, key=lambda each: (each.step_time_s, each.peak_memory_bytes)):
-        best.setdefault(each.what, each)
-    if not best:
-        return ()
-    chosen, *others = best.values()
+    # Of a kind that was simulated, simulated numbers count.
+    for each in sorted(considered, key=lambda each: (not each.is_simulated, each.step_time_s, each.peak_memory_bytes)):
+        if each.peak_memory_bytes <= plan.memory_limit_bytes and each.what != chosen:
+            best.setdefault(each.what, each)
+    ranked = sorted(best.values(), key=lambda each: each.step_time_s)[:most]
     return tuple(
-        RunnerUp(each.what, each.step_time_s, each.peak_memory_bytes, each.step_time_s / chosen.step_time_s - 1)
-        for each in others[:most]
-    )
+        RunnerUp(
+            each.what, each.step_time_s, each.peak_memory_bytes, each.step_time_s / plan.step_time_s - 1,
+            each.is_simulated,
+        )
+        for each in ranked
+    )  # fmt: skip
 
 
 def pareto_front(considered: Iterable[Considered]) -> tuple[Considered, ...]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from autopar.explain.comparison import Difference, compare_plans
 from autopar.explain.explanation import Explanation, kind_rows
 from autopar.explain.findings import Findings
-from autopar.explain.forced import ForcedRow
+from autopar.explain.forced import ForcedRow, faster
 from autopar.explain.runners_up import RunnerUp
 from autopar.explain.sweep import SweepRow
 from autopar.plan import Plan
@@ -83,7 +83,8 @@ class Printer:
         table = self._table("most layers", "ms per step", "slower by", "GiB per device")
         for row in rows:
             size = f"{row.peak_memory_bytes / 2**30:.3g}"
-            table.add_row(row.what, f"{row.step_time_s * 1e3:.4g}", f"{row.loses:+.1%}", size)
+            about = "" if row.is_simulated else "at most "
+            table.add_row(row.what, f"{row.step_time_s * 1e3:.4g}", f"{about}{row.loses:+.1%}", size)
         self._console.print(table)
 
     def certainty(self, found: Explanation) -> None:
@@ -106,6 +107,11 @@ class Printer:
                 change = f"{row.step_s / step_s - 1:+.1%}"
                 table.add_row(row.constraint, f"{row.step_s * 1e3:.4g}", change, f"{row.peak_bytes / 2**30:.3g}")
         self._console.print(table)
+        for row in faster(rows, step_s):
+            self.line(
+                f"{row.constraint} is faster than the plan: the search had passed it over; ask for it with "
+                f"--constraint {row.constraint}"
+            )
 
     def strategies(self, plan: Plan, path: str) -> None:
         """What can be changed in a plan, and how to go on."""

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.plan import LayerStrategy
-from autopar.search.candidates import Candidate
+from autopar.plan import LayerStrategy, Plan
 from autopar.search.labels import axis_labels
 from autopar.search.request import Considered
 from autopar.search.stages.solve import Staged
 from autopar.search.trials import Setting, Trial
 
-__all__ = ["considered_paths", "considered_pipeline"]
+__all__ = ["considered_paths", "considered_pipeline", "considered_plan"]
 
 _MOST_ON_FRONT = 40  # paths of one trial that are named
 _MOST_BEHIND = 60
@@ -34,10 +33,21 @@ def considered_paths(trial: Trial) -> Iterator[Considered]:
 
 
 def considered_pipeline(staged: Staged) -> Considered:
-    """A pipeline that was simulated."""
+    """A pipeline whose schedule was simulated, with communication and compute one after the other."""
     shape = staged.shape
-    stages = f"{shape.num_stages} stages on {shape.num_groups} groups ({shape.schedule}), "
+    stages = _stages(shape.num_stages, shape.num_groups, shape.schedule)
     return Considered(staged.step_s, staged.peak_bytes, _describe(staged.setting, staged.path, stages))
+
+
+def considered_plan(plan: Plan) -> Considered:
+    """A plan whose step was simulated."""
+    stages = _stages(len(plan.stages), plan.num_groups, plan.schedule) if plan.stages else ""
+    words = [
+        _strategy(plan.strategies[number], plan.strategies[number].labels) for number in range(len(plan.strategies))
+    ]
+    usual = Counter(words[layer.strategy] for layer in plan.layers).most_common(1)[0][0]
+    what = f"{stages}{usual}{_passes(plan.num_microbatches)}"
+    return Considered(plan.step_time_s, plan.peak_memory_bytes, what, is_simulated=True)
 
 
 def _spread(indices: list[int], most: int) -> list[int]:
@@ -50,16 +60,22 @@ def _spread(indices: list[int], most: int) -> list[int]:
 def _describe(setting: Setting, path: Sequence[int], stages: str) -> str:
     """How most layers run, in a few words."""
     chosen = [candidates[index] for candidates, index in zip(setting.candidates, path, strict=True)]
-    most = Counter(map(id, chosen)).most_common(1)[0][0]
-    usual = next(candidate for candidate in chosen if id(candidate) == most)
-    count = setting.scene.num_microbatches
-    passes = f", {count} microbatches" if count > 1 else ""
-    return f"{stages}{_strategy(setting, usual)}{passes}"
+    distinct = {id(candidate): candidate for candidate in chosen}
+    program = setting.task.program
+    words = {key: _strategy(c.strategy, axis_labels(program, c.layer, c.strategy)) for key, c in distinct.items()}
+    usual = Counter(words[id(candidate)] for candidate in chosen).most_common(1)[0][0]
+    return f"{stages}{usual}{_passes(setting.scene.num_microbatches)}"
 
 
-def _strategy(setting: Setting, candidate: Candidate) -> str:
-    strategy: LayerStrategy = candidate.strategy
-    labels = axis_labels(setting.task.program, candidate.layer, strategy)
+def _strategy(strategy: LayerStrategy, labels: Sequence[str]) -> str:
     axes = " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True) if size > 1)
     recompute = "" if strategy.recompute == "none" else f", {strategy.recompute} recompute"
     return f"{axes or 'one device'}, ZeRO-{strategy.zero}{recompute}"
+
+
+def _stages(num_stages: int, num_groups: int, schedule: str) -> str:
+    return f"{num_stages} stages on {num_groups} groups ({schedule}), "
+
+
+def _passes(num_microbatches: int) -> str:
+    return f", {num_microbatches} microbatches" if num_microbatches > 1 else ""

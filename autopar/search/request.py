@@ -15,11 +15,15 @@ __all__ = ["Considered", "SearchRequest"]
 
 @dataclass(frozen=True)
 class Considered:
-    """A plan that a search looked at: predicted seconds of a step, peak bytes per device, and what most layers do."""
+    """A plan that a search looked at: predicted seconds of a step, peak bytes per device, and what most layers do.
+
+    Without `is_simulated` these are sums, from which nothing that compute hides is taken off.
+    """
 
     step_time_s: float
     peak_memory_bytes: float
     what: str
+    is_simulated: bool = False
 
 
 @dataclass(frozen=True)

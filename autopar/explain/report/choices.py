@@ -37,18 +37,22 @@ _HIGHEST = 3  # the chart ends at so many times the plan's seconds
 def front_figure(answer: Answer) -> Figure:
     """Seconds against bytes of what the search looked at, and the plan."""
     plan = answer.plan
-    front = pareto_front(answer.considered)
+    sums = [each for each in answer.considered if not each.is_simulated]
+    simulated = [each for each in answer.considered if each.is_simulated]
+    front = pareto_front(sums)
     on_front = set(map(id, front))
-    behind = [each for each in answer.considered if id(each) not in on_front]
+    behind = [each for each in sums if id(each) not in on_front]
     step = -(-len(behind) // _MOST_BEHIND) or 1
     widest = max(each.peak_memory_bytes for each in (*front, plan))
     factor, unit = size_unit(widest)
     limit, widest = plan.memory_limit_bytes / factor, widest / factor
     is_near = limit <= 3 * widest  # else it would press the points together
     grey, blue = {"size": 5, "opacity": 0.45, "color": "#8f8f8f"}, {"size": 7, "color": "#0072b2"}
+    orange = {"size": 9, "color": "#e69f00", "symbol": "diamond"}
     data = (
         _points("looked at", behind[::step], (factor, unit), "markers", grey),
         _points("front: nothing is faster with as little memory", front, (factor, unit), "lines+markers", blue),
+        _points("simulated", simulated, (factor, unit), "markers", orange),
         {
             "type": "scatter", "mode": "markers", "name": "the plan", "x": [plan.peak_memory_bytes / factor],
             "y": [plan.step_time_s * 1e3],
@@ -89,7 +93,7 @@ def _points(
 
 def front_table(answer: Answer, most: int = 12) -> Table:
     """The front in numbers, from fast to small."""
-    front = pareto_front(answer.considered)
+    front = pareto_front(each for each in answer.considered if not each.is_simulated)
     shown = front if len(front) <= most else [front[n * (len(front) - 1) // (most - 1)] for n in range(most)]
     rows = [(each.what, milliseconds(each.step_time_s), size(each.peak_memory_bytes)) for each in shown]
     return Table("The front, from fast to small", ("most layers", "ms", "memory"), tuple(rows))
@@ -98,9 +102,20 @@ def front_table(answer: Answer, most: int = 12) -> Table:
 def runner_table(rows: Sequence[RunnerUp]) -> Table:
     """The plans that came next."""
     cells = [
-        (each.what, milliseconds(each.step_time_s), _change(each.loses), size(each.peak_memory_bytes)) for each in rows
+        (
+            each.what,
+            milliseconds(each.step_time_s),
+            "yes" if each.is_simulated else "no: a sum",
+            _change(each.loses),
+            size(each.peak_memory_bytes),
+        )
+        for each in rows
     ]
-    return Table("The best plans of other kinds that fit", ("most layers", "ms", "slower by", "memory"), tuple(cells))
+    return Table(
+        "The best plans of other kinds that fit",
+        ("most layers", "ms", "simulated", "slower by", "memory"),
+        tuple(cells),
+    )
 
 
 def forced_table(rows: Sequence[ForcedRow], plan: Plan) -> Table:

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.errors import QuestionError
 from autopar.explain.findings import Findings
+from autopar.explain.forced import faster
 from autopar.explain.report.choices import (
     forced_table,
     front_figure,
@@ -140,7 +141,10 @@ def sections(findings: Findings) -> Iterator[Section]:
     yield Section(
         "layers-section",
         "Layers",
-        ("Every layer from first to last, and what is decided for it. Dashed lines are borders of pipeline stages.",),
+        (
+            "Every layer from first to last, and what is decided for it."
+            + (" Dashed lines are borders of pipeline stages." if plan.stages else ""),
+        ),
         (layer_strip(plan),),
         (layer_table(plan),),
     )
@@ -206,8 +210,9 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     answer, plan = findings.answer, findings.answer.plan
     if answer.considered:
         text = (
-            f"{len(answer.considered):,} of the plans that the search looked at, as it estimated them: the fast ones "
-            "and a sample of the others. Point at one to see what it does."
+            f"{len(answer.considered):,} of the plans that the search looked at, the fast ones and a sample of the "
+            "others: as sums of seconds, and where the step was simulated without what computing hides. Point at one "
+            "to see what it does."
         )
         tables = (runner_table(findings.explanation.runners_up), front_table(answer))
         yield Section("front-section", "Time against memory", (text,), (front_figure(answer),), tables)
@@ -219,8 +224,12 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if findings.sweep[1]:
         tables += (sweep_table(*findings.sweep),)
     if tables:
-        text = "Each row is the best plan under that condition, searched for anew."
-        yield Section("choices-section", "Other choices", (text,), (), tables)
+        text = ["Each row is the best plan under that condition, searched for anew."]
+        text += [
+            f"{row.constraint} is faster than the plan: the search had passed it over; ask for it as a constraint."
+            for row in faster(findings.forced, plan.step_time_s)
+        ]
+        yield Section("choices-section", "Other choices", tuple(text), (), tables)
 
 
 def _certainty_section(findings: Findings) -> Section:
