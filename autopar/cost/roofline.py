@@ -1,4 +1,4 @@
-"""The roofline as one formula for numbers, arrays and symbols: what `ClusterPrices` asks, and what `closed_forms` shows.
+"""The roofline, one formula for numbers and symbols: what `ClusterPrices` asks, and what `closed_forms` shows.
 
 ``seconds = kernels * launch + max(flops / rate, reads / bandwidth) + writes / bandwidth``: the result is written after
 the last product of each tile, which is why products with a short inner dimension stay below the peak.

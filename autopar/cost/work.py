@@ -102,7 +102,7 @@ def packet_name(target: str) -> str:
 
 
 def _sum_bytes(types: Types) -> float:
-    return float(sum(t.num_bytes for t in types))
+    return sum((t.num_bytes for t in types), 0.0)
 
 
 def _floating(types: Types) -> Types:
@@ -213,7 +213,7 @@ def _count_batch_norm(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _count_dropout(op: Op, operands: Types, results: Types) -> Work:
-    mask, whole = float(operands[0].num_elements), operands[0].num_bytes
+    mask, whole = 1.0 * operands[0].num_elements, operands[0].num_bytes
     return Work(
         "bytes",
         operands[0].dtype,
