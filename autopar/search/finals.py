@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.placement import mesh_axes
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import ScheduleSource
@@ -35,7 +34,6 @@ __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 _NOTHING = 1e-12  # share of the step: less is rounding
 _MAX_PIPELINES = 6  # that are simulated again,
 _MAX_ACTIONS = 40_000  # and the actions of all but the last of them
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +100,7 @@ def best_final(
 
 @dataclass(frozen=True, eq=False)
 class _Draw:
-    """What may be the best: it takes `least_s` if all that can be hidden is."""
+    """What may be the best: it takes `least_s` if all collectives of parameters are hidden."""
 
     least_s: float
     trial: Trial | None
@@ -123,11 +121,9 @@ class _Draw:
 
 def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:
     for trial in trials:
-        hideable = _hideable_share(trial)
         for path in _front(trial):
             if trial.paths.peak_bytes[path] <= limit_bytes:
-                hidden_s = hideable * _parameter_comm_s(trial, path) if hideable else 0.0
-                yield _Draw(trial.paths.time_s[path] - hidden_s, trial, path, None)
+                yield _Draw(trial.paths.time_s[path] - _parameter_comm_s(trial, path), trial, path, None)
 
 
 def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -149,10 +145,8 @@ def _pipeline_draws(found: Found | None) -> Iterator[_Draw]:
         if left <= 0:
             return
         left -= num_actions(staged.shape)
-        hideable = _hideable_share(staged)
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
-        hidden_s = hideable * sum(cost.parameter_comm_s for cost in costs)
-        yield _Draw(staged.step_s - hidden_s, None, 0, staged)
+        yield _Draw(staged.step_s - sum(cost.parameter_comm_s for cost in costs), None, 0, staged)
 
 
 def _front(trial: Trial) -> list[int]:
@@ -162,14 +156,6 @@ def _front(trial: Trial) -> list[int]:
     least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
     found: list[int] = order[peak[order] < least].tolist()
     return found
-
-
-def _hideable_share(owner: Trial | Staged) -> float:
-    """At most this share of a collective's seconds disappears beside compute."""
-    task = owner.setting.task
-    axes = {axis for mesh in task.meshes for axis in mesh_axes(mesh) if axis.size > 1}
-    taken = (task.prices.interference(kind, axis) for kind in _COLLECTIVES for axis in axes)
-    return 1.0 - min(taken, default=1.0)
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:

@@ -6,11 +6,11 @@ Everything comes from where the plan's price comes from (`layer_cost`, `crossing
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.placement import Axis
-from autopar.program import Layer
+from autopar.program import Layer, Program
 from autopar.search.layer_cost import (
     PricedCollective,
     TrainingSpec,
@@ -143,13 +143,31 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         backward=_in_order("backward", back_s, back, prices),
         inputs=_in_order("backward", inputs_s, [run for run in back if run.purpose != "parameter"], prices),
         weights=_in_order("weight", weight_s, [run for run in back if run.purpose == "parameter"], prices),
-        gathers=tuple(collective_item(run, prices) for run in stored if run.phase == "forward"),
-        reduces=tuple(collective_item(run, prices) for run in reversed(stored) if run.phase == "backward"),
+        gathers=_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
+        reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
         gathers_each=placed.zero == 3,
         regathers=placed.zero == 3 and training.is_training and training.reruns,
         reduces_each=placed.zero >= 2,
         is_rerun=placed.recompute == "full",
     )
+
+
+def _travelling_together(program: Program, runs: Sequence[PricedCollective], prices: Prices) -> tuple[Item, ...]:
+    """The collectives of one layer's parameters: those of a kind share a buffer, and its seconds by their bytes."""
+    shared: dict[tuple[object, ...], list[PricedCollective]] = {}
+    for run in runs:
+        shared.setdefault((run.kind, run.axis, program.type_of(run.value).dtype), []).append(run)
+    found: list[Item] = []
+    for together in shared.values():
+        whole = replace(together[0], num_bytes=sum(run.num_bytes for run in together))
+        item = collective_item(whole, prices)
+        found += [
+            item._replace(
+                name=run.value, num_bytes=run.num_bytes, seconds=item.seconds * run.num_bytes / whole.num_bytes
+            )
+            for run in together
+        ]
+    return tuple(found)
 
 
 def _op_seconds(
