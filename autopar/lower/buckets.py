@@ -36,24 +36,37 @@ def reduce_bucket(
 
 
 def start_gather_bucket(
-    xs: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator
+    xs: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator, layer: str = ""
 ) -> BucketHandle:
-    """`gather_bucket`, not waited for: the first round of collectives is under way when this returns."""
-    return BucketHandle(xs, [forward_moves(steps) for steps in steps_list], communicator)
+    """`gather_bucket`, not waited for: the first round of collectives is under way when this returns.
+
+    `layer` is the name of the layer that they are for.
+    """
+    return BucketHandle(xs, [forward_moves(steps) for steps in steps_list], communicator, ("gather", layer))
 
 
 def start_reduce_bucket(
-    gradients: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator
+    gradients: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator, layer: str = ""
 ) -> BucketHandle:
-    """`reduce_bucket`, not waited for: the first round of collectives is under way when this returns."""
-    return BucketHandle(gradients, [backward_moves(steps) for steps in steps_list], communicator)
+    """`reduce_bucket`, not waited for: the first round of collectives is under way when this returns.
+
+    `layer` is the name of the layer that they are for.
+    """
+    return BucketHandle(gradients, [backward_moves(steps) for steps in steps_list], communicator, ("reduce", layer))
 
 
 class BucketHandle:
     """Tensors on their way.  Every rank must start and wait for its buckets in the same order."""
 
-    def __init__(self, xs: Sequence[Tensor], moves: Sequence[Sequence[Move]], communicator: Communicator) -> None:
-        """Start moving ``xs[i]`` by ``moves[i]``."""
+    def __init__(
+        self,
+        xs: Sequence[Tensor],
+        moves: Sequence[Sequence[Move]],
+        communicator: Communicator,
+        purpose: tuple[str, str],
+    ) -> None:
+        """Start moving ``xs[i]`` by ``moves[i]``; `purpose` is what `Communicator.serving` is told."""
+        self._purpose = purpose
         self._xs = [x.detach() for x in xs]
         self._left = [[move for move in own if _moves_something(move)] for own in moves]
         if len(self._xs) != len(self._left):
@@ -79,7 +92,8 @@ class BucketHandle:
             if left:
                 key = (Move(left[0].axis, left[0].kind, -1, -1), self._xs[index].dtype)
                 waiting.setdefault(key, []).append(index)
-        return [self._start(move, indices) for (move, _), indices in waiting.items()]
+        with self._communicator.serving(*self._purpose):
+            return [self._start(move, indices) for (move, _), indices in waiting.items()]
 
     def _start(self, move: Move, indices: list[int]) -> _Flight:
         parts = [(self._xs[index], self._left[index].pop(0)) for index in indices]

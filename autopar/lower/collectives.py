@@ -77,7 +77,7 @@ class Handle:
         return self._result
 
     def on_arrival(self, action: Callable[[], None]) -> None:
-        """Call `action` once, in any thread, when the result is there, as far as that is known before it is waited for."""
+        """Call `action` once, in any thread, when the result is there (as far as that is known: when waited for)."""
         if self._on_arrival is None:
             self._waiting.append(action)
         else:

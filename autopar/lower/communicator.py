@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from autopar.lower.collectives import Collective, Handle, TracedCommunicator
+from autopar.lower.collectives import Collective, Handle, TracedCommunicator, Watch
 from autopar.lower.process_groups import ProcessGroupCommunicator
 from autopar.lower.simulation import CollectiveMismatchError, ThreadCommunicator, simulate
 from autopar.placement import Axis
@@ -64,6 +64,14 @@ class Communicator(Protocol):
 
     def note(self, collectives: Iterable[Collective]) -> None:
         """Record collectives that a compiled program runs by itself."""
+        ...
+
+    def watching(self, watch: Watch) -> AbstractContextManager[None]:
+        """A context in which `watch` gets every collective before it starts, but those of compiled layers."""
+        ...
+
+    def serving(self, category: str, layer: str) -> AbstractContextManager[None]:
+        """A context whose collectives serve parameters of `layer`: ``"gather"`` or ``"reduce"``; for `watching`."""
         ...
 
     def traced(self) -> TracedCommunicator:

@@ -31,6 +31,7 @@ from autopar.placement import REPLICATE, Layout, Placement, shard
 __all__ = [
     "DispatchMode",
     "ModuleTables",
+    "after_backward",
     "before_backward",
     "call_function",
     "compile_graph",
@@ -54,6 +55,7 @@ __all__ = [
     "make_mesh",
     "map_leaves",
     "module_tables",
+    "on_completion",
     "on_gradient",
     "open_group",
     "run_backward",
@@ -107,6 +109,16 @@ def start_all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> dist.Work:
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
     """Overwrite `x` by that of process `source`."""
     return _dist.broadcast(x, source, group=group, async_op=True)
+
+
+def on_completion(work: dist.Work, action: Callable[[], None]) -> None:
+    """Call `action`, in any thread, when `work` on CPU tensors is done."""
+    untyped: Any = work
+
+    def done(future: Any) -> None:
+        action()
+
+    untyped.get_future().add_done_callback(done)
 
 
 def start_send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
@@ -399,6 +411,12 @@ def module_tables(module: nn.Module) -> ModuleTables:
     """The registers themselves: names keep their order, repeats and ``None``, and clash with no attribute."""
     untyped: Any = module
     return ModuleTables(untyped._parameters, untyped._buffers, untyped._modules, untyped._non_persistent_buffers_set)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call `action` when the backward that is running has ended; only while one runs."""
+    untyped: Any = torch.autograd.Variable
+    untyped._execution_engine.queue_callback(action)
 
 
 def edge_of(x: Tensor) -> GradientEdge:

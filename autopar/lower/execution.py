@@ -23,6 +23,7 @@ from autopar.lower.parameters import Gathering
 from autopar.lower.random import RandomState
 from autopar.lower.reshard_ops import reshard_tensor
 from autopar.lower.stage_map import StageMap
+from autopar.lower.stopwatch import Stopwatch
 from autopar.lower.store import ParameterStore
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
 from autopar.plan import Plan
@@ -57,6 +58,7 @@ class Executor:
         )
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
         self.whole_outputs = False
+        self.stopwatch: Stopwatch | None = None  # while somebody measures
         self.kept = set(program.outputs) | set(program.updates.values())
         self.stages = StageMap(program, plan, communicator.rank)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
@@ -131,16 +133,22 @@ class Executor:
         for index in indices:
             assert use is not None
             runner = self.runners[index]
+            if self.stopwatch is not None:
+                self.stopwatch.forward(index, microbatch)
             following = open_layer(index + 1) if index + 1 < indices.stop else None
             inputs = [reshard_tensor(values[name], steps, self.communicator) for name, steps in runner.moves]
             context = LayerContext(self.communicator, microbatch, runner.first_op, random)
             outputs = runner.run(use, inputs, context)
+            if self.stopwatch is not None:
+                self.stopwatch.backward_begins_at(outputs, index, microbatch)
             if use.gathering is not None and runner.parameters.is_gathered_anew and _has_gradient(outputs):
                 use.gathering.before, awaited = awaited, use.gathering
             values |= zip(runner.layer.outputs, outputs, strict=True)
             for name in runner.dead:
                 values.pop(name, None)
             use = following
+        if self.stopwatch is not None:
+            self.stopwatch.pause()
 
     @torch.no_grad()
     def update_buffers_of_microbatch(self, values: Mapping[str, Tensor]) -> None:

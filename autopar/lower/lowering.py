@@ -142,7 +142,7 @@ class Lowering:
         roles = self.program.values
         return LayerRunner(
             layer, strategy, lowered, keeping,
-            self._parameters([h for h in held if roles[h[1]].role == "parameter"], strategy.mesh),
+            self._parameters([h for h in held if roles[h[1]].role == "parameter"], strategy.mesh, layer.name),
             tuple(
                 (position, self.program.parameters[name], self._dtype(name),
                  self._from_whole(layout, strategy.mesh))
@@ -169,11 +169,11 @@ class Lowering:
             self.programs[key] = lowered, keeping
         return self.programs[key]
 
-    def _parameters(self, held: list[tuple[int, str, Layout]], mesh: tuple[int, ...]) -> LayerParameters:
+    def _parameters(self, held: list[tuple[int, str, Layout]], mesh: tuple[int, ...], layer: str) -> LayerParameters:
         names = [self.program.parameters[name] for _, name, _ in held]
         return LayerParameters(
             self.store, names, [position for position, _, _ in held], [layout for _, _, layout in held],
-            [self._dtype(name) for _, name, _ in held], mesh, self.communicator,
+            [self._dtype(name) for _, name, _ in held], mesh, self.communicator, layer,
         )  # fmt: skip
 
     def _dtype(self, value: str) -> torch.dtype:

@@ -44,8 +44,10 @@ class LayerParameters:
         dtypes: Sequence[torch.dtype],
         mesh: tuple[int, ...],
         communicator: Communicator,
+        layer: str = "",
     ) -> None:
-        """`copies` are on `mesh`; `dtypes` are what the layer computes in."""
+        """`copies` are on `mesh`; `dtypes` are what the layer computes in; `layer` is its name."""
+        self.layer = layer
         fine = refine_mesh(store.mesh, mesh)
         self.store = store
         self.names = tuple(names)
@@ -74,7 +76,7 @@ class LayerParameters:
         """Set the gathers off; None if nothing has to move.  Casts come first, so that less travels."""
         if not self.moves_forward:
             return None
-        return start_gather_bucket(self._cast(parameters), self.steps, self.communicator)
+        return start_gather_bucket(self._cast(parameters), self.steps, self.communicator, self.layer)
 
     def finish_gather(self, parameters: Sequence[Tensor], handle: BucketHandle | None) -> list[Tensor]:
         """The compute copies."""
@@ -86,7 +88,10 @@ class LayerParameters:
             return Reduction(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         handle = start_reduce_bucket(
-            [g for g in gradients if g is not None], [self.steps[i] for i in present], self.communicator
+            [g for g in gradients if g is not None],
+            [self.steps[i] for i in present],
+            self.communicator,
+            self.layer,
         )
         return Reduction([None] * len(gradients), present, handle)
 
