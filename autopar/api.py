@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 

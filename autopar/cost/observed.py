@@ -42,7 +42,7 @@ def corrections(profile: Profile | None, fingerprint: str) -> Corrections:
     Peaks are scaled up by the largest ratio of measured over predicted bytes, never down; the error is then the largest
     that was seen.
     """
-    steps = profile.steps if profile else {}
+    steps = profile.steps if profile else dict[str, ObservedStep]()
     own = [step for key, step in steps.items() if key.startswith(step_key(fingerprint, ""))]
     seen: Sequence[ObservedStep] = own or list(steps.values())
     sizes = [

@@ -16,6 +16,7 @@ from autopar.lower.agreement import agree, agree_equal, digest_inputs
 from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import local_tensor
 from autopar.lower.execution import Executor, check_plan
+from autopar.lower.first_steps import FirstSteps, StepComparison
 from autopar.lower.gradients import clip_gradients
 from autopar.lower.layer_runner import LayerRunner
 from autopar.lower.lowering import Executable
@@ -25,9 +26,11 @@ from autopar.lower.pipeline import run_pipeline
 from autopar.lower.predictions import Predictions
 from autopar.lower.program_text import LoweredProgram
 from autopar.lower.random import agree_base_seed
+from autopar.lower.reporting import report_steps
 from autopar.lower.reshard_ops import apply_forward
 from autopar.lower.skeleton import state_names
 from autopar.lower.stage_map import StageMap
+from autopar.lower.step_report import StepReport
 from autopar.lower.store import local_part, make_store
 from autopar.placement import REPLICATE, reshard
 from autopar.plan import Plan
@@ -133,6 +136,7 @@ class ParallelModule(nn.Module):
         object.__setattr__(self, _NOTHING, nn.Parameter(torch.empty(0, device=communicator.device)))
         self.whole_outputs = False
         self.training = module.training
+        self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
 
     @property
     def plan(self) -> Plan:
@@ -147,6 +151,15 @@ class ParallelModule(nn.Module):
         return LoweredProgram(executable.program, executable.plan, self.layer_runners, collective_s)
 
     @property
+    def observed(self) -> StepComparison | None:
+        """A real step of this rank beside what the plan promised: known from the fourth training call on."""
+        return self._first_steps.seen
+
+    def on_observed(self, report: Callable[[StepComparison], None]) -> None:
+        """Have rank 0 call `report` once, when `observed` is known."""
+        self._first_steps.report = report
+
+    @property
     def layer_runners(self) -> tuple[LayerRunner, ...]:
         """The lowered layers in order, for tools that watch them run."""
         return tuple(self._executor.runners.values())
@@ -159,6 +172,10 @@ class ParallelModule(nn.Module):
                 waits.
             MeshError: ranks got different batches (looked at in the first call).
         """
+        if self.training and torch.is_grad_enabled():
+            self._first_steps.begin_step()
+        else:
+            self._first_steps.interrupt()
         executor = self._current(has_target=kwargs.get("target") is not None)
         executor.whole_outputs = self.whole_outputs
         executable = executor.executable
@@ -195,6 +212,25 @@ class ParallelModule(nn.Module):
             ...     model(**batch).loss.backward()
         """
         return self._communicator.recording()
+
+    def report(self, step: Callable[[], object], *, steps: int = 3, warmup: int = 1) -> StepReport:
+        """Run training steps and set what they take against what was predicted, layer by layer.
+
+        Every rank must call it, as any step.  A rank measures itself.  On a CPU that is what passes on the clock, so
+        ranks that share cores measure each other, too; of compiled layers their collectives count as theirs.
+
+        Args:
+            step: one whole training step, optimizer included.
+            steps: how many to measure.
+            warmup: how many to run before.
+
+        Example:
+            >>> report = model.report(lambda: train_step(model, optimizer, batch))
+            >>> print(report)
+            >>> report.trace("trace.json")  # and report.html("report.html")
+        """
+        predicted = None if self._predictions is None else self._predictions.timeline()
+        return report_steps(self._executor, predicted, step, steps, warmup)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as

@@ -1,0 +1,119 @@
+"""The first real steps: compared with the plan, kept in the profile, used by the next plan."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from autopar import api
+from autopar.arguments import training_spec
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices, Profile
+from autopar.cost.observed import MEMORY_ERROR, corrections, step_key
+from autopar.cost.profile import ObservedStep
+from autopar.errors import InfeasibleError
+from autopar.lower import ParallelModule
+from autopar.lower.compat import run_backward
+from autopar.lower.first_steps import FirstSteps, StepComparison
+from autopar.lower.schedules import schedule_actions
+from autopar.plan import Plan
+from autopar.rehearsal import loss_of, run_ranks
+from autopar.search import SearchRequest, search
+from autopar.search.simulation import simulate_step
+from autopar.trace import Traced
+from tests.models import make_plain_gpt
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Traced, Plan]:
+    model, inputs = make_plain_gpt()
+    traced = api.trace_model(model, inputs)
+    return traced, search(traced.program, 2, _prices(), SearchRequest(8e9, constraints=("data=2", "zero=1")))
+
+
+def _prices() -> ClusterPrices:
+    return ClusterPrices(Cluster.of("cpu", devices_per_node=2), None)
+
+
+def test_the_second_and_third_step_are_compared(planned: tuple[Traced, Plan], caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = make_plain_gpt()
+
+    def train(parallel: ParallelModule) -> tuple[bool, StepComparison | None]:
+        found: list[StepComparison] = []
+        parallel.on_observed(found.append)
+        for step in range(4):
+            assert parallel.observed is None
+            if step == 0:
+                with torch.no_grad():
+                    parallel(**inputs)  # no training call: counting begins behind it
+            run_backward(loss_of(parallel(**inputs)))
+        return found == [parallel.observed], parallel.observed
+
+    with caplog.at_level(logging.INFO, logger="autopar"):
+        results = run_ranks(model, planned[0], planned[1], inputs, train)
+    assert [is_told for is_told, _ in results] == [True, False]  # rank 0 alone is told, all know
+    assert all(seen is not None and seen.measured_s > 0 and seen.measured_bytes == 0 for _, seen in results)
+    assert [record.message.startswith("step: ") for record in caplog.records if record.name == "autopar"] == [True]
+
+
+def test_outside_the_error_bar_it_says_what_to_do() -> None:
+    fine = StepComparison(1.0, 1.04, 0.0, 100.0, 104.0, 0.05, 0.05)
+    off = StepComparison(1.0, 1.06, 0.0, 100.0, 106.0, 0.05, 0.05)
+    assert [fine.is_slow, fine.is_large] == [False, False]
+    assert off.is_slow
+    assert off.is_large
+    assert "python -m autopar.profile" in str(off)
+    assert "memory=" in str(off)
+    assert "\n" not in str(fine)
+
+
+def test_a_seen_peak_scales_the_next_prediction(planned: tuple[Traced, Plan]) -> None:
+    traced, plan = planned
+    profile = Profile("cpu", 2, "", {}, {})
+    assert corrections(profile, "f").memory_error == MEMORY_ERROR
+    larger = profile.with_steps({step_key("f", "a"): ObservedStep(1.0, 1.2, 100.0, 150.0)})
+    known = corrections(larger, "f")
+    assert (known.memory_factor, known.step_time_error) == (1.5, pytest.approx(0.2))
+    request = SearchRequest(8e9, constraints=("data=2", "zero=1"), memory_factor=1.5, memory_error=0.1)
+    scaled = search(traced.program, 2, _prices(), request)
+    assert scaled.peak_memory_bytes == pytest.approx(1.5 * plan.peak_memory_bytes)
+    assert scaled.memory_error == 0.1
+    assert "+- 10 %" in str(scaled)
+    with pytest.raises(InfeasibleError):  # it would fit, but not with its error
+        search(traced.program, 2, _prices(), SearchRequest(plan.peak_memory_bytes, request.training,
+               ("data=2", "zero=1", "microbatches=1", "recompute=none"), memory_error=0.1))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "constraints", [("data=2", "zero=3"), ("pipeline=2", "schedule=zbv", "microbatches=4")], ids=str
+)
+def test_memory_over_time_peaks_where_the_plan_says(constraints: tuple[str, ...]) -> None:
+    model, inputs = make_plain_gpt(layers=4)
+    traced, training = api.trace_model(model, inputs), training_spec(model, "adamw")
+    plan = search(traced.program, 2, _prices(), SearchRequest(8e9, training, constraints, schedules=schedule_actions))
+    timeline = simulate_step(traced.program, plan, _prices(), training, schedule_actions, overhead_bytes=7.0)
+    assert len(timeline.memory) == plan.num_groups
+    peaks = [timeline.peak(group).total_bytes for group in range(plan.num_groups)]
+    assert max(peaks) == pytest.approx(plan.peak_memory_bytes + 7.0)
+    assert timeline.memory_limit_bytes == 8e9 + 7.0
+    for points in timeline.memory:
+        times = [point.time_s for point in points]
+        assert times == sorted(times)
+        assert times[-1] == timeline.step_s
+        assert min(min(point.num_bytes) for point in points) > -1e-6
+        saved = [point.num_bytes[3] for point in points]
+        assert saved[0] == saved[-1] == 0 < max(saved)
+
+
+def test_a_watch_begins_anew_behind_other_calls(planned: tuple[Traced, Plan]) -> None:
+    watch = FirstSteps(planned[1], 0, torch.device("cpu"))
+    for _ in range(3):
+        watch.begin_step()
+    watch.interrupt()
+    for _ in range(3):
+        watch.begin_step()
+    assert watch.seen is None
+    watch.begin_step()
+    assert watch.seen is not None
