@@ -18,14 +18,14 @@ from autopar.backend.options import Options
 from autopar.backend.session import Session
 from autopar.backend.storage import Stored, stored_parameters
 from autopar.cost import ClusterPrices
-from autopar.errors import BackendError
+from autopar.errors import BackendError, TraceError
 from autopar.fit import check_fit
 from autopar.lower.agreement import agree, agree_equal, digest_inputs, digest_state, share
 from autopar.placement import REPLICATE, refine_layout
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, search
-from autopar.trace import Traced, trace
+from autopar.trace import Traced, custom_backwards, frame_of_text, trace
 
 __all__ = ["PlannedGraph", "plan_graph"]
 
@@ -59,6 +59,7 @@ def plan_graph(
     started_s = time.perf_counter()
     module = make_module(graph, values)
     inputs = [values[place] for place in graph.places("input")]
+    agree(group, lambda: _refuse_custom_functions(graph))
     found = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), trains=trains))
     trace_s = time.perf_counter() - started_s
     agree_equal(
@@ -84,6 +85,15 @@ def plan_graph(
         prices = session.prices(options)
         session.plans[key] = share(group, lambda: _decide(traced.program, prices, request, options, session, trace_s))
     return PlannedGraph(module, traced, session.plans[key], fixed, stored)
+
+
+def _refuse_custom_functions(graph: CapturedGraph) -> None:
+    for stack in custom_backwards(graph.code):
+        raise TraceError(
+            f"{frame_of_text(stack) or 'the model'}: a custom torch.autograd.Function, whose backward does not show in "
+            "a traced graph. Make it an op with torch.library.custom_op and register_autograd, or keep it out of the "
+            "graphs with torch.compiler.disable"
+        )
 
 
 def _trace(

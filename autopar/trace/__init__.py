@@ -4,8 +4,8 @@
 `autopar.trace.pipeline.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
-from autopar.trace.capture import copy_with
-from autopar.trace.compat import argument_source, is_wrapped_number, run_captured
+from autopar.trace.capture import copy_with, frame_of_text
+from autopar.trace.compat import argument_source, custom_backwards, is_wrapped_number, run_captured
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.pipeline import Traced, trace
 from autopar.trace.signature import default_example_inputs
@@ -15,7 +15,9 @@ __all__ = [
     "Traced",
     "argument_source",
     "copy_with",
+    "custom_backwards",
     "default_example_inputs",
+    "frame_of_text",
     "is_wrapped_number",
     "put_loss_inside",
     "require_target",

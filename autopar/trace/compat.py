@@ -26,6 +26,7 @@ __all__ = [
     "argument_names",
     "argument_source",
     "clone_tree",
+    "custom_backwards",
     "fake_mode",
     "fake_tensor",
     "flatten_one_level",
@@ -220,6 +221,17 @@ def argument_source(node: fx.Node) -> str:
 def is_wrapped_number(node: fx.Node) -> bool:
     """Whether an argument of one of Dynamo's graphs is a Python number that travels as a tensor."""
     return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
+def custom_backwards(module: fx.GraphModule) -> list[str]:
+    """The stack traces of the custom autograd functions in one of Dynamo's graphs and the graphs inside it."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [
+        str(node.meta.get("stack_trace") or "")
+        for graph in graphs
+        for node in graph.nodes
+        if is_higher_order(node.target) and node.target.name() == "autograd_function_apply"
+    ]
 
 
 def run_captured(module: fx.GraphModule, args: Sequence[Any]) -> Any:
