@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -43,7 +43,7 @@ from autopar.explain.report.steps import (
 )
 from autopar.explain.work import kind_works
 
-__all__ = ["Section", "render_report", "sections", "write_report"]
+__all__ = ["Section", "render_page", "render_report", "sections", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,35 @@ def write_report(path: str | Path, findings: Findings) -> None:
 
 def render_report(findings: Findings) -> str:
     """The page as one HTML text, which loads nothing from anywhere."""
+    plan = findings.answer.plan
+    return render_page(
+        f"{findings.target} on {plan.world_size} x {plan.device}",
+        tuple(_cards(findings)),
+        findings.explanation.binds,
+        _asked(findings),
+        tuple(sections(findings)),
+    )
+
+
+def render_page(
+    title: str,
+    cards: Sequence[tuple[str, str, Number, str]],
+    verdict: str,
+    asked: Sequence[str],
+    shown: Sequence[Section],
+) -> str:
+    """Sections as one HTML text, which loads nothing from anywhere.
+
+    Args:
+        title: of the page.
+        cards: the numbers at the top: id, name, number and what stands below it.
+        verdict: a sentence below them, without its full stop.
+        asked: what the page is about, in short texts.
+        shown: the sections in order.
+
+    Raises:
+        QuestionError: what draws pages is not installed.
+    """
     try:
         jinja2: Any = importlib.import_module("jinja2")
         offline: Any = importlib.import_module("plotly.offline")
@@ -81,16 +110,14 @@ def render_report(findings: Findings) -> str:
         ) from error
     files = resources.files("autopar.explain.report")
     parts = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
-    found = tuple(sections(findings))
-    figures = {figure.name: figure.spec for section in found for figure in section.figures}
+    figures = {figure.name: figure.spec for section in shown for figure in section.figures}
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    plan = findings.answer.plan
     return environment.from_string(parts["page.html"]).render(
-        title=f"{findings.target} on {plan.world_size} x {plan.device}",
-        cards=tuple(_cards(findings)),
-        verdict=findings.explanation.binds,
-        asked=_asked(findings),
-        sections=found,
+        title=title,
+        cards=cards,
+        verdict=verdict,
+        asked=asked,
+        sections=shown,
         style=parts["page.css"],
         script=parts["page.js"],
         plotly=offline.get_plotlyjs(),
