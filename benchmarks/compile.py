@@ -85,8 +85,8 @@ def main() -> None:
         run(options.layers[0], options.steps)
         return
     sys.stdout.write(
-        f"# {' '.join(sys.argv)}: torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, 2 ranks of 1 "
-        "thread, gloo\n"
+        f"# {' '.join(sys.argv)}: torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, "
+        "2 ranks of 1 thread, gloo\n"
     )
     environment = os.environ | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     for layers in options.layers:

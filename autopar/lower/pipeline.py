@@ -62,7 +62,11 @@ def run_pipeline(executor: Executor, tensors: Sequence[Tensor], base_seed: int) 
     found = step.results(_returned(executor))
     parameters = trained_parameters(executor)
     released = step.gradients_of(list(parameters))
-    found[program.loss] = release_later(found[program.loss], released, list(parameters.values()), step.spread_overflow)
+    # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
+    is_half = any(value.type.dtype == "float16" for value in program.values.values())
+    found[program.loss] = release_later(
+        found[program.loss], released, list(parameters.values()), step.spread_overflow, is_scaled=is_half
+    )
     step.close()
     return found
 

@@ -178,6 +178,8 @@ def release_later(
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
     spread: Callable[[Sequence[Tensor | None]], None] | None = None,
+    *,
+    is_scaled: bool = False,
 ) -> Tensor:
     """`loss` with a backward that gives `gradients` to `parameters`, scaled by the gradient that comes in.
 
@@ -187,19 +189,24 @@ def release_later(
         parameters: where they go; there may be none, and the loss is differentiable all the same.
         spread: see `spread_overflow`.  Called if they are scaled (by a gradient scaler): with stages an overflow may be
             in one of them only.
+        is_scaled: expect a gradient scaler, even where its scale is 1.
     """
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    return call_function(_Release, loss, _Waiting(list(gradients), spread), anchor, *parameters)
+    return call_function(_Release, loss, _Waiting(list(gradients), spread, is_scaled), anchor, *parameters)
 
 
 class _Waiting:
     """Gradients that wait for ``loss.backward()``; they can be taken once."""
 
     def __init__(
-        self, gradients: list[Tensor | None], spread: Callable[[Sequence[Tensor | None]], None] | None
+        self,
+        gradients: list[Tensor | None],
+        spread: Callable[[Sequence[Tensor | None]], None] | None,
+        is_scaled: bool,
     ) -> None:
         self._gradients: list[Tensor | None] | None = gradients
         self._spread = spread
+        self._is_scaled = is_scaled
 
     def take(self, scale: Tensor) -> list[Tensor | None]:
         if self._gradients is None:
@@ -210,7 +217,7 @@ class _Waiting:
         gradients, self._gradients = self._gradients, None
         for local in _locals(gradients):
             local.mul_(scale.to(local.dtype))
-        if self._spread is not None and float(scale) != 1.0:
+        if self._spread is not None and (self._is_scaled or float(scale) != 1.0):
             self._spread(gradients)
         return gradients
 
