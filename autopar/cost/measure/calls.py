@@ -194,7 +194,7 @@ _UNARY: dict[str, tuple[tuple[Any, ...], tuple[int, ...]]] = {
     "aten.neg.default": ((), ()),
     "aten._to_copy.default": ((), ()),
     "aten.clamp_min.default": ((0.0,), (0,)),
-    "aten.constant_pad_nd.default": (([0, 1],), ()),
+    "aten.pad.default": (([0, 1],), ()),
 }
 _BINARY: dict[str, tuple[int, ...]] = {"aten.mul.Tensor": (0, 1), "aten.add.Tensor": (), "aten.div.Tensor": (0, 1)}
 
