@@ -172,7 +172,8 @@ class Plan:
         num_microbatches: passes that the batch is cut into; 1 means none.
         layers: every layer in order.
         strategies: the distinct layer strategies; `costs` runs parallel to it.
-        shared_storage: parameter name -> layout on `shared_mesh`, for parameters that several layers read.
+        shared_storage: parameter name -> layout on `shared_mesh`, for parameters that several layers read, or that the
+            caller keeps.
         step_time_s: predicted seconds of one training step, optimizer included.
         peak_memory_bytes: predicted peak bytes per device.
         memory_limit_bytes: what the search was allowed.

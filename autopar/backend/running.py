@@ -19,6 +19,8 @@ from autopar.lower.lowering import Executable
 from autopar.lower.random import agree_base_seed
 from autopar.lower.store import ParameterStore, Stored
 from autopar.placement import refine_layout, refine_mesh
+from autopar.plan import Plan
+from autopar.program import Program
 
 __all__ = ["RunningGraph"]
 
@@ -44,6 +46,16 @@ class RunningGraph:
         ]  # what was computed from them alone is part of the program
         self._versions: list[tuple[int, int]] | None = None
 
+    @property
+    def program(self) -> Program:
+        """What it runs."""
+        return self._executor.executable.program
+
+    @property
+    def plan(self) -> Plan:
+        """How."""
+        return self._executor.executable.plan
+
     def is_current(self, values: Sequence[Any]) -> bool:
         """Whether buffers are still what they were when the graph was traced."""
         versions = [_version(values[place]) for place in self._read]
@@ -55,7 +67,7 @@ class RunningGraph:
         """The graph's outputs for its flat arguments: whole on every rank, and differentiable."""
         self._bind(values)
         executor, graph = self._executor, self._graph
-        program = executor.executable.program
+        program = self.program
         given = [values[place] for place in graph.places("input")]
         with torch.autocast(self._communicator.device.type, enabled=False):  # the traced program has its casts
             tensors = executor.executable.flatten_inputs(given, {})
@@ -84,13 +96,13 @@ class RunningGraph:
 
     @torch.no_grad()
     def _update_buffers(self, found: dict[str, Tensor]) -> None:
-        program = self._executor.executable.program
+        program = self.program
         for buffer, new in program.updates.items():
             whole = self._executor.make_whole(new, found[new].detach())
             self._module.get_buffer(program.parameters[buffer]).copy_(whole)
 
     def _fixed_output(self, name: str) -> Tensor:
-        program = self._executor.executable.program
+        program = self.program
         if name in self._constants:
             return self._constants[name].to(self._communicator.device, copy=True)
         member = program.parameters[name]

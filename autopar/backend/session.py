@@ -93,6 +93,6 @@ def made_plans(mesh: DeviceMesh) -> tuple[Plan, ...]:
     """The plans that ``torch.compile(..., backend="autopar")`` made on `mesh` so far, in order.
 
     Example:
-        >>> for plan in autopar.backend.made_plans(mesh): print(plan)       # doctest: +SKIP
+        >>> print(*made_plans(mesh))       # doctest: +SKIP
     """
     return tuple(session_of(mesh).plans.values())

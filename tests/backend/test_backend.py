@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from autopar.backend.graph import readable_name
 from autopar.backend.options import read_options
+from autopar.backend.running import RunningGraph
 from autopar.backend.session import session_of
 from autopar.errors import AutoparError, BackendError
+from autopar.search.plan_collectives import plan_collectives
 from tests.backend import models
 from tests.backend.models import Breaking, Mlp, compile_for, differences, make_mesh, vector_batches
 from tests.ranks import run_ranks, run_script
@@ -66,9 +68,8 @@ def test_searches_once_for_each_graph_and_size(trained: dict[str, dict[str, floa
 
 def run_in_other_ways() -> dict[str, Any]:
     mesh = make_mesh()
-    return {
-        way.__name__: way(mesh) for way in (_eval, _dropout, _input_gradient, _buffer, _autocast, _compiled, _dtensor)
-    }
+    ways = (_eval, _dropout, _input_gradient, _buffer, _autocast, _compiled, _dtensor, _communication)
+    return {way.__name__: way(mesh) for way in ways}
 
 
 def _eval(mesh: Any) -> list[Any]:
@@ -175,6 +176,40 @@ def _dtensor(mesh: Any) -> list[Any]:
     return [_apart(g.full_tensor(), p.grad) for g, p in zip(gradients, whole.parameters(), strict=True)]
 
 
+def _communication(mesh: Any) -> list[Any]:
+    """Bytes by kind of collective that a step runs, and that its plan was priced for."""
+    made: list[RunningGraph] = []
+
+    class Spy(RunningGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    found: list[Any] = []
+    for constraint in ("data=2", "tensor=2"):
+        torch._dynamo.reset()
+        made.clear()
+        (x, *_) = vector_batches()
+        step = compile_for(Mlp(), mesh, constraint)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("autopar.backend.compiled.RunningGraph", Spy)
+            step(x)
+        with session_of(mesh).communicator.recording() as run:
+            step(x).sum().backward()
+        (graph,) = made
+        priced = plan_collectives(graph.program, graph.plan)
+        run_bytes = _volume((each.kind, each.num_bytes) for each in run)
+        found.append((run_bytes, _volume((each.kind, each.times * each.num_bytes) for each in priced)))
+    return found
+
+
+def _volume(collectives: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind, num_bytes in collectives:
+        found[kind] = found.get(kind, 0.0) + num_bytes
+    return found
+
+
 def _apart(a: Tensor, b: Tensor) -> float:
     return (a.detach().double() - b.detach().double()).abs().max().item()
 
@@ -198,6 +233,9 @@ def test_runs_in_other_ways_as_a_single_device() -> None:
     assert apart < 1e-2
     assert found["_compiled"] < 1e-6
     assert max(found["_dtensor"]) < 1e-6
+    for run, priced in found["_communication"]:
+        assert run == pytest.approx(priced)
+        assert sum(run.values()) > 0
 
 
 class _Steep(torch.autograd.Function):
