@@ -17,7 +17,7 @@ from autopar.search.op_states import OpState, assigned_state
 
 __all__ = ["PlacedLayer", "SharedStorage", "place", "stored_steps"]
 
-# Value name of a parameter that several layers read, or that the caller keeps -> (mesh, layout on it) of its one storage.
+# Value name of a parameter that several layers read, or that the caller keeps -> (mesh, layout) of its one storage.
 SharedStorage = Mapping[str, tuple[tuple[int, ...], Layout]]
 
 
