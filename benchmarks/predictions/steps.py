@@ -104,9 +104,10 @@ def run(options: argparse.Namespace) -> int:
     if options.worker is not None:
         _work(options)
         return 0
-    groups = [_measure(options, ranks, model) for ranks in options.ranks for model in options.models]
-    for group in groups:
-        _print(group)
+    groups: list[dict[str, Any]] = []
+    for ranks, model in itertools.product(options.ranks, options.models):
+        groups.append(_measure(options, ranks, model))
+        _print(groups[-1])
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for group in groups for row in group["rows"]]
     total = {"median_error": statistics.median(errors), "least_tau": min(group["tau"] for group in groups)}
     print(f"\nmedian error {total['median_error']:.1%}, least Kendall's tau of a group {total['least_tau']:.2f}")
@@ -239,4 +240,4 @@ def _print(group: dict[str, Any]) -> None:
         times = f"{row['predicted_s'] * 1e3:8.0f}ms {row['measured_s'] * 1e3:8.0f}ms {low + '-' + high:>15s}"
         print(f"{row['plan']:64s} {times} {ratio:6.2f}")
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in group["rows"]]
-    print(f"median error {statistics.median(errors):.1%}, Kendall's tau {group['tau']:.2f}")
+    print(f"median error {statistics.median(errors):.1%}, Kendall's tau {group['tau']:.2f}", flush=True)
