@@ -37,6 +37,7 @@ def test_nobody_answers_with_the_shapes_and_records_of_real_ranks():
     assert run(SilentCommunicator(4)) == simulate(4, run)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constraints"), [("llama", ("tensor=4",)), ("gpt2", ("data=2", "tensor=2")), ("t5", ())]
 )
@@ -92,6 +93,7 @@ class _Slow:
         return LayerTime(factor * sum(t.forward_s for t in times), factor * sum(t.backward_s for t in times))
 
 
+@pytest.mark.slow
 def test_a_strategy_that_turns_out_slow_loses():
     program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
 
@@ -119,6 +121,7 @@ def test_a_strategy_that_turns_out_slow_loses():
     assert len(known.asked) == num_asked, "what is known was timed again"
 
 
+@pytest.mark.slow
 def test_no_time_no_timing():
     program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
     timer = _Slow(prices, program)
