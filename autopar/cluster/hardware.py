@@ -64,6 +64,11 @@ class Device:
             raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {wrong}")
 
     @property
+    def overhead_bytes(self) -> float:
+        """What communicators, the context and the allocator's fragments take: a plan may not use it."""
+        return self.memory_bytes - self.usable_memory_bytes
+
+    @property
     def usable_memory_bytes(self) -> float:
         """Bytes that a plan may fill."""
         return max(0.0, self.memory_bytes - self.reserved_memory_bytes) * self.usable_memory_fraction

@@ -41,4 +41,7 @@ class Findings:
     def timeline(self) -> StepTimeline:
         """The step by the plan, simulated."""
         answer = self.answer
-        return simulate_step(answer.program, answer.plan, answer.prices, answer.training, schedule_actions)
+        overhead = answer.prices.cluster.device.overhead_bytes
+        return simulate_step(
+            answer.program, answer.plan, answer.prices, answer.training, schedule_actions, overhead_bytes=overhead
+        )

@@ -48,7 +48,7 @@ class AllocationTracker(DispatchMode):
 
     def __init__(self) -> None:
         """Nothing is known yet."""
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._blocks: list[_Block] = []
         self._known: dict[int, tuple[weakref.ref[Any], _Block]] = {}
         self._clock = 0
@@ -84,12 +84,6 @@ class AllocationTracker(DispatchMode):
             self._known[key] = known
         if kind and not known[1].kind:
             known[1].kind = kind
-
-    def tag_new(self, kind: str, since: int) -> None:
-        """What was made in a backward pass since then, and is still there, is of this kind."""
-        for block in self._blocks:
-            if block.died < 0 and block.in_backward and block.born > since and not block.kind:
-                block.kind = kind
 
     @property
     def now(self) -> int:
