@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.backend.graph import CapturedGraph
 from autopar.backend.options import Options, read_options
-from autopar.backend.planning import plan_graph
+from autopar.backend.planning import PlannedGraph, plan_graph
 from autopar.backend.running import RunningGraph
 from autopar.backend.session import Session, session_of
 from autopar.backend.storage import with_whole_inputs
@@ -67,7 +67,7 @@ class CompiledGraph:
         names = [*self._graph.names("input"), *self._graph.names("parameter")]
         return session.together(f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ...", plan)
 
-    def _lower(self, values: Sequence[Any], planned: Any, options: Options, session: Session) -> RunningGraph:
+    def _lower(self, values: Sequence[Any], planned: PlannedGraph, options: Options, session: Session) -> RunningGraph:
         running = RunningGraph(self._graph, planned, options, session)
         running.is_current(values)
         return running
