@@ -9,6 +9,7 @@ values computed in one go are those of one after the other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,16 +18,17 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cluster import Device
+from autopar.cluster import Cluster, Device
+from autopar.cost.collectives import collective_terms
 from autopar.cost.curves import Curve
 from autopar.cost.quantities import Guard, Quantity, Trail, evaluate, larger
 from autopar.cost.roofline import Roofline
 from autopar.cost.work import Work, count_work
-from autopar.placement import REPLICATE, Placement
+from autopar.placement import REPLICATE, Axis, Placement
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Program, TensorType
 
-__all__ = ["Form", "OpForm", "curve_seconds", "describe", "layer_forms"]
+__all__ = ["Form", "OpForm", "collective_form", "curve_seconds", "describe", "formula_text", "layer_forms"]
 
 Array = npt.NDArray[np.float64]
 _Cuts = tuple[tuple[Placement, ...], ...]  # per tensor, its placement on each axis
@@ -165,6 +167,17 @@ def _cut(
     return tuple((program.type_of(name), cut) for name, cut in zip(names, cuts, strict=True))
 
 
+def collective_form(cluster: Cluster, kind: str, axis: Axis) -> Any:
+    """Seconds of one collective, a formula of its buffer ``n`` in bytes, where no curve was measured.
+
+    Raises:
+        MissingPriceError: this kind has no price.
+    """
+    size = Trail().symbol("n", 1)
+    seconds: Any = collective_terms(cluster, kind, axis).seconds(cast("float", size))
+    return seconds.expression if isinstance(seconds, Quantity) else seconds
+
+
 def curve_seconds(curve: Curve, amounts: Array) -> Array:
     """`Curve.seconds` of many amounts of work at once."""
     at = np.log(np.maximum(amounts, curve.points[0].amount))
@@ -183,10 +196,10 @@ def describe(program: Program, layer: Layer, strategy: LayerStrategy, device: De
         lines.append(f"  {each.op.name} ({each.op.target})")
         rows = [("flops", form.flops), ("bytes", form.num_bytes), ("forward s", form.forward_s)]
         rows += [("backward s", form.backward_s)] if each.differentiable else []
-        lines += [f"    {name:<10} = {_text(formula)}" for name, formula in rows if formula]
+        lines += [f"    {name:<10} = {formula_text(formula)}" for name, formula in rows if formula]
     return "\n".join(lines) + "\n"
 
 
-def _text(formula: Any) -> str:
+def formula_text(formula: Any) -> str:
     """A formula with numbers of four digits."""
-    return str(formula.evalf(4)) if hasattr(formula, "evalf") else f"{formula:.4g}"
+    return re.sub(r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.4g}", str(formula))

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 
 from autopar.cluster import Cluster, OpTime
 from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
-from autopar.cost.efficiency import attention_efficiency, product_efficiency
 from autopar.cost.layer_corrections import LayerCorrections, TimedLayer
 from autopar.cost.op_curves import OpCurves
 from autopar.cost.overlap import TAKEN
 from autopar.cost.product_curves import ProductCurves
 from autopar.cost.profile import Curve, Profile
+from autopar.cost.roofline import Roofline
 from autopar.cost.sources import link_source, memory_source, op_source
 from autopar.cost.work import Work, count_work, packet_name
-from autopar.errors import MissingPriceError
 from autopar.placement import Axis
 from autopar.program import Op, Program, TensorType
 
@@ -53,8 +52,7 @@ class ClusterPrices:
         self._op_times: dict[tuple[int, tuple[TensorType, ...], tuple[TensorType, ...], bool], OpTime] = {}
         self._alive: dict[int, Op] = {}
         self._terms: dict[tuple[str, Axis], tuple[Curve | CollectiveTerms, float]] = {}
-        device = cluster.device
-        self._bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
+        self._roofline = Roofline.of(cluster.device)
 
     def corrected(self, program: Program, timed: Mapping[str, TimedLayer]) -> ClusterPrices:
         """These prices with those of the ops of `program` such that its `timed` layers take what was measured."""
@@ -117,7 +115,7 @@ class ClusterPrices:
         curve = self._curves.get("optimizer")
         if curve is not None:
             return curve.seconds(num_bytes)
-        return num_bytes / self._bytes_per_s + _OPTIMIZER_KERNELS * self.cluster.device.launch_s
+        return num_bytes / self._roofline.bytes_per_s + _OPTIMIZER_KERNELS * self.cluster.device.launch_s
 
     def interference(self, kind: str, axis: Axis) -> float:
         """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
@@ -189,7 +187,7 @@ class ClusterPrices:
     ) -> OpTime:
         work = count_work(op, operands, results)
         measured = self._measured(op, work)
-        forward_s, backward_s = measured or self._roofline(work)
+        forward_s, backward_s = measured or self._roofline.seconds(work)
         source = "measured" if measured else op_source(self.cluster.device.sources, work)
         return OpTime(forward_s, backward_s if differentiable else 0.0, source)
 
@@ -205,32 +203,3 @@ class ClusterPrices:
         if forward_s is None or backward_s is None:
             return None
         return forward_s, backward_s + self._ops.summing_s(work.summed_bytes)
-
-    def _roofline(self, work: Work) -> tuple[float, float]:
-        rate = self._rate(work) if work.flops else math.inf
-        forward_s = 0.0 if work.kind == "view" else self._roofline_s(
-            work.flops / rate, work.read_bytes, work.write_bytes, 1
-        )  # fmt: skip
-        backward_s = self._roofline_s(
-            work.backward_flops / rate,
-            work.backward_read_bytes,
-            work.backward_write_bytes,
-            work.num_backward_kernels,
-        )
-        return forward_s, backward_s
-
-    def _roofline_s(self, compute_s: float, read_bytes: float, write_bytes: float, num_kernels: int) -> float:
-        moving_s = read_bytes / self._bytes_per_s
-        return num_kernels * self.cluster.device.launch_s + max(compute_s, moving_s) + write_bytes / self._bytes_per_s
-
-    def _rate(self, work: Work) -> float:
-        device = self.cluster.device
-        peak = device.flops_per_s.get(work.dtype)
-        if peak is None:
-            raise MissingPriceError(
-                f"{device.name} has no rate in {work.dtype}, only in {', '.join(device.flops_per_s)}: "
-                "add it to Device.flops_per_s"
-            )
-        if work.kind == "attention":
-            return peak * attention_efficiency(device, work)
-        return peak * product_efficiency(device, work)

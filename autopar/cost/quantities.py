@@ -61,7 +61,7 @@ class Quantity:
         value, expression = _parts(other)
         mine = (self.value, self.expression)
         (a, x), (b, y) = ((value, expression), mine) if swapped else (mine, (value, expression))
-        formula: Any = sympy.Mod(x, y, evaluate=False) if compute is operator.mod else compute(x, y)
+        formula: Any = _FORMULAS.get(compute, compute)(x, y)
         return Quantity(compute(a, b), formula, self.trail)
 
     def __add__(self, other: object) -> Quantity:
@@ -94,9 +94,13 @@ class Quantity:
         """A number over this."""
         return self._with(other, _ratio, swapped=True)
 
+    def __floordiv__(self, other: object) -> Quantity:
+        """The ratio without its fraction."""
+        return self._with(other, _floor_ratio)
+
     def __mod__(self, other: object) -> Quantity:
         """What is left of dividing."""
-        return self._with(other, operator.mod)
+        return self._with(other, _rest)
 
     def _compared(self, other: object, compare: Callable[[Any, Any], Any]) -> bool:
         value, expression = _parts(other)
@@ -142,6 +146,29 @@ def _ratio(one: Any, other: Any) -> Any:
     return one / other
 
 
+def _floor_ratio(one: Any, other: Any) -> Any:
+    return one // other
+
+
+def _rest(one: Any, other: Any) -> Any:
+    return one % other
+
+
+def _floor_formula(one: Any, other: Any) -> Any:
+    return sympy.floor(one / other, evaluate=False)
+
+
+def _rest_formula(one: Any, other: Any) -> Any:
+    return sympy.Mod(one, other, evaluate=False)
+
+
+# What is written as another formula than is computed.
+_FORMULAS: dict[Callable[[Any, Any], Any], Callable[[Any, Any], Any]] = {
+    _floor_ratio: _floor_formula,
+    _rest: _rest_formula,
+}
+
+
 def _parts(number: object) -> tuple[Any, Any]:
     if isinstance(number, Quantity):
         return number.value, number.expression
@@ -185,6 +212,8 @@ def _value(node: Any, columns: Mapping[str, Array], value: Callable[[Any], Any])
         return np.power(parts[0], parts[1])
     if isinstance(node, sympy.Mod):
         return np.mod(parts[0], parts[1])
+    if isinstance(node, sympy.floor):
+        return np.floor(parts[0])
     combine = np.add if node.is_Add else np.multiply if node.is_Mul else np.maximum
     total = parts[0]
     for part in parts[1:]:

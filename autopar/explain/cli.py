@@ -17,6 +17,7 @@ from autopar.explain.editing import parse_edit
 from autopar.explain.explanation import explain
 from autopar.explain.findings import Findings
 from autopar.explain.forced import forced_choices
+from autopar.explain.formulas import describe_formulas
 from autopar.explain.planner import Planner
 from autopar.explain.report import write_report
 from autopar.explain.sweep import sweep
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", metavar="PLAN", help="write the plan as JSON")
     add("--html", metavar="PAGE", help="write a report with charts, one file that needs no network")
     add("--trace", metavar="TRACE", help="write the simulated step for https://ui.perfetto.dev")
+    add("--formulas", action="store_true", help="also print what prices each op, as formulas of degrees")
     add("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -160,6 +162,8 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, as
         printer.json(describe_findings(findings))
     else:
         printer.findings(findings)
+        if options.formulas:
+            printer.line(describe_formulas(answer))
     return 0
 
 
