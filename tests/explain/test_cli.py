@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.explain.cli import main
+from autopar.explain.forced import ForcedRow, faster
 from autopar.plan import Plan
 
 TARGET = "tests.explain.targets:make"
@@ -80,14 +81,19 @@ def test_what_crosses_links_takes_the_time_that_the_plan_says(capsys: pytest.Cap
     assert on_links == pytest.approx(shares["activation communication"] + shares["parameter communication"])
 
 
-def test_forced_choices_are_never_faster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_forced_choices_are_the_plans_that_constraints_give(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (TARGET, "--cluster", "4xh100", "--constraint", "pipeline=1", "--constraint", "tensor=1")
     found = ask_json(capsys, *arguments, "--why-seconds", "60")
-    best_s = found["plan"]["step_time_s"]
-    rows = {row["constraint"]: row for row in found["forced"]}
-    assert {"zero=3", "recompute=full"} <= rows.keys()
-    assert all(row["step_s"] >= best_s * (1 - 1e-9) for row in rows.values() if row["step_s"] is not None)
-    assert rows["recompute=full"]["step_s"] > best_s
+    rows = {row["constraint"]: row["step_s"] for row in found["forced"]}
+    assert {"zero=0", "zero=3", "recompute=none", "recompute=full"} <= rows.keys()
+    asked = ask_json(capsys, *arguments, "--constraint", "zero=3", "--why-seconds", "0")
+    assert rows["zero=3"] == asked["plan"]["step_time_s"]
+    assert rows["recompute=full"] > found["plan"]["step_time_s"]
+
+
+def test_a_forced_choice_that_is_faster_is_named() -> None:
+    rows = [ForcedRow("zero=3", 1.0), ForcedRow("zero=0", 2.0), ForcedRow("tensor=2", problem="no")]
+    assert faster(rows, 2.0) == (rows[0],)
 
 
 def test_a_sweep_has_a_plan_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +120,18 @@ def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str
     assert "against the best plan it costs +" in ask(
         capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path)
     )
+
+
+def test_a_page_and_a_trace_of_an_edited_plan_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan, page, trace = (str(tmp_path / name) for name in ("plan.json", "page.html", "trace.json"))
+    asked = (TARGET, "--cluster", "4xh100", "--constraint", "pipeline=1", "--constraint", "data=4")
+    ask(capsys, *asked, "--edit", plan, "--set", "recompute=full")
+    found = ask_json(capsys, *asked, "--check", plan, "--html", page, "--trace", trace)
+    assert f'id="step-time" value="{found["step_time_s"][1]}"' in Path(page).read_text()
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(found["step_time_s"][1] * 1e6)
+    assert "recompute" in {event["cat"] for event in spans}
 
 
 def test_two_plans_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
