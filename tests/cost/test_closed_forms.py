@@ -46,7 +46,8 @@ def price_one(form: OpForm, point, prices):
     return time.forward_s, time.backward_s
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "skip_unet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_all_at_once_is_one_after_the_other(name):
     program = trace_model(*make(name, torch.float32)).program
     prices = ClusterPrices(CLUSTER)
