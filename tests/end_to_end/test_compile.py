@@ -8,10 +8,21 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.lower import ParallelModule, compiled
 from autopar.rehearsal import loss_of
-from tests.end_to_end.harness import assert_same_step, launch, make, parallelize
+from tests.end_to_end.harness import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    assert_near,
+    assert_same_step,
+    gradients_of,
+    launch,
+    make,
+    parallelize,
+)
+from tests.models import make_plain_gpt
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,6 +67,21 @@ def check_collectives() -> None:
     assert found[0] == found[1]
 
 
+def check_draws() -> None:
+    """Dropout and microbatches, which cut a program into pieces: the losses and gradients of eager layers."""
+    model, inputs = make_plain_gpt(layers=1, dropout=0.2)
+    found = []
+    for compile_ in (False, True):
+        wanted = ("data=2", "microbatches=2", "zero=1")
+        parallel = parallelize(model, inputs, constraints=wanted, compile=compile_)
+        torch.manual_seed(1)
+        loss = loss_of(parallel(**inputs))
+        loss.backward()
+        found.append((loss.item(), gradients_of(parallel)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=LOSS_TOLERANCE)
+    assert_near(found[1][1], found[0][1], GRADIENT_TOLERANCE, floor=1e-2)
+
+
 def test_two_ranks_run_compiled_layers() -> None:
     launch(2, partial(check_model, "gpt2", "tensor=2"), check_collectives, timeout_s=400)
 
@@ -65,5 +91,6 @@ def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:
         2,
         partial(check_model, "llama", "data=2", "zero=3", "recompute=full"),
         partial(check_model, "vit", "tensor=2", "recompute=selective"),
+        check_draws,
         timeout_s=400,
     )
