@@ -180,7 +180,7 @@ class Plan:
         samples_per_step: batch rows per step, for throughput.
         optimality_gap: the least ``step_time_s + overlapped_s`` that the search found, which is what it minimises, is
             at most ``1 + optimality_gap`` times that of the best plan in the search space.  Of what it found, the plan
-            is the fastest.
+            is the fastest when simulated.
         price_source: share of the step time by where its prices come from ("profile", "measured", ...).
         constraints: what the user asked for.
         notes: what the user should know.

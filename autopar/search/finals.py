@@ -1,9 +1,9 @@
 """The last choice of a search: what it found, ranked by simulated steps.
 
 A search minimises sums of seconds; what communication hides beside compute is only seen when a step is simulated.
-Everything that may turn out fastest is: of the paths without stages those that no other beats in sum and memory, of the
-pipelines those that were looked at.  Which paths these are doesn't depend on the memory limit, so more memory never
-gives a slower plan.
+Everything without stages that may turn out fastest is: the paths that no other beats in sum and memory.  Which ones
+these are doesn't depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
+at does depend on it; of them the one with the least sum is simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from autopar.search.request import SearchRequest
 from autopar.search.simulation import simulate_step
 from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_staged
-from autopar.search.stages.estimates import num_actions
 from autopar.search.stages.solve import Found, Staged
 from autopar.search.training import TrainingSpec
 from autopar.search.trials import Trial
@@ -32,8 +31,6 @@ from autopar.search.trials import Trial
 __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
-_MAX_PIPELINES = 6  # that are simulated again,
-_MAX_ACTIONS = 40_000  # and the actions of all but the last of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +133,8 @@ def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float
 
 
 def _pipeline_draws(found: Found | None) -> Iterator[_Draw]:
-    if found is None:
-        return
-    fitting = [staged for staged in found.simulated if staged.peak_bytes <= found.limit_bytes]
-    fitting += [found.best] if found.best is not None and found.best not in fitting else []
-    left = _MAX_ACTIONS
-    for staged in sorted(fitting, key=lambda staged: (staged.step_s, staged.peak_bytes))[:_MAX_PIPELINES]:
-        if left <= 0:
-            return
-        left -= num_actions(staged.shape)
+    if found is not None and found.best is not None:
+        staged = found.best
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
         yield _Draw(staged.step_s - sum(cost.parameter_comm_s for cost in costs), None, 0, staged)
 
