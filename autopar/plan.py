@@ -55,6 +55,13 @@ class LayerStrategy:
     recompute: str = "none"
     labels: tuple[str, ...] = ()
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether zero-bubble schedules can run its backward in two parts: nothing is gathered or computed again for
+        the second one.
+        """
+        return self.zero < 3 and self.recompute != "full"
+
 
 @dataclass(frozen=True)
 class LayerCost:

@@ -104,7 +104,7 @@ def _split_layers(executor: Executor, actions: ScheduleActions) -> frozenset[int
     found: set[int] = set()
     for stage in stages.own_stages:
         strategies = [executor.runners[index].strategy for index in stages.ranges[stage]]
-        if all(strategy.recompute != "full" and strategy.zero < 3 for strategy in strategies):
+        if all(strategy.splits_backward for strategy in strategies):
             found.update(stages.ranges[stage])
     return frozenset(found)
 

@@ -12,19 +12,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import REPLICATE, Layout
+from autopar.placement import REPLICATE, Axis, Layout
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.constraints import LayerDemands
 from autopar.search.crossings import crossing_matrix
 from autopar.search.flows import find_flows, time_view
+from autopar.search.hiding import Carried, carried, hidden_s
 from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
-from autopar.search.layer_cost import SharedStorage, TrainingSpec, add_storage, running_costs, storage_cost
+from autopar.search.layer_cost import (
+    SharedStorage,
+    TrainingSpec,
+    add_storage,
+    own_training,
+    running_costs,
+    storage_cost,
+)
 from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
 from autopar.search.placed import PlacedLayer
 from autopar.search.prices import Prices
@@ -37,10 +46,23 @@ Array = npt.NDArray[np.float64]
 # Per mesh axis the degree that it must serve ("" for none that is demanded).
 Roles = tuple[str, ...]
 
-# What is solved: (ZeRO level, share of the price of memory, how to recompute).
-_SOLVED = ((0, 0.0, "none"), (3, 0.0, "none"), (3, 1.0, "none"))
+
+class _Solved(NamedTuple):
+    """What is solved: ZeRO level, share of the price of memory, how to recompute, and whether the collectives of
+    parameters cost only what they take from compute beside them.
+    """
+
+    zero: int
+    weight: float
+    recompute: str
+    hides: bool = False
+
+
+_SOLVED = (_Solved(0, 0.0, "none"), _Solved(3, 0.0, "none"), _Solved(3, 1.0, "none"))
+# Where compute hides them, sharded storage and its optimizer are worth more than sums of seconds say.
+_SOLVED_HIDING = (_Solved(0, 0.0, "none"), _Solved(1, 0.0, "none", hides=True), _Solved(3, 1.0, "none"))
 # With several microbatches in flight, gathering for each of them is seldom worth its while.
-_SOLVED_IN_FLIGHT = ((0, 0.0, "none"), (1, 1.0, "none"), (3, 1.0, "none"))
+_SOLVED_IN_FLIGHT = (_Solved(0, 0.0, "none"), _Solved(1, 1.0, "none", hides=True), _Solved(3, 1.0, "none"))
 
 # A strategy is dropped if another with boundary moves is as fast, moves being discounted by this share of
 # the layer's best time: what would gain less is not worth its place.
@@ -49,13 +71,17 @@ _DISCOUNT = 0.002
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy of `layer` (and all like it) with its cost, and the boundary policies around it."""
+    """A strategy of `layer` (and all like it) with its cost, and the boundary policies around it.
+
+    `hidden_s` estimates how much of the cost's seconds compute hides (`hiding`).
+    """
 
     layer: Layer
     policy_in: Policy
     policy_out: Policy
     strategy: LayerStrategy
     cost: LayerCost
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -211,12 +237,12 @@ def _solve(
     seen: set[tuple[object, ...]] = set()
     late = _cut_late(scene, layer)
     ends = _find_ends(scene, layer, blocks)
-    for zero, weight, recompute in _solved_variants(scene, demands):
+    for zero, weight, recompute, hides in _solved_variants(scene, demands):
         solved = [
             solve_problem(
                 block.problem, zero=zero, shard_axes=tuple(range(len(block.problem.mesh))) if zero else (),
                 recompute=recompute, memory_weight_s_per_byte=weight * scene.memory_price_s_per_byte,
-                in_flight=scene.in_flight,
+                in_flight=scene.in_flight, hides=hides,
             )
             for block in blocks
         ]  # fmt: skip
@@ -256,14 +282,16 @@ class _Attempt:
         return _meets(self.scene, self.layer, self.strategy(number, i, j), self.demands, roles)
 
 
-def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[tuple[int, float, str]]:
-    recompute = demands.recompute
+def _solved_variants(scene: Scene, demands: LayerDemands) -> Iterable[_Solved]:
     if not scene.training.is_training:
-        return ((0, 0.0, "none"), (3, 1.0, "none"))
-    solved = _SOLVED if scene.in_flight == 1 else _SOLVED_IN_FLIGHT
-    variants = [(zero, weight, recompute or how) for zero, weight, how in solved]
+        return (_Solved(0, 0.0, "none"), _Solved(3, 1.0, "none"))
+    neighbours = Axis(2, 1)
+    hiding = _SOLVED_HIDING if scene.prices.interference("all_gather", neighbours) < 1 else _SOLVED
+    variants = hiding if scene.in_flight == 1 else _SOLVED_IN_FLIGHT
+    if demands.recompute:
+        variants = tuple(each._replace(recompute=demands.recompute) for each in variants)
     if demands.zero >= 0:
-        variants = [(demands.zero, weight, how) for _, weight, how in variants]
+        variants = tuple(each._replace(zero=demands.zero) for each in variants)
     return dict.fromkeys(variants)
 
 
@@ -391,6 +419,7 @@ class _Stored:
     zero: int
     storage: tuple[Layout, ...]
     cost: LayerCost
+    carried: tuple[Carried, Carried]
 
 
 @dataclass(frozen=True)
@@ -402,11 +431,12 @@ class _Draft:
     stored: _Stored
     recompute: str
     cost: LayerCost
+    hidden_s: float
 
     def finish(self, layer: Layer) -> Candidate:
         stored = self.stored
         strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=self.recompute)
-        return Candidate(layer, *self.policies, strategy, self.cost)
+        return Candidate(layer, *self.policies, strategy, self.cost, self.hidden_s)
 
 
 def _variants(
@@ -427,9 +457,12 @@ def _variants(
     if key not in known:
         known[key] = list(_stored_variants(scene, placed, demands))
     running = running_costs(placed, _recompute_variants(scene, demands), scene.prices, scene.training)
+    training = own_training(scene.program, placed.layer, scene.training)
     for stored in known[key]:
         for recompute, cost in running.items():
-            yield _Draft(policies, strategy, stored, recompute, add_storage(cost, stored.cost))
+            whole = add_storage(cost, stored.cost)
+            hidden = hidden_s(whole, *stored.carried, stored.zero, scene.num_microbatches, training)
+            yield _Draft(policies, strategy, stored, recompute, whole, hidden)
 
 
 def _stored_variants(scene: Scene, base: PlacedLayer, demands: LayerDemands) -> Iterator[_Stored]:
@@ -440,7 +473,8 @@ def _stored_variants(scene: Scene, base: PlacedLayer, demands: LayerDemands) -> 
         if (level, storage) not in seen:
             seen.add((level, storage))
             placed = replace(base, storage=storage, zero=level)
-            yield _Stored(level, storage, storage_cost(placed, scene.prices, scene.training))
+            cost = storage_cost(placed, scene.prices, scene.training)
+            yield _Stored(level, storage, cost, carried(placed, scene.prices, scene.training))
 
 
 def _zero_variants(scene: Scene, mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -479,14 +513,14 @@ def _recompute_variants(scene: Scene, demands: LayerDemands) -> tuple[str, ...]:
 
 
 def _drop_dominated(candidates: list[_Draft], in_flight: int) -> Iterator[_Draft]:
-    """On one mesh between the same policies, those that no other beats in time, and in static (with microbatches in
-    flight, else persistent), saved and transient bytes.
+    """On one mesh between the same policies, those that no other beats in time, with and without what is hidden, and in
+    static (with microbatches in flight, else persistent), saved and transient bytes.
     """
     groups: dict[tuple[object, ...], list[_Draft]] = {}
     for candidate in candidates:
         groups.setdefault((candidate.strategy.mesh, *candidate.policies), []).append(candidate)
     for group in groups.values():
-        costs = np.array([_rated(c.cost, in_flight) for c in group])
+        costs = np.array([_rated(c, in_flight) for c in group])
         kept: list[int] = []
         for index in np.lexsort(costs.T[::-1]).tolist():
             if not kept or not (costs[kept] <= costs[index]).all(axis=1).any():
@@ -494,7 +528,9 @@ def _drop_dominated(candidates: list[_Draft], in_flight: int) -> Iterator[_Draft
         yield from (group[index] for index in kept)
 
 
-def _rated(cost: LayerCost, in_flight: int) -> tuple[float, ...]:
+def _rated(draft: _Draft, in_flight: int) -> tuple[float, ...]:
+    cost = draft.cost
+    seconds = cost.total_s, cost.total_s - draft.hidden_s
     if in_flight == 1:
-        return cost.total_s, cost.persistent_bytes, cost.transient_bytes
-    return cost.total_s, cost.static_bytes, cost.saved_bytes, cost.transient_bytes
+        return *seconds, cost.persistent_bytes, cost.transient_bytes
+    return *seconds, cost.static_bytes, cost.saved_bytes, cost.transient_bytes

@@ -1,7 +1,8 @@
 """The last choice of a search: what it found, ranked by simulated steps.
 
 A search minimises sums of seconds; what communication hides beside compute is only seen when a step is simulated.
-Everything without stages that may turn out fastest is: the paths that no other beats in sum and memory.  Which ones
+Everything without stages that may turn out fastest is: the paths that no other beats in memory and seconds, be it their
+sum or what is left of it by estimate (`hiding`).  Which ones
 these are doesn't depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
 at does depend on it; of them the one with the least sum is simulated.
 """
@@ -78,7 +79,7 @@ def best_final(
     best: Final | None = None
     too_large: list[float] = []
     draws = [*_flat_draws(trials, limit_bytes), *_pipeline_draws(found)]
-    for draw in sorted(draws, key=lambda draw: draw.least_s):
+    for draw in sorted(draws, key=lambda draw: draw.visible_s):
         if best is None or draw.least_s <= best.plan.step_time_s:
             final = draw.simulate()
             if final.plan.peak_memory_bytes > limit_bytes * request.memory_factor:
@@ -97,9 +98,10 @@ def best_final(
 
 @dataclass(frozen=True, eq=False)
 class _Draw:
-    """What may be the best: it takes `least_s` if all collectives of parameters are hidden."""
+    """What may be the best: it takes `least_s` if all collectives of parameters are hidden, `visible_s` by estimate."""
 
     least_s: float
+    visible_s: float
     trial: Trial | None
     path: int
     staged: Staged | None
@@ -120,7 +122,8 @@ def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:
     for trial in trials:
         for path in _front(trial):
             if trial.paths.peak_bytes[path] <= limit_bytes:
-                yield _Draw(trial.paths.time_s[path] - _parameter_comm_s(trial, path), trial, path, None)
+                least_s = trial.paths.time_s[path] - _parameter_comm_s(trial, path)
+                yield _Draw(least_s, float(trial.visible_s[path]), trial, path, None)
 
 
 def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -136,16 +139,19 @@ def _pipeline_draws(found: Found | None) -> Iterator[_Draw]:
     if found is not None and found.best is not None:
         staged = found.best
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
-        yield _Draw(staged.step_s - sum(cost.parameter_comm_s for cost in costs), None, 0, staged)
+        least_s = staged.step_s - sum(cost.parameter_comm_s for cost in costs)
+        yield _Draw(least_s, staged.step_s, None, 0, staged)
 
 
 def _front(trial: Trial) -> list[int]:
-    """The paths that no other beats in seconds and bytes."""
-    time_s, peak = np.array(trial.paths.time_s), np.array(trial.paths.peak_bytes)
-    order = np.lexsort((peak, time_s))
-    least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
-    found: list[int] = order[peak[order] < least].tolist()
-    return found
+    """The paths that no other beats in bytes and in seconds, hidden ones included or not."""
+    peak = np.array(trial.paths.peak_bytes)
+    found: dict[int, None] = {}
+    for seconds in (np.array(trial.paths.time_s), trial.visible_s):
+        order = np.lexsort((peak, seconds))
+        least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
+        found |= dict.fromkeys(order[peak[order] < least].tolist())
+    return list(found)
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.placement import local_shape
-from autopar.program import Value, is_cheap, itemsize_bytes
+from autopar.program import Value, itemsize_bytes
 from autopar.search.flows import Flow
 from autopar.search.placed import PlacedLayer
 from autopar.search.training import TrainingSpec

@@ -152,9 +152,10 @@ def solve_problem(
     recompute: str = "none",
     memory_weight_s_per_byte: float = 0.0,
     in_flight: int = 1,
+    hides: bool = False,
 ) -> LayerSolutions:
     """Solve one variant: ZeRO level `zero` sharding storage on the mesh axes `shard_axes`, with this
-    recomputation, and so many microbatches in flight.
+    recomputation, and so many microbatches in flight.  With `hides`, compute hides the collectives of parameters.
     """
     count = len(problem.policies)
     sizes = problem.sizes
@@ -163,7 +164,7 @@ def solve_problem(
         nothing = np.full((count, count), np.inf)
         rows = np.zeros((count, count, len(sizes)), np.intp)
         return LayerSolutions(problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows)
-    tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte, in_flight)
+    tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte, in_flight, hides=hides)
     found = minimise(sizes, tables, keep=(before, behind))
     return LayerSolutions(
         problem, problem.policies, found.values, found.lower_bounds, found.exact, zero, shard_axes, recompute,

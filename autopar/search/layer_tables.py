@@ -108,11 +108,19 @@ def tidy(layout: Layout) -> Layout:
 
 
 def variant_tables(
-    problem: LayerProblem, zero: int, shard_axes: tuple[int, ...], recompute: str, weight: float, in_flight: int = 1
+    problem: LayerProblem,
+    zero: int,
+    shard_axes: tuple[int, ...],
+    recompute: str,
+    weight: float,
+    in_flight: int = 1,
+    *,
+    hides: bool = False,
 ) -> list[Table]:
     """The tables whose sum is the objective of one variant; `weight` is in seconds per byte.
 
-    Of what is saved for backward there are `in_flight` microbatches at once.
+    Of what is saved for backward there are `in_flight` microbatches at once.  With `hides`, collectives of parameters
+    run beside compute and cost only what they take from it.
     """
     tables: list[Table] = []
     training = problem.training
@@ -122,7 +130,7 @@ def variant_tables(
         kernels = again * each.kernel_forward_s + each.kernel_backward_s
         tables.append(((index,), runs * each.forward_s + each.backward_s + kernels))
     tables += [(each.scope, again * each.forward_s + each.backward_s) for each in problem.reshards]
-    tables += [((choice.variable,), _parameter_table(problem, choice, zero, shard_axes, weight))
+    tables += [((choice.variable,), _parameter_table(problem, choice, zero, shard_axes, weight, hides))
                for choice in problem.parameters]  # fmt: skip
     if weight and problem.training.is_training:
         tables += [(scope, weight * in_flight * num_bytes) for scope, num_bytes in _saved_shares(problem, recompute)]
@@ -130,25 +138,35 @@ def variant_tables(
 
 
 def _parameter_table(
-    problem: LayerProblem, choice: ParameterChoice, zero: int, shard_axes: tuple[int, ...], weight: float
+    problem: LayerProblem, choice: ParameterChoice, zero: int, shard_axes: tuple[int, ...], weight: float, hides: bool
 ) -> Array:
     """Seconds per step of gathering, reducing and updating a parameter, by the state that fixes its copy."""
     known: dict[Layout, float] = {}
     for copy in choice.copies:
         if copy not in known:
-            known[copy] = _parameter_seconds(problem, choice.flow, copy, zero, shard_axes, weight)
+            known[copy] = _parameter_seconds(problem, choice.flow, copy, zero, shard_axes, weight, hides)
     return np.array([known[copy] for copy in choice.copies])
 
 
 def _parameter_seconds(
-    problem: LayerProblem, flow: Flow, copy: Layout, zero: int, shard_axes: tuple[int, ...], weight: float
+    problem: LayerProblem,
+    flow: Flow,
+    copy: Layout,
+    zero: int,
+    shard_axes: tuple[int, ...],
+    weight: float,
+    hides: bool,
 ) -> float:
     tensor, training, name = flow.value.type, problem.training, flow.value.name
     trains = updates(flow, training)
     stored = storage_layout(copy, tensor, problem.mesh, shard_axes)
     gathers, reduces = parameter_times(zero, problem.num_microbatches, training)
     gradient_bytes = tensor.num_elements * training.gradient_itemsize(tensor.dtype)
-    price = problem.prices.collective_s
+    prices = problem.prices
+
+    def price(kind: str, axis: Axis, num_bytes: float) -> float:
+        return prices.collective_s(kind, axis, num_bytes) * (prices.interference(kind, axis) if hides else 1.0)
+
     seconds = 0.0
     for step in stored_steps(name, stored, copy, problem.mesh, problem.shared_storage):
         seconds += _price(price, step.forward, step.axis, tensor.num_bytes * step.fraction, gathers)

@@ -19,7 +19,7 @@ from autopar.program import Layer, Program
 from autopar.search.assembly import Choice, SharedCost, shared_costs
 from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
 from autopar.search.candidates import Candidate, Scene, layer_candidates
-from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths
+from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths, path_costs
 from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
 from autopar.search.layer_cost import SharedStorage, is_differentiable
@@ -227,8 +227,17 @@ class Setting:
             self.shared_costs, batch_size(task.program), group_of,
         )  # fmt: skip
 
-    def chain(self) -> Chain:
-        """All layers in one chain, on the same devices."""
+    def chains(self) -> tuple[Chain, Chain]:
+        """All layers in one chain, on the same devices; and the same with seconds less what is hidden by estimate."""
+        whole = self._chain()
+        visible: dict[int, LayerTable] = {}
+        for first, candidates in self.by_class.items():
+            hidden_s = np.array([candidate.hidden_s for candidate in candidates])
+            table = self.tables[first]
+            visible[first] = replace(table, time_s=table.time_s - hidden_s) if hidden_s.any() else table
+        return whole, replace(whole, tables=tuple(visible[first] for first in self.task.classes))
+
+    def _chain(self) -> Chain:
         moves, skips = _moves(self)
         return Chain(
             len(self.states), tuple(self.tables[first] for first in self.task.classes), moves, skips,
@@ -239,10 +248,11 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A setting and the paths of its chain."""
+    """A setting and the paths of its chain; `visible_s` has their seconds less what is hidden by estimate."""
 
     setting: Setting
     paths: Paths
+    visible_s: Array
 
     def choice(self, path: int) -> Choice:
         """The path of this index as candidates."""
@@ -258,7 +268,13 @@ def make_trial(
 ) -> Trial | None:
     """The trial, or None if some layer has no strategy with so many microbatches that meets what is settled."""
     setting = make_setting(task, count, factors, shared, cache)
-    return None if setting is None else Trial(setting, fastest_paths(setting.chain()))
+    if setting is None:
+        return None
+    whole, visible = setting.chains()
+    paths = fastest_paths(whole)
+    if any(table is not other for table, other in zip(whole.tables, visible.tables, strict=True)):
+        paths.add(*fastest_paths(visible, mixes=False).paths)
+    return Trial(setting, paths, path_costs(visible, np.stack(paths.paths))[:, 0])
 
 
 def make_setting(

@@ -52,11 +52,11 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     count_work: Callable[[int], Counter[str]],
 ) -> None:
     work = count_work(3)
-    trials = work["fastest_paths"]
-    assert trials == 2  # one and two microbatches
+    # Memory is no limit here, so two microbatches are not tried; paths are looked for by sums, and by what is not hidden.
+    assert work["fastest_paths"] == 2
     kinds, meshes, variants = 3, 2, 3
-    assert work["build_problem"] == trials * kinds * meshes
-    assert work["solve_problem"] == trials * kinds * meshes * variants
+    assert work["build_problem"] == kinds * meshes
+    assert work["solve_problem"] == kinds * meshes * variants
     # Each strategy is priced once for all ways to recompute and to store it.
     assert work["placed_cost"] == kinds  # those of the plan
     assert work["running_costs"] <= 220

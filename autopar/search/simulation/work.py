@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from autopar.placement import Axis
 from autopar.program import Layer, Program
+from autopar.search.hiding import in_one_buffer
 from autopar.search.layer_cost import (
     PricedCollective,
     TrainingSpec,
@@ -154,11 +155,8 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
 
 def _travelling_together(program: Program, runs: Sequence[PricedCollective], prices: Prices) -> tuple[Item, ...]:
     """The collectives of one layer's parameters: those of a kind share a buffer, and its seconds by their bytes."""
-    shared: dict[tuple[object, ...], list[PricedCollective]] = {}
-    for run in runs:
-        shared.setdefault((run.kind, run.axis, program.type_of(run.value).dtype), []).append(run)
     found: list[Item] = []
-    for together in shared.values():
+    for together in in_one_buffer(program, runs):
         whole = replace(together[0], num_bytes=sum(run.num_bytes for run in together))
         item = collective_item(whole, prices)
         found += [

@@ -105,7 +105,7 @@ def _predict(choice: Choice, shape: Shape, bounds: Sequence[int], actions: Sched
     return predict_stages(
         shape,
         bounds,
-        _parts(layer_costs(choice), shape),
+        _parts(layer_costs(choice), [strategy.splits_backward for strategy in strategies], shape),
         [(float(ahead), float(back)) for ahead, back in sends],
         relayed.tolist(),
         broadcast_s(scene.program, scene.prices, axis),
@@ -113,12 +113,12 @@ def _predict(choice: Choice, shape: Shape, bounds: Sequence[int], actions: Sched
     )
 
 
-def _parts(costs: list[LayerCost], shape: Shape) -> LayerParts:
+def _parts(costs: Sequence[LayerCost], splits: Sequence[bool], shape: Shape) -> LayerParts:
     count = shape.num_microbatches
     return LayerParts(
         np.array([cost.in_forward_s for cost in costs]) / count,
         np.array([cost.in_backward_s for cost in costs]) / count,
-        np.array([cost.weight_s for cost in costs]) / count,
+        np.array([cost.weight_s * can for cost, can in zip(costs, splits, strict=True)]) / count,
         np.array([cost.in_step_s for cost in costs]),
         np.array([cost.static_bytes for cost in costs]),
         np.array([cost.saved_bytes for cost in costs]),

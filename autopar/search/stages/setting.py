@@ -55,6 +55,7 @@ def told_outputs(program: Program) -> tuple[str, ...]:
 def _table(setting: Setting, first: int) -> StageTable:
     count = setting.scene.num_microbatches
     costs = [candidate.cost for candidate in setting.by_class[first]]
+    splits = [candidate.strategy.splits_backward for candidate in setting.by_class[first]]
 
     def column(values: Sequence[float], share: int = 1) -> Array:
         return np.array(values) / share
@@ -63,7 +64,7 @@ def _table(setting: Setting, first: int) -> StageTable:
     return StageTable(
         column([cost.in_forward_s for cost in costs], count),
         column([cost.in_backward_s for cost in costs], count),
-        column([cost.weight_s for cost in costs], count),
+        column([cost.weight_s * can for cost, can in zip(costs, splits, strict=True)], count),
         column([cost.in_step_s for cost in costs]),
         column([cost.static_bytes for cost in costs]),
         column([cost.saved_bytes for cost in costs]),
