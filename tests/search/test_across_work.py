@@ -58,7 +58,7 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     assert work["build_problem"] == kinds * meshes
     assert work["solve_problem"] == kinds * meshes * variants
     # Each strategy is priced once for all ways to recompute and to store it.
-    assert work["placed_cost"] == kinds  # those of the plan
+    assert work["placed_cost"] <= 20 * kinds  # those of the plans that are simulated
     assert work["running_costs"] <= 220
     assert work["storage_cost"] <= 180
     # A sweep is one run of dynamic programming: no value of this program skips a layer at a cost.
