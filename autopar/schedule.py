@@ -147,7 +147,11 @@ class Timeline:
 
 
 def simulate_schedule(
-    actions: ScheduleActions, stages: tuple[StageTimes, ...], seconds: Sequence[float] = (), crowding: float = 1.0
+    actions: ScheduleActions,
+    stages: tuple[StageTimes, ...],
+    seconds: Sequence[float] = (),
+    crowding: float = 1.0,
+    begins_s: Sequence[float] = (),
 ) -> Timeline:
     """When every action runs, each group working through its list in order.
 
@@ -161,25 +165,29 @@ def simulate_schedule(
             actions of all groups one after the other.
         crowding: by how much the groups slow each other down when all of them compute, because they share cores; it is
             part of the seconds, so a group goes on faster while others wait.
+        begins_s: per group, what it does before the first of its actions; by default nothing.
 
     Raises:
         ValueError: the lists wait for each other for ever.
     """
     wiring = _wire(actions)
     costs = [s for times in stages for s in _seconds(times)]
+    begins_s = begins_s or [0.0] * wiring.num_groups
     if crowding > 1.0:
-        starts, stops = _run_crowded(wiring, costs, seconds, crowding)
+        starts, stops = _run_crowded(wiring, costs, seconds, crowding, begins_s)
     else:
-        starts, stops = _run(wiring, costs, seconds)
+        starts, stops = _run(wiring, costs, seconds, begins_s)
     timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
     return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
 
 
-def _run(wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+def _run(
+    wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], begins_s: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """When every action starts and stops."""
     starts = [0.0] * (wiring.num_actions + 1)  # the last one is what nobody waits for
     stops = [0.0] * (wiring.num_actions + 1)
-    clocks = [0.0] * wiring.num_groups
+    clocks = list(begins_s)
     free = [0.0] * wiring.num_links
     for event, index, actor, cost, read in wiring.events:
         if event == _COMPUTE:
@@ -196,10 +204,10 @@ def _run(wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float]) -> t
 
 
 def _run_crowded(
-    wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], crowding: float
+    wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], crowding: float, begins_s: Sequence[float]
 ) -> tuple[list[float], list[float]]:
     """As `_run`, where groups that compute at the same time slow each other down."""
-    crowd = _Crowd(wiring, costs, seconds, crowding)
+    crowd = _Crowd(wiring, costs, seconds, crowding, begins_s)
     while crowd.begin():
         crowd.advance()
     return crowd.starts, crowd.stops
@@ -211,9 +219,17 @@ class _Crowd:
     While k of n groups compute, each goes on at ``min(crowding, n / k)`` times its speed of when all do.
     """
 
-    def __init__(self, wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], crowding: float) -> None:
-        self.starts = [0.0] * (wiring.num_actions + 1)
-        self.stops = [math.inf] * wiring.num_actions + [0.0]
+    def __init__(
+        self,
+        wiring: _Wiring,
+        costs: Sequence[float],
+        seconds: Sequence[float],
+        crowding: float,
+        begins_s: Sequence[float],
+    ) -> None:
+        beginning = wiring.num_actions + 1  # an index of its own for what comes before the first action
+        self.starts = [0.0] * (beginning + 1)
+        self.stops = [math.inf] * wiring.num_actions + [0.0, 0.0]
         self._costs, self._seconds, self._crowding = costs, seconds, crowding
         self._now_s = 0.0
         self._lists: list[deque[_Event]] = [deque() for _ in range(wiring.num_groups)]
@@ -223,7 +239,8 @@ class _Crowd:
                 self._lists[event[2]].append(event)
         self._received = {event[1] for event in self._transfers}
         self._reached: set[int] = set()
-        self._computing: dict[int, tuple[int, float]] = {}  # per group: its action, and seconds left
+        # Per group: its action, and seconds left.
+        self._computing = {group: (beginning, seconds) for group, seconds in enumerate(begins_s) if seconds}
         self._flying: dict[int, tuple[int, float]] = {}  # per link likewise
 
     def begin(self) -> bool:

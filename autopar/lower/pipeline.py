@@ -54,6 +54,8 @@ def run_pipeline(executor: Executor, tensors: Sequence[Tensor], base_seed: int) 
         step.close()
         return found
     gradients = StepGradients(executor, split=_split_layers(executor, actions))
+    with naming_failures(executor.stages.who, "the gathers of parameters before a step"):
+        gradients.open_layers_for_step()
     step = _PipelineStep(executor, tensors, base_seed, gradients)
     if not program.loss:
         return _run_under_autograd(step, actions)

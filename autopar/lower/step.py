@@ -88,6 +88,14 @@ class StepGradients:
         parts = _leaves(map(local_part_of, stored), stored)
         return LayerUse.of(Gathering(runner.parameters, parts, values=[leaf.detach() for leaf in leaves], add=add))
 
+    def open_layers_for_step(self) -> None:
+        """Gather now what is gathered once a step: else every stage would when the first microbatch comes by, one stage
+        after the other.
+        """
+        for index, runner in self._executor.runners.items():
+            if runner.strategy.zero < 3:
+                self.open_layer(index)
+
     def is_split(self, indices: range) -> bool:
         """Whether the backward of these layers runs in two parts."""
         return self._split.issuperset(indices)

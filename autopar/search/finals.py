@@ -4,7 +4,7 @@ A search minimises sums of seconds; what communication hides beside compute is o
 Everything without stages that may turn out fastest is: the paths that no other beats in memory and seconds, be it their
 sum or what is left of it by estimate (`hiding`).  Which ones
 these are doesn't depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
-at does depend on it; of them the one with the least sum is simulated.
+at does depend on it; of them the one with the least sum is simulated, or if its step holds too much, the next.
 """
 
 from __future__ import annotations
@@ -78,13 +78,15 @@ def best_final(
     """
     best: Final | None = None
     too_large: list[float] = []
-    draws = [*_flat_draws(trials, limit_bytes), *_pipeline_draws(found)]
+    has_pipeline = False
+    draws = [*_flat_draws(trials, limit_bytes), *_pipeline_draws(found, limit_bytes)]
     for draw in sorted(draws, key=lambda draw: draw.visible_s):
-        if best is None or draw.least_s <= best.plan.step_time_s:
+        if best is None or (draw.least_s <= best.plan.step_time_s and not (draw.staged and has_pipeline)):
             final = draw.simulate()
             if final.plan.peak_memory_bytes > limit_bytes * request.memory_factor:
                 too_large.append(final.plan.peak_memory_bytes)
                 continue
+            has_pipeline = has_pipeline or draw.staged is not None
             if request.on_final is not None:
                 request.on_final(final.plan)
             best = final if best is None or final.order < best.order else best
@@ -135,9 +137,10 @@ def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float
     return by_sum, min((draw.least_s, peak[draw.path]) for draw in _flat_draws([trial], math.inf))
 
 
-def _pipeline_draws(found: Found | None) -> Iterator[_Draw]:
-    if found is not None and found.best is not None:
-        staged = found.best
+def _pipeline_draws(found: Found | None, limit_bytes: float) -> Iterator[_Draw]:
+    for staged in found.simulated if found else ():
+        if staged.peak_bytes > limit_bytes:
+            continue
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
         least_s = staged.step_s - sum(cost.parameter_comm_s for cost in costs)
         yield _Draw(least_s, staged.step_s, None, 0, staged)

@@ -5,7 +5,8 @@ Inside an action its layers run one after the other on two streams (`streams`), 
 
 - Collectives of activations are waited for where they are needed.
 - Forward: the next layer's parameters are gathered while a layer computes.  What is gathered once for several
-  microbatches (ZeRO-0 and 1) is waited for in the first.
+  microbatches (ZeRO-0 and 1) is waited for in the first.  With stages all groups gather at once what they need for the
+  whole step, before anything else: else every stage would gather when the first microbatch comes by.
 - Backward: the parameters of the layer before are gathered while a layer computes, where ZeRO-3 needs them anew; a
   layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
   microbatch, with stages at the end of the step.
@@ -123,7 +124,8 @@ class _Simulation:
             for ahead, back in zip(self.work.sends, self.work.sends_back, strict=True)
         )
         ran, seconds = zip(*map(self._run, self.actions), strict=True)
-        self.timeline = simulate_schedule(self.work.actions, stages, seconds, self.work.crowding)
+        begins_s = [self._begin(group) for group in range(len(self.now_s))]
+        self.timeline = simulate_schedule(self.work.actions, stages, seconds, self.work.crowding, begins_s)
         spans = ((group, span) for group, listed in enumerate(self.timeline.spans) for span in listed)
         for (group, (action, start_s, stop_s)), run, took_s in zip(spans, ran, seconds, strict=True):
             if action.kind in _CATEGORIES:
@@ -140,6 +142,17 @@ class _Simulation:
         for group in range(len(self.now_s)):
             self._optimize(group)
         return max(self.now_s)
+
+    def _begin(self, group: int) -> float:
+        """What a group gathers before everything else; its seconds."""
+        streams = Streams()
+        for stage, own in enumerate(self.work.groups):
+            if own == group and self.work.gathers_first:
+                for layer in self._layers(stage):
+                    for item in () if layer.gathers_each else layer.gathers:
+                        streams.run(item)
+        self._keep(group, tuple(streams.ran))
+        return self.now_s[group]
 
     def _layers(self, stage: int) -> Sequence[LayerWork]:
         own = self.work.ranges[stage]
@@ -159,7 +172,8 @@ class _Simulation:
     def _act(self, streams: Streams, action: Action) -> None:
         layers, is_split = self._layers(action.stage), self.is_split[action.stage]
         if action.kind == "F":
-            _forward(streams, layers, action in self.first, is_single=self.work.is_single)
+            gathers_now = action in self.first and not self.work.gathers_first
+            _forward(streams, layers, gathers_now, is_single=self.work.is_single)
         elif action.kind == "W" or (action.kind == "I" and is_split):
             _backward_part(streams, layers[::-1] if is_split else (), action.kind)
         else:

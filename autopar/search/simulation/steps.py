@@ -45,6 +45,7 @@ class StepWork:
         is_single: whether there is one microbatch and no stage, so that a backward is autograd's own.
         splits: whether backwards run in two parts.
         reduces_in_last: whether gradients that are reduced once a step are so in the last backward, not behind it.
+        gathers_first: whether what is gathered once a step is so before the first action, on all groups at once.
         crowding: see `Prices.crowding`.
     """
 
@@ -61,6 +62,7 @@ class StepWork:
     is_single: bool
     splits: bool
     reduces_in_last: bool
+    gathers_first: bool
     crowding: float
 
 
@@ -102,6 +104,7 @@ def step_work(
         is_single=count == 1 and not plan.stages,
         splits=any(action.kind == "I" for listed in actions for action in listed),
         reduces_in_last=not plan.stages,
+        gathers_first=bool(plan.stages) and training.is_training,
         crowding=prices.crowding,
     )
 
