@@ -66,7 +66,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     final = best_final(trials, found, limit, request)
     if final is None:
         smallest = found.smallest if found else None
-        raise describe_infeasible([trial.smallest() for trial in trials], limit, task.notes, smallest)
+        raise describe_infeasible(trials, allowed, request, task.notes, smallest)
     lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials) if trials else math.inf
     lower_s = min(lower_s, found.lower_s) if found else lower_s
     least_s = min(flats.best_s, found.best_s) if found else flats.best_s

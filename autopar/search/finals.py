@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.program import Program
@@ -74,12 +72,13 @@ def best_final(
     any one moment; where the walk through the step finds more all the same, a plan doesn't fit.
 
     Raises:
-        InfeasibleError: plans fit as the search counts, but none as the walk does.
+        InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
     """
     best: Final | None = None
     too_large: list[float] = []
     has_pipeline = False
-    draws = [*_flat_draws(trials, limit_bytes), *_pipeline_draws(found, limit_bytes)]
+    flats = list(_flat_draws(trials, limit_bytes))
+    draws = [*flats, *_pipeline_draws(found, limit_bytes)]
     for draw in sorted(draws, key=lambda draw: draw.visible_s):
         if best is None or (draw.least_s <= best.plan.step_time_s and not (draw.staged and has_pipeline)):
             final = draw.simulate()
@@ -90,10 +89,12 @@ def best_final(
             if request.on_final is not None:
                 request.on_final(final.plan)
             best = final if best is None or final.order < best.order else best
-    if best is None and too_large:
+    if best is None and too_large and not flats:
+        doubt = 1 + request.memory_error
         raise InfeasibleError(
-            f"no plan fits into {limit_bytes / 2**30:.6g} GiB per device: a step of the smallest that came near takes "
-            f"{min(too_large) / 2**30:.6g} GiB.  Use more devices or microbatches, or allow more memory"
+            f"no plan fits into {limit_bytes * request.memory_factor * doubt / 2**30:.6g} GiB per device: a step of "
+            f"the smallest pipeline that came near takes {min(too_large) * doubt / 2**30:.6g} GiB. Use more devices or "
+            "microbatches, or allow more memory"
         )
     return best
 
@@ -122,7 +123,7 @@ class _Draw:
 
 def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:
     for trial in trials:
-        for path in _front(trial):
+        for path in trial.front:
             if trial.paths.peak_bytes[path] <= limit_bytes:
                 least_s = trial.paths.time_s[path] - _parameter_comm_s(trial, path)
                 yield _Draw(least_s, float(trial.visible_s[path]), trial, path, None)
@@ -133,7 +134,7 @@ def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float
     is left of it if all that can be hidden is.
     """
     peak = trial.paths.peak_bytes
-    by_sum = min((trial.paths.time_s[path], peak[path]) for path in _front(trial))
+    by_sum = min((trial.paths.time_s[path], peak[path]) for path in trial.front)
     return by_sum, min((draw.least_s, peak[draw.path]) for draw in _flat_draws([trial], math.inf))
 
 
@@ -144,17 +145,6 @@ def _pipeline_draws(found: Found | None, limit_bytes: float) -> Iterator[_Draw]:
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
         least_s = staged.step_s - sum(cost.parameter_comm_s for cost in costs)
         yield _Draw(least_s, staged.step_s, None, 0, staged)
-
-
-def _front(trial: Trial) -> list[int]:
-    """The paths that no other beats in bytes and in seconds, hidden ones included or not."""
-    peak = np.array(trial.paths.peak_bytes)
-    found: dict[int, None] = {}
-    for seconds in (np.array(trial.paths.time_s), trial.visible_s):
-        order = np.lexsort((peak, seconds))
-        least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
-        found |= dict.fromkeys(order[peak[order] < least].tolist())
-    return list(found)
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:

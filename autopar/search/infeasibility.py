@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.errors import InfeasibleError
-from autopar.search.assembly import Choice, layer_costs
+from autopar.search.assembly import Choice, assemble_plan, layer_costs
+from autopar.search.request import SearchRequest
+from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.solve import Staged
+from autopar.search.trials import Trial
 
 __all__ = ["describe_infeasible"]
 
@@ -14,20 +17,24 @@ _GIB = 2.0**30
 
 
 def describe_infeasible(
-    choices: Iterable[Choice], limit_bytes: float, notes: Iterable[str] = (), smallest: Staged | None = None
+    trials: Iterable[Trial],
+    limit_bytes: float,
+    request: SearchRequest,
+    notes: Iterable[str] = (),
+    smallest: Staged | None = None,
 ) -> InfeasibleError:
-    """The error that names the smallest of `choices`, what fills it, and what would help.
+    """The error that names the smallest plan of `trials`, what fills it, and what would help.
 
-    `smallest` is the smallest of the pipelines that were considered, if any.
+    `limit_bytes` is what the user allows.  `smallest` is the smallest of the pipelines that were considered, if any.
     """
-    choices = list(choices)
+    found = _smallest(trials, request.memory_factor * (1 + request.memory_error))
     pipeline = f"with {_describe_pipeline(smallest)}" if smallest else "no pipeline was considered"
-    if not choices:
+    if found is None:
         return InfeasibleError(
             f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: {pipeline}. Use more devices or microbatches, "
             "a smaller batch, or leave out constraints on the pipeline"
         )
-    needed, parts, choice = min(((*_fill(choice), choice) for choice in choices), key=lambda entry: entry[0])
+    needed, parts, choice = found
     filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())
     blockers = "".join(f" ({note})" for note in notes if "microbatches" in note or "accumulation" in note)
     return InfeasibleError(
@@ -46,16 +53,39 @@ def _describe_pipeline(staged: Staged) -> str:
     )
 
 
-def _fill(choice: Choice) -> tuple[float, dict[str, float]]:
+def _smallest(trials: Iterable[Trial], doubt: float) -> tuple[float, dict[str, float], Choice] | None:
+    """The bytes with which a plan is sure to be found, what fills them, and the plan.
+
+    These are what a search counts or what its step takes, whichever is more, and `doubt` times as much, because
+    predictions may be off.
+    """
+    best: tuple[float, dict[str, float], Choice] | None = None
+    for trial in trials:
+        for path in trial.front:
+            if best is not None and doubt * trial.paths.peak_bytes[path] >= best[0]:
+                break
+            choice = trial.choice(path)
+            parts = _fill(choice)
+            needed = doubt * max(sum(parts.values()), _walked_bytes(choice))
+            best = (needed, parts, choice) if best is None or needed < best[0] else best
+    return best
+
+
+def _walked_bytes(choice: Choice) -> float:
+    scene = choice.scene
+    plan = assemble_plan(choice, scene.program, scene.prices, scene.training)
+    return with_memory(scene.program, plan, scene.training, None).peak_memory_bytes
+
+
+def _fill(choice: Choice) -> dict[str, float]:
     costs = layer_costs(choice)
-    parts = {
+    return {
         "parameters": sum(cost.parameter_bytes for cost in costs),
         "gradients": sum(cost.gradient_bytes for cost in costs),
         "optimizer": sum(cost.optimizer_bytes for cost in costs),
         "activations": sum(cost.saved_bytes for cost in costs),
         "transients": max(cost.transient_bytes for cost in costs),
     }
-    return sum(parts.values()), parts
 
 
 def _advise(parts: dict[str, float], choice: Choice) -> str:

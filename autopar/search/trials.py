@@ -258,9 +258,16 @@ class Trial:
         """The path of this index as candidates."""
         return self.setting.choice(self.paths.paths[path].tolist(), (0,) * len(self.setting.candidates))
 
-    def smallest(self) -> Choice:
-        """The path that takes the least memory."""
-        return self.choice(self.paths.smallest())
+    @cached_property
+    def front(self) -> tuple[int, ...]:
+        """The paths that no other beats in bytes and in seconds, hidden ones included or not; the smallest first."""
+        peak = np.array(self.paths.peak_bytes)
+        found: set[int] = set()
+        for seconds in (np.array(self.paths.time_s), self.visible_s):
+            order = np.lexsort((peak, seconds))
+            least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
+            found.update(order[peak[order] < least].tolist())
+        return tuple(sorted(found, key=lambda path: (self.paths.peak_bytes[path], path)))
 
 
 def make_trial(
