@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-__all__ = ["around", "between"]
+__all__ = ["around", "between", "between_affine"]
 
 
 def around(known: Sequence[int], wanted: int) -> tuple[tuple[int, float], ...]:
@@ -24,3 +24,13 @@ def around(known: Sequence[int], wanted: int) -> tuple[tuple[int, float], ...]:
 def between(known: Sequence[int], wanted: int, seconds: Callable[[int], float]) -> float:
     """`seconds` of `wanted`, whose logarithm is taken to be linear in that of the size between those that are known."""
     return math.exp(sum(share * math.log(seconds(size)) for size, share in around(known, wanted)))
+
+
+def between_affine(known: Sequence[int], wanted: int, seconds: Callable[[int], float]) -> float:
+    """`seconds` of `wanted`, between known sizes a constant and a part in proportion to the size."""
+    right = bisect_right(known, wanted)
+    if right in (0, len(known)):
+        return seconds(known[min(right, len(known) - 1)])
+    low, high = known[right - 1], known[right]
+    share = (wanted - low) / (high - low)
+    return (1.0 - share) * seconds(low) + share * seconds(high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.cost.interpolation import between
+from autopar.cost.interpolation import between_affine
 from autopar.cost.profile import Curve
 from autopar.cost.work import Work
 
@@ -15,8 +15,8 @@ class ProductCurves:
     """Prices by floating-point operations.
 
     Products of two matrices were measured for a grid of inner extents and columns, each over a range of rows.  Between
-    the four nearest of the grid, at the same number of rows, the logarithm of the seconds is linear in those of inner
-    extent and columns; beyond the grid seconds grow (or, for fewer, stay) in proportion to the operations.
+    the four nearest of the grid, at the same number of rows, seconds are linear in inner extent and columns: what a
+    call takes by itself, and work.  Beyond it they grow (or, for fewer, stay) in proportion to the operations.
     """
 
     def __init__(self, curves: Mapping[str, Curve]) -> None:
@@ -73,16 +73,16 @@ def _on_grid(grid: Mapping[tuple[int, int], Curve], extents: tuple[int, ...], pa
 
     def seconds(known_inner: int) -> float:
         known = widths[known_inner]
-        found = between(
+        found = between_affine(
             known, columns, lambda width: grid[known_inner, width].seconds(2.0 * passes * rows * known_inner * width)
         )
         return found * max(1.0, columns / known[-1])
 
-    return between(list(widths), inner, seconds) * max(1.0, inner / max(widths))
+    return between_affine(list(widths), inner, seconds) * max(1.0, inner / max(widths))
 
 
 def _by_head(heads: Mapping[int, Curve], work: Work, flops: float) -> float:
     """Between sizes of a head, at the same number of pairs of positions."""
     known = sorted(heads)
-    found = between(known, work.head_dim, lambda head: heads[head].seconds(flops * head / work.head_dim))
+    found = between_affine(known, work.head_dim, lambda head: heads[head].seconds(flops * head / work.head_dim))
     return found * max(1.0, work.head_dim / known[-1])

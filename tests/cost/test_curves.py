@@ -29,8 +29,9 @@ def test_products_take_the_rate_of_the_nearest_shapes_not_of_the_nearest_flops()
     prices = _prices(**grid)
     assert _linear_s(prices, 128, 512, 512) == pytest.approx(wide * 2 * 128 * 512 * 512)
     assert _linear_s(prices, 4096, 32, 256) == pytest.approx(narrow * 2 * 4096 * 32 * 256)
-    # halfway in logarithms, the geometric mean of the rates
-    assert _linear_s(prices, 64, 128, 512) == pytest.approx((narrow * wide) ** 0.5 * 2 * 64 * 128 * 512)
+    # a fifth of the way from 32 to 512
+    parts = 0.8 * narrow * 2 * 64 * 32 * 512, 0.2 * wide * 2 * 64 * 512 * 512
+    assert _linear_s(prices, 64, 128, 512) == pytest.approx(sum(parts))
     assert _linear_s(prices, 64, 2048, 512) == pytest.approx(wide * 2 * 64 * 2048 * 512)
 
 

@@ -51,7 +51,7 @@ _WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "cuda": ((512, 8192), (128,
 # Rows, then inner dims and columns of products.
 _PRODUCT_ROWS = {"cpu": ((8, 128, 1024), (4, 32, 256, 2048)), "cuda": ((512, 8192), (128, 1024, 8192, 32768))}
 _PRODUCT_WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "cuda": ((1024, 8192), (512, 2048, 8192))}
-_MOST_FLOPS = {"cpu": (2e8, 5e9), "cuda": (2e12, 2e13)}
+_MOST_FLOPS = {"cpu": (6e8, 5e9), "cuda": (2e12, 2e13)}
 """A larger product takes longer than there is time; its price grows in proportion."""
 # Matrices of a batch: their number, and the size of each.
 _BATCHES = {
