@@ -81,7 +81,9 @@ def test_what_crosses_links_takes_the_time_that_the_plan_says(capsys: pytest.Cap
     assert on_links == pytest.approx(shares["activation communication"] + shares["parameter communication"])
 
 
-def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = (TARGET, "--cluster", "4xh100", "--constraint", "pipeline=1", "--constraint", "tensor=1")
     found = ask_json(capsys, *arguments, "--why-seconds", "60")
     rows = {row["constraint"]: row["step_s"] for row in found["forced"]}

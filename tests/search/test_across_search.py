@@ -118,7 +118,9 @@ def test_tied_parameters_have_one_storage_counted_once() -> None:
     assert len(plan.shared_storage[0][1]) == len(plan.shared_mesh)
     untied = run(small_model())
     assert untied.shared_storage == ()
-    assert price_again(small_model(tied=True), plan) < plan.step_time_s + plan.overlapped_s  # the optimizer on the tied parameter
+    assert (
+        price_again(small_model(tied=True), plan) < plan.step_time_s + plan.overlapped_s
+    )  # the optimizer on the tied parameter
 
 
 @pytest.mark.parametrize("wanted", ["data=4", "tensor=4", "sequence=4", "tensor=2", "data=2"])

@@ -52,7 +52,7 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     count_work: Callable[[int], Counter[str]],
 ) -> None:
     work = count_work(3)
-    # Memory is no limit here, so two microbatches are not tried; paths are looked for by sums, and by what is not hidden.
+    # Memory is no limit here, so two microbatches are not tried; paths are looked for with and without what is hidden.
     assert work["fastest_paths"] == 2
     kinds, meshes, variants = 3, 2, 3
     assert work["build_problem"] == kinds * meshes

@@ -200,7 +200,9 @@ def saved_by_hand() -> int:
     norm += 2 * hidden  # the normed input, read by the product with the weight
     norm += 2 * hidden  # the result, read by the linear ops, which share it
     turns = 2 * (hidden + hidden // 2) * 2  # q and k as read by both products with cos and sin
-    attention = 2 * hidden * 4  # q, k, v (repeated for all heads: copies), result, which lies as q: joining heads is free
+    attention = (
+        2 * hidden * 4
+    )  # q, k, v (repeated for all heads: copies), result, which lies as q: joining heads is free
     gated = 2 * ffn * 4  # gate, its activation, up, their product
     return 2 * norm + turns + attention + gated
 
