@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 
 # The report's tests open it in a browser, and are skipped where there is none.  This installs one where it may.
 browser:
-	command -v chromium chromium-browser google-chrome || (apt-get update && apt-get install -y chromium) || true
+	command -v chromium chromium-browser google-chrome || (timeout 120 apt-get update && timeout 300 apt-get install -y chromium) || true
 
 format: $(READY)
 	$(BIN)/ruff check --fix-only --quiet .
