@@ -55,7 +55,7 @@ def main(make_model: Callable[[], nn.Module], arguments: argparse.Namespace) -> 
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, step_times_s = train(model, optimizer, model.clip_grad_norm_, batches, console, f"{mesh.size()} processes")
-    held_bytes = measure_held_bytes(model, optimizer)
+    held_bytes = measure_held_bytes(model, optimizer, with_gradients=model.plan.num_microbatches > 1)
     saved_bytes = measure_saved_bytes(model, batches[0])
 
     if is_first:
@@ -115,10 +115,13 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def measure_held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters, gradients (one for each parameter that is trained) and optimizer state on this rank."""
+def measure_held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *, with_gradients: bool) -> int:
+    """Parameters, optimizer state and, if asked for, gradients (one for each trained parameter) on this rank.
+
+    With one microbatch a gradient comes when the activations that autograd kept for it go: they are not held together.
+    """
     parameters = list(model.parameters())
-    gradients = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [parameter for parameter in parameters if parameter.requires_grad and with_gradients]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return count_bytes([*parameters, *gradients, *(value for value in states if isinstance(value, Tensor))])
 
@@ -199,9 +202,9 @@ def print_predictions(console: Console, plan: autopar.Plan, step_s: float, held_
     )  # fmt: skip
     console.print(table)
     console.print(
-        f"Measured memory: {held_bytes / mib:.1f} MiB of parameters, gradients and optimizer state, and "
-        f"{saved_bytes / mib:.1f} MiB that autograd keeps for backward.  Transients, which the prediction "
-        "includes, can't be measured on a CPU this way."
+        f"Measured memory: {held_bytes / mib:.1f} MiB of parameters"
+        f"{', gradients' if plan.num_microbatches > 1 else ''} and optimizer state, and {saved_bytes / mib:.1f} MiB "
+        "that autograd keeps for backward.  Transients, which the prediction includes, can't be measured on a CPU."
     )
 
 
