@@ -19,7 +19,7 @@ from autopar.lower.communicator import Communicator, simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
-from autopar.program import Op, Program, TensorType, Value
+from autopar.program import Op, Option, Program, TensorType, Value
 from autopar.trace import Traced
 
 __all__ = [
@@ -27,12 +27,14 @@ __all__ = [
     "Run",
     "gradient_layout",
     "join_layout",
+    "join_runs",
     "keep_double",
     "keep_double_program",
     "loss_of",
     "run_parallel",
     "run_ranks",
     "run_single",
+    "train",
 ]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -58,7 +60,7 @@ class Run:
 
 def run_single(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw) -> Run:
     """Train a copy of `model` on one device."""
-    return _train(copy.deepcopy(model), inputs, steps, make_optimizer)
+    return train(copy.deepcopy(model), inputs, steps, make_optimizer)
 
 
 def run_parallel(
@@ -74,15 +76,24 @@ def run_parallel(
     Raises:
         VerificationError: ranks have different losses, or replicas of a tensor differ.
     """
-    runs = run_ranks(model, traced, plan, inputs, lambda parallel: _train(parallel, inputs, steps, make_optimizer))
+    runs = run_ranks(model, traced, plan, inputs, lambda parallel: train(parallel, inputs, steps, make_optimizer))
+    return join_runs(runs, plan.num_groups)
+
+
+def join_runs(runs: Sequence[Run], num_groups: int) -> Run:
+    """The run of the whole model from those of its ranks, in rank order.
+
+    Raises:
+        VerificationError: ranks have different losses, or replicas of a tensor differ.
+    """
     for number, run in enumerate(runs):
         if run.losses != runs[0].losses:
             raise VerificationError(f"rank {number} has losses {run.losses}, rank 0 has {runs[0].losses}")
     return Run(
         losses=runs[0].losses,
-        gradients=_join_groups([run.gradients for run in runs], plan.num_groups),
-        parameters=_join_groups([run.parameters for run in runs], plan.num_groups),
-        buffers=_join_groups([run.buffers for run in runs], plan.num_groups),
+        gradients=_join_groups([run.gradients for run in runs], num_groups),
+        parameters=_join_groups([run.parameters for run in runs], num_groups),
+        buffers=_join_groups([run.buffers for run in runs], num_groups),
     )
 
 
@@ -98,7 +109,8 @@ def run_ranks(
     return simulate(plan.world_size, rank)
 
 
-def _train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer) -> Run:
+def train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw) -> Run:
+    """Train `model` itself, whole or one rank's part of it, on the same batch in every step."""
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -273,7 +285,19 @@ def _widen_value(value: Value) -> Value:
 
 
 def _widen_op(op: Op) -> Op:
-    return replace(op, args=_widen_arg(op.args), kwargs=tuple((key, _widen_arg(arg)) for key, arg in op.kwargs))
+    return replace(
+        op,
+        args=_widen_arg(op.args),
+        kwargs=tuple((key, _widen_arg(arg)) for key, arg in op.kwargs),
+        options=tuple(map(_widen_option, op.options)),
+    )
+
+
+def _widen_option(option: Option) -> Option:
+    """Kernels that communicate do it in the dtype of what they are given."""
+    if not option.collectives:
+        return option
+    return replace(option, collectives=tuple(replace(each, dtype="float64") for each in option.collectives))
 
 
 def _widen_arg(arg: Any) -> Any:

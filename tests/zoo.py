@@ -1,4 +1,4 @@
-"""The zoo, traced once a process, and what parity with one device means."""
+"""The zoo, traced once a process, and what parity with one device means: the same training, by what was priced."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from torch import nn
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
+from autopar.lower import ParallelModule
+from autopar.lower.communicator import Collective
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
-from autopar.rehearsal import Run, keep_double, keep_double_program, run_parallel, run_single
+from autopar.rehearsal import Run, join_runs, keep_double, keep_double_program, run_ranks, run_single, train
 from autopar.search import SearchRequest, search
 from autopar.trace import Traced
 from autopar.verify import VerificationReport, compare
+from tests.collectives import assert_run_equals_priced
 from tests.models import make
 
 STEPS = 5
@@ -74,30 +77,50 @@ def plan_for(
     return search(program, world_size, quick_prices(world_size), request)
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """How far training by a plan is from one device, and what each rank ran in the forward and backward passes."""
+
+    report: VerificationReport
+    collectives: list[list[Collective]]
+
+
 # By subject, so that a later one at the same address finds nothing of an earlier one.
-_REPORTS: WeakKeyDictionary[Subject, dict[tuple[object, ...], VerificationReport]] = WeakKeyDictionary()
+_REHEARSALS: WeakKeyDictionary[Subject, dict[tuple[object, ...], Rehearsal]] = WeakKeyDictionary()
 
 
-def report_on(who: Subject, plan: Plan) -> VerificationReport:
-    """How far training by `plan` is from one device; plans that run alike run once."""
-    known = _REPORTS.setdefault(who, {})
+def rehearse(who: Subject, plan: Plan) -> Rehearsal:
+    """Train by `plan`; plans that run alike run once."""
+    known = _REHEARSALS.setdefault(who, {})
     pipeline = (plan.stages, plan.schedule)
     key = (plan.num_microbatches, plan.layers, plan.strategies, plan.shared_mesh, plan.shared_storage, pipeline)
     if key not in known:
-        found = run_parallel(who.model, who.traced, plan, who.inputs, STEPS)
-        known[key] = compare(who.alone, found, plan.world_size)
+
+        def rank(model: ParallelModule) -> tuple[Run, list[Collective]]:
+            with model.recording() as collectives:
+                return train(model, who.inputs, STEPS), collectives
+
+        ranks = run_ranks(who.model, who.traced, plan, who.inputs, rank)
+        found = join_runs([run for run, _ in ranks], plan.num_groups)
+        known[key] = Rehearsal(compare(who.alone, found, plan.world_size), [recorded for _, recorded in ranks])
     return known[key]
 
 
-def assert_parity(who: Subject, plan: Plan, dtype: torch.dtype = torch.float64) -> None:
-    """Loss, gradients and parameters after `STEPS` steps of AdamW are those of one device.
+def assert_parity(who: Subject, plan: Plan, dtype: torch.dtype = torch.float64, *, priced: bool = True) -> None:
+    """Loss, gradients and parameters after `STEPS` steps of AdamW are those of one device, and what ran was priced.
 
     AdamW divides by the gradient's size, so in float32 the first steps of a parameter whose gradient is all but zero
     say nothing; there parameters are compared in float64 only.
+
+    Args:
+        priced: that each step's collectives are those that the plan's price counts.  Not so for random plans with
+            microbatches, which cut integers where no search would, and gather them for that.
     """
-    report = report_on(who, plan)
-    in_double = dtype == torch.float64
+    found = rehearse(who, plan)
+    report, in_double = found.report, dtype == torch.float64
     assert report.loss_error <= (1e-12 if in_double else 1e-6), str(report)
     assert report.worst_gradient[1] <= (1e-9 if in_double else 1e-4), str(report)
     if in_double:
         assert report.parameter_error <= 1e-7, str(report)
+    if priced:
+        assert_run_equals_priced(who.traced.program, plan, found.collectives, STEPS)
