@@ -6,23 +6,17 @@ see, [1, 1, queries, keys].  Where the latter is everything, as in an encoder, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import zip_longest
 
 from autopar.program import Op, Ref, TensorType
 from autopar.trace.cleanup import argument
-from autopar.trace.folding import ATTENTION, ELEMENTWISE, Evaluator, constant_cone
+from autopar.trace.constants import ELEMENTWISE, NEUTRAL, Evaluator, broadcast_shape, constant_cone
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, Names, map_refs
+from autopar.trace.masks import ATTENTION
 
 __all__ = ["delay_expansions", "drop_neutral_masks"]
-
-# Ops on booleans -> the value that changes nothing.
-_NEUTRAL = {
-    "aten.__and__.Tensor": True, "aten.bitwise_and.Tensor": True, "aten.logical_and.default": True,
-    "aten.__or__.Tensor": False, "aten.bitwise_or.Tensor": False, "aten.logical_or.default": False,
-}  # fmt: skip
 
 
 def drop_neutral_masks(graph: Graph) -> Graph:
@@ -31,16 +25,16 @@ def drop_neutral_masks(graph: Graph) -> Graph:
     evaluator = Evaluator(graph)
 
     def is_neutral(name: str, value: bool) -> bool:
-        return name in known and bool((evaluator.value(name) == value).all())
+        return name in known and evaluator.is_everywhere(name, value)
 
     def step(op: Op) -> Iterable[Op] | None:
-        if op.target not in _NEUTRAL or len(op.operands) != 2 or known.issuperset(op.results):
+        if op.target not in NEUTRAL or len(op.operands) != 2 or known.issuperset(op.results):
             return None
         if any(graph.types[name].dtype != "bool" for name in op.operands):
             return None
         first, second = op.operands
         for neutral, other in ((first, second), (second, first)):
-            if is_neutral(neutral, _NEUTRAL[op.target]):
+            if is_neutral(neutral, NEUTRAL[op.target]):
                 args = (Ref(other), graph.types[op.results[0]].shape)
                 return [replace(op, target="aten.expand.default", args=args, kwargs=())]
         return None
@@ -76,7 +70,7 @@ class _Delayed:
         if op.target not in ELEMENTWISE or self._cone.issuperset(op.results):
             return None
         names = {name: self._sources[name] for name in op.operands if name in self._sources}
-        shape = _broadcast([self._type_of(names.get(name, name)).shape for name in op.operands])
+        shape = broadcast_shape([self._type_of(names.get(name, name)).shape for name in op.operands])
         if shape == self.graph.types[op.results[0]].shape:
             return [_reading(op, names)]
         return self._expanded_after(_reading(op, names), shape)
@@ -106,9 +100,3 @@ def _reading(op: Op, names: Mapping[str, str]) -> Op:
     """`op` reading ``names[n]`` instead of n."""
     args = tuple(map_refs(arg, names) for arg in op.args)
     return replace(op, args=args, kwargs=tuple((key, map_refs(arg, names)) for key, arg in op.kwargs))
-
-
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    aligned = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
-    # A size 1 gives way to any other, 0 included.
-    return tuple(next((size for size in dim if size != 1), 1) for dim in aligned)[::-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import OutputError
 from autopar.program import Program, Value
-from autopar.trace import broadcasting, cleanup, folding, losses
+from autopar.trace import broadcasting, cleanup, folding, losses, masks
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -60,7 +60,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     losses.rewrite_means,
     cleanup.drop_identities,
     cleanup.drop_aliases,
-    folding.restore_attention_masks,
+    masks.restore_attention_masks,
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
     cleanup.drop_dead_ops,

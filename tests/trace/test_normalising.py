@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from autopar.trace import constants
 from tests.trace.interpreter import check_equals_model
 
 
@@ -150,6 +151,13 @@ def test_nothing_is_left_of_a_detach_without_gradient():
     assert "aten.detach.default" not in targets_of(run(lambda h, y: h + y.detach()).program)
 
 
+@pytest.fixture(params=[1 << 24, 16])
+def block(request, monkeypatch):
+    """Masks are looked at whole, and in pieces that are smaller than they are."""
+    monkeypatch.setattr(constants, "_BLOCK_ELEMENTS", request.param)
+
+
+@pytest.mark.usefixtures("block")
 def test_a_mask_built_from_positions_becomes_is_causal():
     def function(h, y):
         q = h.view(4, 1, 8, 1)
@@ -164,6 +172,25 @@ def test_a_mask_built_from_positions_becomes_is_causal():
     assert not traced.constants
 
 
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_mask_of_packed_samples_is_causal_where_each_row_holds_one(changed):
+    """What is computed for every sample from positions; a sample that holds two documents is not causal alone."""
+
+    def function(h, y):
+        q, row, sample = h.view(4, 1, 8, 1), torch.arange(8), torch.arange(4)[:, None, None]
+        document = (torch.arange(8) // (8 - 4 * changed)).expand(4, 8)
+        of_row, of_column = document[sample, row[None, :, None]], document[sample, row[None, None, :]]
+        seen = (torch.ones((), dtype=torch.bool) & (of_row == of_column)) & (row[None, :] <= row[:, None])
+        return F.scaled_dot_product_attention(q, q, q, seen.unsqueeze(1))
+
+    traced = run(function)
+    (op,) = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert (op.args[3:] == (None, 0.0, True)) != changed
+    assert bool(traced.constants) == changed
+
+
+@pytest.mark.usefixtures("block")
 def test_a_mask_that_hides_nothing_disappears():
     def function(h, y):
         q = h.view(4, 1, 8, 1)
@@ -174,6 +201,7 @@ def test_a_mask_that_hides_nothing_disappears():
     assert [op.args[3:] for op in ops] == [(None, 0.0, False)]
 
 
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("mask", [
     lambda row: (row[None, :] <= row[:, None]) & (row[None, :] > row[:, None] - 3),  # a sliding window
     lambda row: row[None, :] < row[:, None] + 2,
