@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import AutoparError, QuestionError
 from autopar.explain.asked import Asked, change, parse_cluster
+from autopar.explain.beside import side_by_side
 from autopar.explain.checking import check_plan, load_plan, rehearse
 from autopar.explain.comparison import compare_plans
 from autopar.explain.documents import describe_difference, describe_findings, describe_plan, describe_sweep
 from autopar.explain.editing import parse_edit
 from autopar.explain.explanation import explain
 from autopar.explain.findings import Findings
-from autopar.explain.forced import forced_choices
+from autopar.explain.forced import forced_choices, other_than
 from autopar.explain.formulas import describe_formulas
 from autopar.explain.planner import Planner
 from autopar.explain.report import write_report
@@ -148,15 +151,17 @@ def _check_combination(options: argparse.Namespace) -> None:
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
     questions = [(text, change(asked, text)) for text in options.what_if]  # wrong ones are said at once
-    answer = planner.answer(asked)
-    findings = Findings(
-        options.target,
-        answer,
-        explain(answer),
-        tuple(forced_choices(planner, answer, options.why_seconds)) if options.why_seconds > 0 else (),
-        tuple((text, planner.answer(question).plan) for text, question in questions),
-        (options.sweep or "", tuple(sweep(planner, asked, options.sweep)) if options.sweep else ()),
-    )
+    others: list[Callable[[], Any]] = [partial(_plan, planner, question) for _, question in questions]
+    if options.why_seconds > 0:
+        others.append(partial(forced_choices, planner, asked, options.why_seconds))
+    if options.sweep:
+        others.append(lambda: tuple(sweep(planner, asked, options.sweep)))
+    planner.program(asked)  # once for all
+    answer, *found = side_by_side(partial(planner.answer, asked), others)
+    rows = found.pop() if options.sweep else ()
+    forced = other_than(found.pop(), answer.plan) if options.why_seconds > 0 else ()
+    what_if = tuple((text, plan) for (text, _), plan in zip(questions, found, strict=True))
+    findings = Findings(options.target, answer, explain(answer), forced, what_if, (options.sweep or "", rows))
     _write_files(options, findings)
     if options.json:
         printer.json(describe_findings(findings))
@@ -165,6 +170,10 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, as
         if options.formulas:
             printer.line(describe_formulas(answer))
     return 0
+
+
+def _plan(planner: Planner, asked: Asked) -> Plan:
+    return planner.answer(asked).plan
 
 
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:

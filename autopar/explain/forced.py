@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
-from autopar.explain.planner import Answer, Planner
+from autopar.explain.asked import Asked
+from autopar.explain.planner import Planner
+from autopar.plan import Plan
 
-__all__ = ["ForcedRow", "faster", "forced_choices"]
+__all__ = ["ForcedRow", "faster", "forced_choices", "other_than"]
 
 _ROUNDING = 1e-6
 
@@ -24,23 +26,30 @@ class ForcedRow:
     problem: str = ""
 
 
-def forced_choices(planner: Planner, answer: Answer, budget_s: float) -> Iterator[ForcedRow]:
-    """The usual alternatives to what `answer` decides, as long as there is time for one more that takes as long."""
+def forced_choices(planner: Planner, asked: Asked, budget_s: float) -> tuple[ForcedRow, ...]:
+    """The usual alternatives to what a plan decides, as long as there is time for one more that takes as long."""
+    rows: list[ForcedRow] = []
     started = time.perf_counter()
     longest_s = 0.0
-    for constraint in _alternatives(answer):
+    for constraint in _alternatives(asked):
         if time.perf_counter() - started + longest_s > budget_s:
-            yield ForcedRow(constraint, problem=f"not looked at: {budget_s:g} s are over (--why-seconds)")
+            rows.append(ForcedRow(constraint, problem=f"not looked at: {budget_s:g} s are over (--why-seconds)"))
             continue
         before = time.perf_counter()
-        asked = replace(answer.asked, constraints=(*answer.asked.constraints, constraint))
         try:
-            plan = planner.answer(asked).plan
+            plan = planner.answer(replace(asked, constraints=(*asked.constraints, constraint))).plan
         except AutoparError as error:
-            yield ForcedRow(constraint, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
+            rows.append(ForcedRow(constraint, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}"))
             continue
         longest_s = max(longest_s, time.perf_counter() - before)
-        yield ForcedRow(constraint, plan.step_time_s, plan.peak_memory_bytes)
+        rows.append(ForcedRow(constraint, plan.step_time_s, plan.peak_memory_bytes))
+    return tuple(rows)
+
+
+def other_than(rows: Iterable[ForcedRow], plan: Plan) -> tuple[ForcedRow, ...]:
+    """Without the number of device groups that is the plan's anyway."""
+    own = f"pipeline={plan.num_groups}" if plan.stages else "pipeline=1"
+    return tuple(row for row in rows if row.constraint != own)
 
 
 def faster(rows: Iterable[ForcedRow], step_s: float) -> tuple[ForcedRow, ...]:
@@ -48,14 +57,18 @@ def faster(rows: Iterable[ForcedRow], step_s: float) -> tuple[ForcedRow, ...]:
     return tuple(row for row in rows if row.step_s is not None and row.step_s < step_s * (1 - _ROUNDING))
 
 
-def _alternatives(answer: Answer) -> list[str]:
-    """Constraints on what the user has left open."""
-    cluster, plan = answer.asked.cluster, answer.plan
-    said = {text.partition("=")[0].strip() for text in answer.asked.constraints}
+def _alternatives(asked: Asked) -> list[str]:
+    """Constraints on what the user has left open, those first that differ most from what plans usually are."""
+    cluster = asked.cluster
+    said = {text.partition("=")[0].strip() for text in asked.constraints}
     node = min(cluster.devices_per_node, cluster.world_size)
-    found = ["zero=0", "zero=3", "recompute=none", "recompute=full"]
+    found = ["zero=3", "zero=0", "recompute=full", "recompute=none"]
     if node > 1:
-        found += [f"tensor={node}"] + ([f"tensor={node // 4}"] if node % 4 == 0 and node > 4 else [])
+        found.insert(1, f"tensor={node}")
     if cluster.world_size > 1:
-        found += ["pipeline=1"] if plan.stages else ["pipeline=2"]
+        found.insert(2, "pipeline=2")
+    if node % 4 == 0 and node > 4:
+        found.append(f"tensor={node // 4}")
+    if cluster.world_size > 1:
+        found.append("pipeline=1")
     return [text for text in found if text.partition("=")[0] not in said]

@@ -53,7 +53,7 @@ class Planner:
             AutoparError: the target, or what is asked of it, can't be used.
         """
         prices, request = self._request(asked)
-        program, trace_s = self._program(asked)
+        program, trace_s = self._traced_program(asked)
         considered: list[Considered] = []
 
         def keep(final: Plan) -> None:
@@ -80,6 +80,15 @@ class Planner:
             self._models[asked.shapes] = found
         return self._models[asked.shapes]
 
+    def program(self, asked: Asked) -> Program:
+        """The target, traced once per shape.
+
+        Raises:
+            AutoparError: it can't be loaded or traced, or what is asked makes no sense.
+        """
+        self._request(asked)  # what is wrong with it is said before a long trace
+        return self._traced_program(asked)[0]
+
     def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
         memory = None if asked.memory is None else read_bytes(asked.memory)
         training = training_spec(self.model(asked).model, asked.optimizer)
@@ -88,7 +97,7 @@ class Planner:
         )
         return ClusterPrices(asked.cluster, None), request
 
-    def _program(self, asked: Asked) -> tuple[Program, float]:
+    def _traced_program(self, asked: Asked) -> tuple[Program, float]:
         key = (*asked.shapes, asked.precision)
         if key not in self._traced:
             target = self.model(asked)
