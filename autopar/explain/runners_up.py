@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.plan import Plan
 from autopar.search import Considered
+from autopar.search.chain import unbeaten
 from autopar.search.considered import considered_plan
 
 __all__ = ["RunnerUp", "pareto_front", "runners_up"]
@@ -51,8 +52,6 @@ def runners_up(considered: Iterable[Considered], plan: Plan, most: int = 6) -> t
 
 def pareto_front(considered: Iterable[Considered]) -> tuple[Considered, ...]:
     """Those that no other beats in time and memory, fastest first."""
-    front: list[Considered] = []
-    for each in sorted(considered, key=lambda each: (each.step_time_s, each.peak_memory_bytes)):
-        if not front or each.peak_memory_bytes < front[-1].peak_memory_bytes:
-            front.append(each)
-    return tuple(front)
+    every = list(considered)
+    found = unbeaten([each.step_time_s for each in every], [each.peak_memory_bytes for each in every])
+    return tuple(every[index] for index in found)

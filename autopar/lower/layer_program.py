@@ -34,7 +34,7 @@ from autopar.placement import (
 from autopar.plan import LayerStrategy
 from autopar.program import Arg, Layer, Op, Option, Program, Ref, TensorType, is_cheap
 
-__all__ = ["LayerProgram", "find_option", "layer_program", "time_placements"]
+__all__ = ["LayerProgram", "find_option", "layer_program"]
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,6 @@ def find_option(op: Op, factor: str) -> Option:
         f"op {op.name} ({op.target}) has no factor {factor!r}; it has "
         f"{[option.factor for option in op.options]}: plan again with this version of autopar"
     )
-
-
-def time_placements(layer: Layer, strategy: LayerStrategy, arrivals: tuple[Placement, ...]) -> dict[str, Placement]:
-    """The placement in time of everything in `layer` that is produced in it or arrives as `arrivals`."""
-    times = dict(zip(layer.inputs, arrivals, strict=True)) | dict.fromkeys(layer.held, REPLICATE)
-    factors = strategy.time or ("-",) * len(layer.ops)
-    for op, factor in zip(layer.ops, factors, strict=True):
-        times |= zip(op.results, find_option(op, factor).results, strict=True)
-    return times
 
 
 def layer_program(

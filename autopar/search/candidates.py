@@ -33,6 +33,7 @@ from autopar.search.layer_cost import (
     own_training,
     running_costs,
     storage_cost,
+    stored_collectives,
 )
 from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
 from autopar.search.placed import PlacedLayer
@@ -466,6 +467,7 @@ def _variants(
 
 
 def _stored_variants(scene: Scene, base: PlacedLayer, demands: LayerDemands) -> Iterator[_Stored]:
+    training = own_training(scene.program, base.layer, scene.training)
     seen: set[tuple[int, tuple[Layout, ...]]] = set()
     for zero, shard_axes in _zero_variants(scene, base.mesh, demands):
         storage = _storage(base, shard_axes, demands)
@@ -473,8 +475,9 @@ def _stored_variants(scene: Scene, base: PlacedLayer, demands: LayerDemands) -> 
         if (level, storage) not in seen:
             seen.add((level, storage))
             placed = replace(base, storage=storage, zero=level)
-            cost = storage_cost(placed, scene.prices, scene.training)
-            yield _Stored(level, storage, cost, carried(placed, scene.prices, scene.training))
+            stored = tuple(stored_collectives(placed, training))
+            cost = storage_cost(placed, stored, scene.prices, scene.training)
+            yield _Stored(level, storage, cost, carried(scene.program, stored, scene.prices))
 
 
 def _zero_variants(scene: Scene, mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[tuple[int, tuple[int, ...]]]:

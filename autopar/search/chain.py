@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Chain", "LayerTable", "Paths", "Skip", "fastest_path", "fastest_paths", "path_costs"]
+__all__ = ["Chain", "LayerTable", "Paths", "Skip", "fastest_path", "fastest_paths", "path_costs", "unbeaten"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -123,6 +123,14 @@ def _bound_s(sweep: _Sweep, allowed_bytes: float) -> float:
     paid_s = sweep.price * allowed_bytes
     rounding_s = 8 * float(np.finfo(np.float64).eps) * max(abs(sweep.value_s), abs(paid_s))
     return sweep.value_s - paid_s - rounding_s
+
+
+def unbeaten(seconds: npt.ArrayLike, num_bytes: npt.ArrayLike) -> list[int]:
+    """Indices of those that no other beats in seconds and bytes, the fastest first; of equals the first."""
+    seconds, num_bytes = np.asarray(seconds, dtype=np.float64), np.asarray(num_bytes, dtype=np.float64)
+    order = np.lexsort((num_bytes, seconds))
+    least = np.minimum.accumulate(np.concatenate([[np.inf], num_bytes[order]]))[:-1]
+    return order[num_bytes[order] < least].tolist()
 
 
 def path_costs(chain: Chain, paths: Indices) -> Array:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.plan import LayerStrategy, Plan
+from autopar.search.chain import unbeaten
 from autopar.search.labels import axis_labels
 from autopar.search.request import Considered
 from autopar.search.stages.solve import Staged
@@ -21,15 +22,14 @@ _MOST_BEHIND = 60
 
 def considered_paths(trial: Trial) -> Iterator[Considered]:
     """Paths of the trial: those that no other beats in time and memory, and some that are beaten."""
-    time_s, peak = np.array(trial.paths.time_s), np.array(trial.paths.peak_bytes)
-    order = np.lexsort((peak, time_s))
-    is_front = peak[order] < np.concatenate([[np.inf], np.minimum.accumulate(peak[order])[:-1]])
-    front, behind = order[is_front].tolist(), order[~is_front].tolist()
+    time_s, peak = trial.paths.time_s, trial.paths.peak_bytes
+    front = unbeaten(time_s, peak)
+    on_front = set(front)
+    behind = [index for index in np.lexsort((peak, time_s)).tolist() if index not in on_front]
     for kept in (_spread(front, _MOST_ON_FRONT), _spread(behind, _MOST_BEHIND)):
         for index in kept:
             path = trial.paths.paths[index].tolist()
-            what = _describe(trial.setting, path, "")
-            yield Considered(float(time_s[index]), float(peak[index]), what)
+            yield Considered(time_s[index], peak[index], _describe(trial.setting, path, ""))
 
 
 def considered_pipeline(staged: Staged) -> Considered:

@@ -11,13 +11,12 @@ A search minimises sums of seconds; with these estimates it also finds paths who
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.plan import LayerCost
 from autopar.program import Program
-from autopar.search.layer_cost import PricedCollective, own_training, stored_collectives
-from autopar.search.placed import PlacedLayer
+from autopar.search.layer_cost import PricedCollective
 from autopar.search.prices import Prices
 from autopar.search.training import TrainingSpec
 
@@ -57,11 +56,10 @@ def in_one_buffer(program: Program, runs: Iterable[PricedCollective]) -> list[li
     return list(shared.values())
 
 
-def carried(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[Carried, Carried]:
-    """The gathers and the reductions of a layer that a strategy has been applied to."""
-    stored = list(stored_collectives(placed, own_training(placed.program, placed.layer, training)))
+def carried(program: Program, stored: Sequence[PricedCollective], prices: Prices) -> tuple[Carried, Carried]:
+    """The gathers and the reductions of one layer's parameters; `stored` has both, from `stored_collectives`."""
     ahead, back = ([run for run in stored if run.phase == phase] for phase in ("forward", "backward"))
-    return _carried(placed.program, ahead, prices), _carried(placed.program, back, prices)
+    return _carried(program, ahead, prices), _carried(program, back, prices)
 
 
 def _carried(program: Program, runs: list[PricedCollective], prices: Prices) -> Carried:

@@ -223,7 +223,8 @@ def _collectives(
 def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
     """As `layer_cost`, of a layer that a strategy has been applied to."""
     running = running_costs(placed, (placed.recompute,), prices, training)[placed.recompute]
-    return add_storage(running, storage_cost(placed, prices, training))
+    stored = tuple(stored_collectives(placed, own_training(placed.program, placed.layer, training)))
+    return add_storage(running, storage_cost(placed, stored, prices, training))
 
 
 def add_storage(running: LayerCost, storage: LayerCost) -> LayerCost:
@@ -282,14 +283,16 @@ def _returned_bytes(placed: PlacedLayer) -> float:
     return sum(placed.local_bytes(placed.view.value_type(f), placed.departures[f.output]) for f in leaving)
 
 
-def storage_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
-    """The part of `placed_cost` that depends on storage and ZeRO level: gathers and reductions of parameters,
-    the optimizer, and the memory of parameters.
+def storage_cost(
+    placed: PlacedLayer, stored: Iterable[PricedCollective], prices: Prices, training: TrainingSpec
+) -> LayerCost:
+    """The part of `placed_cost` that depends on storage and ZeRO level: gathers and reductions of parameters (`stored`,
+    as `stored_collectives` lists them), the optimizer, and the memory of parameters.
     """
     training = own_training(placed.program, placed.layer, training)
     count = placed.view.num_microbatches
     seconds = ahead_s = once_s = weight_s = 0.0
-    for run in stored_collectives(placed, training):
+    for run in stored:
         each_s = prices.collective_s(run.kind, run.axis, run.num_bytes)
         seconds += run.times * each_s
         if run.phase == "forward" and placed.zero == 3:

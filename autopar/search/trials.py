@@ -19,7 +19,7 @@ from autopar.program import Layer, Program
 from autopar.search.assembly import Choice, SharedCost, shared_costs
 from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
 from autopar.search.candidates import Candidate, Scene, layer_candidates
-from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths, path_costs
+from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths, path_costs, unbeaten
 from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
 from autopar.search.layer_cost import SharedStorage, is_differentiable
@@ -261,13 +261,9 @@ class Trial:
     @cached_property
     def front(self) -> tuple[int, ...]:
         """The paths that no other beats in bytes and in seconds, hidden ones included or not; the smallest first."""
-        peak = np.array(self.paths.peak_bytes)
-        found: set[int] = set()
-        for seconds in (np.array(self.paths.time_s), self.visible_s):
-            order = np.lexsort((peak, seconds))
-            least = np.concatenate([[math.inf], np.minimum.accumulate(peak[order])[:-1]])
-            found.update(order[peak[order] < least].tolist())
-        return tuple(sorted(found, key=lambda path: (self.paths.peak_bytes[path], path)))
+        peak = self.paths.peak_bytes
+        found = {*unbeaten(self.paths.time_s, peak), *unbeaten(self.visible_s, peak)}
+        return tuple(sorted(found, key=lambda path: (peak[path], path)))
 
 
 def make_trial(
