@@ -26,7 +26,7 @@ from autopar.cost.profile_file import update
 from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
-from autopar.lower.agreement import agree, agree_equal, digest_state, share
+from autopar.lower.agreement import agree, agree_equal, digest_state, share, share_asking
 from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.compat import map_leaves
 from autopar.lower.first_steps import StepComparison
@@ -39,7 +39,8 @@ from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
 from autopar.search.prices import Prices
 from autopar.search.simulation import simulate_step
-from autopar.timed_layers import LayerTimer, search_with_timed_layers
+from autopar.timed_layers import LayerTimer, Measure, search_with_timed_layers
+from autopar.timed_together import LayerAnswers, asking_all
 from autopar.trace import (
     LossFunction,
     Traced,
@@ -140,14 +141,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     if plan is None:
         prices = mesh_prices(profile, communicator, mesh, setup.dtype)
         setup = replace(setup, prices=prices)
-        plan = share(
-            group,
-            lambda: (
-                _search_and_time(traced, communicator, setup, prices, compiled=compile)
-                if profile is None
-                else _search(traced.program, communicator.world_size, setup)
-            ),
-        )
+        if profile is None:
+            plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
+        else:
+            plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
         plan = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
@@ -310,18 +307,28 @@ def _search_and_time(
     *,
     compiled: bool,
 ) -> Plan:
-    """Search on this device, whose profile then has the layers that were timed for it."""
+    """Search on the first rank, whose profile then has the layers that were timed for it; every rank calls it.
+
+    Layers are timed on that rank's device alone, or where devices share what they compute with, on all at once.
+    """
     known = dict(prices.profile.layers) if prices.profile else {}
     timer = LayerTimer(traced.program, communicator.device, traced.constants, compiled, dict(known))
-    found = search_with_timed_layers(
-        traced.program, communicator.world_size, prices, _request(setup, traced.program), timer
-    )
-    new = {key: layer for key, layer in timer.known.items() if key not in known}
-    measured = prices.profile
-    if new and measured is not None:
-        path = profile_path(_CACHE, communicator.device, communicator.world_size)
-        update(path, lambda stored: (stored or measured).with_layers(new))
-    return _finish(found, setup, traced.program)
+
+    def search_here(measure: Measure | None = None) -> Plan:
+        timer.measure = measure
+        request = _request(setup, traced.program)
+        found = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
+        new = {key: layer for key, layer in timer.known.items() if key not in known}
+        measured = prices.profile
+        if new and measured is not None:
+            path = profile_path(_CACHE, communicator.device, communicator.world_size)
+            update(path, lambda stored: (stored or measured).with_layers(new))
+        return _finish(found, setup, traced.program)
+
+    group = communicator.process_group
+    if communicator.device.type != "cpu":
+        return share(group, search_here)
+    return share_asking(group, lambda ask: search_here(asking_all(ask, timer)), LayerAnswers(timer))
 
 
 def mesh_prices(

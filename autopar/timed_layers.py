@@ -55,7 +55,12 @@ class LayerTimer:
     measure: Measure | None = None
 
     def time(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LayerTime | None:
-        """Lower the layer and time it.
+        """Lower the layer and time it; None if it doesn't run."""
+        lone = self.lower(layer, strategy, num_microbatches)
+        return None if lone is None else self.run(lone)
+
+    def lower(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LoneLayer | None:
+        """The layer, ready to run.
 
         None if it doesn't run on inputs that are made up, or takes too much memory beside what is there.  With integers
         that may index something nothing is tried on a GPU: an index out of range would end the process there.
@@ -64,10 +69,16 @@ class LayerTimer:
         if has_integers and self.device.type != "cpu":
             return None
         try:
-            lone = LoneLayer(
+            return LoneLayer(
                 self.program, layer, strategy, num_microbatches, self.device, compiled=self.compiled,
                 constants=self.constants,
             )  # fmt: skip
+        except (RuntimeError, IndexError, ValueError):
+            return None
+
+    def run(self, lone: LoneLayer) -> LayerTime | None:
+        """Its seconds; None if it doesn't run."""
+        try:
             backward = lone.backward if lone.is_differentiable else None
             return time_layer(lone.forward, backward, self.device, min(_EACH_S, self.budget_s / 10))
         except (RuntimeError, IndexError, ValueError):

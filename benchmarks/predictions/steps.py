@@ -1,100 +1,53 @@
 """Whole training steps on 2 and 4 gloo ranks: ``python benchmarks/accuracy.py steps [--ranks 2 4] [--json]``.
 
-Each group of processes (one thread each) profiles the machine, plans a model by search and by force, and trains all
-plans in the same run, one step of each in turn, so that whatever else the machine does hits all of them.  How busy the
-machine was is measured between the steps, and seconds of computing in the profile are brought to that.  Printed are the
-predicted and the measured median step (of the slowest rank), their ratio, the median of the ratios' distances from 1,
-and Kendall's tau of the plans' order.  ``--json`` ends with one line of all of it.
+Each group of processes (one thread each) profiles the machine, plans a model by search and by force as `parallelize`
+does, and trains all plans in one launch, a few steps of each in turn, so that what else the machine does hits all of
+them.  Plans that turn out equal run once and count once.  Printed are the predicted and the measured median step (of
+the slowest rank), the spread of the steps (quartile distance over median), the seconds that a rank's thread and all its
+threads worked, predicted / measured, the median of the ratios' distances from 1, and Kendall's tau of the plans' order;
+also of those pairs alone whose steps differ by more than their spread.  The profile stays in ``--folder``, and is used
+again.  ``--json`` ends with one line of all of it.  Only a quiet machine gives numbers that mean something.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import transformers
-from torch import Tensor, nn
+from benchmarks.predictions._step_cases import CASES, MODELS
 
-import autopar
-from autopar.api import mesh_ranks, trace_model
-from autopar.cluster import Cluster
-from autopar.cost import ClusterPrices, Curve, Profile
-from autopar.cost.measure import measure_profile
-from autopar.cost.measure.collectives import all_axes
-from autopar.cost.measure.timing import Contention
-from autopar.lower.communicator import ProcessGroupCommunicator
-from autopar.lower.schedules import schedule_actions
-from autopar.search import TrainingSpec
-from autopar.search.repricing import reprice
+_FOLDER = Path("~/.cache/autopar/accuracy-steps").expanduser()
 
-Model = tuple[nn.Module, dict[str, Any]]
-_FLAT = ("pipeline=1", "microbatches=1", "recompute=none")
-CASES: dict[int, tuple[tuple[str, ...], ...]] = {
-    2: (
-        (),
-        (*_FLAT, "data=2", "zero=0"),
-        (*_FLAT, "data=2", "zero=3"),
-        (*_FLAT, "tensor=2", "zero=0"),
-        ("pipeline=1", "microbatches=1", "data=2", "zero=0", "recompute=full"),
-        ("pipeline=1", "microbatches=2", "data=2", "zero=2", "recompute=none"),
-        ("pipeline=2", "schedule=1f1b", "microbatches=2", "recompute=none"),
-    ),
-    4: (
-        (),
-        (*_FLAT, "data=4", "zero=0"),
-        (*_FLAT, "data=4", "zero=3"),
-        (*_FLAT, "data=2", "tensor=2", "zero=0"),
-        (*_FLAT, "tensor=4", "zero=0"),
-        ("pipeline=1", "microbatches=2", "data=4", "zero=1", "recompute=full"),
-        ("pipeline=2", "schedule=1f1b", "data=2", "microbatches=2", "recompute=none"),
-    ),
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    # Plans that take turns in one process find the heap as another one left it.  Else glibc gives memory back and
+    # gets it again in each step, which a program that trains one model stops doing after some steps.
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TOP_PAD_": str(2**26),
 }
-_WARM_UP = 2
-_MOMENT_S = 0.05
-
-
-def _llama() -> Model:
-    config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=128, use_cache=False, pad_token_id=0,
-    )  # fmt: skip
-    ids = torch.randint(0, 1024, (16, 128))
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
-
-
-def _gpt2() -> Model:
-    config = transformers.GPT2Config(
-        vocab_size=2048, n_embd=256, n_layer=4, n_head=8, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
-    ids = torch.randint(0, 2048, (16, 128))
-    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
-
-
-MODELS = {"llama": _llama, "gpt2": _gpt2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``accuracy.py steps``."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=sorted(CASES))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=15, help="measured steps of each plan")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds for the profile")
-    parser.add_argument("--save", type=Path, help="folder for profiles and plans, to look at")
+    parser.add_argument("--only", nargs="+", default=[], help="only plans whose constraints have one of these in them")
+    parser.add_argument("--rounds", type=int, default=4, help="how often the plans take turns")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="measured steps of each plan in a round, behind another one"
+    )
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds for a profile from nothing")
+    parser.add_argument("--folder", type=Path, default=_FOLDER, help="where profiles are kept, and plans to look at")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
 
@@ -102,13 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if options.worker is not None:
-        _work(options)
+        from benchmarks.predictions._step_worker import work  # noqa: PLC0415  (it starts the ranks' own torch)
+
+        work(options)
         return 0
     groups: list[dict[str, Any]] = []
     for ranks, model in itertools.product(options.ranks, options.models):
         groups.append(_measure(options, ranks, model))
         _print(groups[-1])
-    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for group in groups for row in group["rows"]]
+    errors = [error for group in groups for error in _errors(group)]
     total = {"median_error": statistics.median(errors), "least_tau": min(group["tau"] for group in groups)}
     print(f"\nmedian error {total['median_error']:.1%}, least Kendall's tau of a group {total['least_tau']:.2f}")
     if options.json:
@@ -123,121 +78,54 @@ def _measure(options: argparse.Namespace, ranks: int, model: str) -> dict[str, A
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
         script = str(Path(__file__).resolve().parents[1] / "accuracy.py")
         own = ("steps", "--worker", str(report), "--models", model, "--steps", str(options.steps))
-        more = ("--save", str(options.save)) if options.save else ()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        subprocess.run((*command, script, *own, "--budget", str(options.budget), *more), check=True, env=environment)
+        more = ("--rounds", str(options.rounds), "--folder", str(options.folder), "--budget", str(options.budget))
+        only = ("--only", *options.only) if options.only else ()
+        environment = os.environ | _ENVIRONMENT
+        options.folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run((*command, script, *own, *more, *only), check=True, env=environment)
         group: dict[str, Any] = json.loads(report.read_text())
-    rows = group["rows"]
-    group["tau"] = kendall_tau([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
-    return group
+    return group | summary(group["rows"])
 
 
-def kendall_tau(one: list[float], other: list[float]) -> float:
-    """How alike two orders are: 1 the same, -1 reversed; pairs that are equal in either don't count for or against."""
-    pairs = list(itertools.combinations(range(len(one)), 2))
-    signs = [(one[i] - one[j]) * (other[i] - other[j]) for i, j in pairs]
-    return (sum(sign > 0 for sign in signs) - sum(sign < 0 for sign in signs)) / len(pairs)
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The median error, and Kendall's tau of all pairs and of those that differ by more than their spread."""
+    pairs = list(itertools.combinations(rows, 2))
+    return {
+        "median_error": statistics.median(_errors({"rows": rows})),
+        "tau": kendall_tau(pairs),
+        "tau_of_different": kendall_tau([pair for pair in pairs if _differ(*pair)]),
+    }
 
 
-def _work(options: argparse.Namespace) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    world, [name] = dist.get_world_size(), options.models
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-    talk = ProcessGroupCommunicator(mesh_ranks(mesh), "cpu")
-    profile = measure_profile(talk, "cpu", options.budget, axes=all_axes(world))
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    ours = [
-        autopar.parallelize(copy.deepcopy(model), mesh, inputs, constraints=constraints, profile=profile)
-        for constraints in CASES[world]
+def kendall_tau(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> float:
+    """How alike the orders by prediction and by measurement are: 1 the same, -1 reversed; equal ones are neither."""
+    signs = [
+        (one["predicted_s"] - other["predicted_s"]) * (one["measured_s"] - other["measured_s"]) for one, other in pairs
     ]
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in ours]
-    taken: list[list[float]] = [[] for _ in ours]
-    contention = Contention(torch.device("cpu"))
-    for step in range(options.steps + _WARM_UP):
-        for number, (each, optimizer) in enumerate(zip(ours, optimizers, strict=True)):
-            seconds = _step(each, optimizer, inputs)
-            _work_a_moment(contention)
-            if step >= _WARM_UP:
-                taken[number].append(seconds)
-    busy = _mean(contention.factor())
-    if dist.get_rank() == 0:
-        prices = ClusterPrices(Cluster.from_mesh(mesh), _at_contention(profile, busy))
-        program, training = trace_model(model, inputs).program, TrainingSpec()
-        rows = [
-            {
-                "plan": " ".join(constraints) or "searched",
-                "predicted_s": reprice(program, each.plan, prices, training, schedule_actions).step_time_s,
-                "measured_s": statistics.median(seconds),
-                "quartiles_s": statistics.quantiles(seconds, n=4)[::2],
-            }
-            for constraints, each, seconds in zip(CASES[world], ours, taken, strict=True)
-        ]
-        options.worker.write_text(json.dumps({"model": name, "ranks": world, "contention": busy, "rows": rows}))
-        if options.save:
-            options.save.mkdir(parents=True, exist_ok=True)
-            profile.save(options.save / f"profile-{name}-{world}.json")
-            for number, each in enumerate(ours):
-                each.plan.save(options.save / f"plan-{name}-{world}-{number}.json")
-    dist.barrier()
-    dist.destroy_process_group()
+    return (sum(sign > 0 for sign in signs) - sum(sign < 0 for sign in signs)) / max(1, len(pairs))
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor]) -> float:
-    """Seconds of one step on the slowest rank."""
-    dist.barrier()
-    started = time.perf_counter()
-    model(**inputs).loss.backward()
-    optimizer.step()
-    seconds = time.perf_counter() - started
-    optimizer.zero_grad()
-    return _slowest(seconds)
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    spread_s = max(row["spread"] * row["measured_s"] for row in (one, other))
+    return abs(one["measured_s"] - other["measured_s"]) > spread_s
 
 
-def _slowest(value: float) -> float:
-    """The largest of all ranks' values."""
-    found = torch.tensor(value)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
-
-
-def _mean(value: float) -> float:
-    """The mean of all ranks' values."""
-    found = torch.tensor(value)
-    dist.all_reduce(found)
-    return found.item() / dist.get_world_size()
-
-
-def _work_a_moment(contention: Contention) -> None:
-    """Keep this rank's core busy, as all ranks do now, and count what passes."""
-    dist.barrier()
-    with contention.counting():
-        deadline = time.perf_counter() + _MOMENT_S
-        while time.perf_counter() < deadline:
-            math.sqrt(2.0)
-
-
-def _at_contention(profile: Profile, contention: float) -> Profile:
-    """`profile` as if its ops had been measured while the machine was so busy; collectives stay as they are."""
-
-    def scaled(curve: Curve) -> Curve:
-        factor = contention / curve.contention
-        points = tuple(replace(point, seconds=point.seconds * factor) for point in curve.points)
-        return replace(curve, points=points, contention=contention)
-
-    own_time = {key: scaled(curve) for key, curve in profile.curves.items() if not key.startswith("collective/")}
-    return replace(profile, curves={**profile.curves, **own_time})
+def _errors(group: dict[str, Any]) -> list[float]:
+    return [abs(row["predicted_s"] / row["measured_s"] - 1) for row in group["rows"]]
 
 
 def _print(group: dict[str, Any]) -> None:
-    print(f"\n{group['model']} on {group['ranks']} ranks (contention {group['contention']:.2f})")
-    print(f"{'plan':64s} {'predicted':>10s} {'measured':>10s} {'quartiles':>15s} {'ratio':>6s}")
+    print(f"\n{group['model']} on {group['ranks']} ranks, others had {group['others']:.1%} of the cores; milliseconds")
+    heads = ("predicted", "measured", "spread", "ratio", "thread", "threads")
+    print(f"{'plan':72s}" + "".join(f" {head:>9s}" for head in heads))
     for row in group["rows"]:
-        low, high = (f"{each * 1e3:.0f}" for each in row["quartiles_s"])
-        ratio = row["predicted_s"] / row["measured_s"]
-        times = f"{row['predicted_s'] * 1e3:8.0f}ms {row['measured_s'] * 1e3:8.0f}ms {low + '-' + high:>15s}"
-        print(f"{row['plan']:64s} {times} {ratio:6.2f}")
-    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in group["rows"]]
-    print(f"median error {statistics.median(errors):.1%}, Kendall's tau {group['tau']:.2f}", flush=True)
+        predicted, measured, own, together = (row[key] * 1e3 for key in ("predicted_s", "measured_s", "own_s", "all_s"))
+        print(
+            f"{row['plan']:72s} {predicted:9.0f} {measured:9.0f} {row['spread']:9.1%} {predicted / measured:9.2f} "
+            f"{own:9.0f} {together:9.0f}"
+        )
+    print(
+        f"median error {group['median_error']:.1%}, Kendall's tau {group['tau']:.2f}, of plans that differ by more "
+        f"than their spread {group['tau_of_different']:.2f}",
+        flush=True,
+    )

@@ -1,4 +1,9 @@
-"""Measures collectives on live process groups, through whatever communicator the program will use."""
+"""Measures collectives on live process groups, through whatever communicator the program will use.
+
+On a CPU each follows a moment of computing, as in a program: what counts is by how much it makes the two longer.  Ranks
+come a little apart then, and find the threads that carry messages asleep, or without a core for a slice of the
+scheduler's (4 ms): every few messages one waits that long.  A step has many of them, so a mean counts, not a median.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch import Tensor
 
 from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.measure.probe import Measurement, Probe
-from autopar.cost.measure.timing import elapsed_s, median_of
+from autopar.cost.measure.timing import elapsed_s, mean_of
 from autopar.errors import ProfileError
 from autopar.placement import Axis
 
@@ -36,8 +41,11 @@ _DENSE = {
     "cuda": tuple(4**power for power in range(4, 15)),  # 1 KiB to 1 GiB
 }
 """Elements of a buffer on its larger side."""
-_MIN_REPEATS = 4
-_MAX_REPEATS = 20
+_MIN_REPEATS = 8
+_MAX_REPEATS = 40
+_MOMENT_S = 1e-3
+_WIDTH = 128  # of the products that a moment is filled with
+_NUM_ALONE = 30
 
 
 class Waitable(Protocol):
@@ -148,10 +156,11 @@ def _measure(
     communicator: Collectives, kind: str, axis: Axis, sizes: tuple[int, ...], budget_s: float
 ) -> Iterator[Measurement]:
     key = f"collective/{kind}/{axis.size}/{axis.stride}"
+    compute, compute_s = _moment(communicator)
     for num_elements in sizes:
-        taken = [_times(communicator, start, budget_s / len(sizes))
-                 for start in start_collective(communicator, kind, axis, num_elements)]  # fmt: skip
-        slowest = max(map(median_of, taken), key=lambda sample: sample.seconds)
+        starts = start_collective(communicator, kind, axis, num_elements)
+        taken = [_times(communicator, start, compute, compute_s, budget_s / len(sizes)) for start in starts]
+        slowest = max(map(mean_of, taken), key=lambda sample: sample.seconds)
         yield Measurement(key, num_bytes_of(axis, num_elements), slowest)
 
 
@@ -199,15 +208,43 @@ def _round_up(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def _times(communicator: Collectives, start: Callable[[], Waitable | None], slice_s: float) -> list[float]:
-    _time(communicator, start)
-    [slowest_s] = max_over_ranks(communicator, [_time(communicator, start)])
+def _moment(communicator: Collectives) -> tuple[Callable[[], object], float]:
+    """What computes for a moment, the same on all ranks, and its seconds while all do; on a GPU, where another stream
+    computes, nothing.
+    """
+    if communicator.device.type != "cpu":
+        return (lambda: None), 0.0
+    x = torch.ones((_WIDTH, _WIDTH))
+    out = torch.empty_like(x)
+    one_s = min(elapsed_s(lambda: torch.mm(x, x, out=out), communicator.device) for _ in range(_NUM_ALONE))
+    [one_s] = max_over_ranks(communicator, [one_s])
+    count = max(1, round(_MOMENT_S / one_s))
+
+    def compute(times: int = 1) -> None:
+        for _ in range(times * count):
+            torch.mm(x, x, out=out)
+
+    alone_s = elapsed_s(lambda: compute(_NUM_ALONE), communicator.device) / _NUM_ALONE
+    return compute, max_over_ranks(communicator, [alone_s])[0]
+
+
+def _times(
+    communicator: Collectives,
+    start: Callable[[], Waitable | None],
+    compute: Callable[[], object],
+    compute_s: float,
+    slice_s: float,
+) -> list[float]:
+    """Seconds by which the collective behind it makes `compute` longer, time and again."""
+
+    def both() -> None:
+        compute()
+        run_to_end(start)
+
+    elapsed_s(both, communicator.device)
+    [slowest_s] = max_over_ranks(communicator, [elapsed_s(both, communicator.device)])
     repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(slice_s / max(slowest_s, 1e-9))))
-    return [_time(communicator, start) for _ in range(repeats)]
-
-
-def _time(communicator: Collectives, start: Callable[[], Waitable | None]) -> float:
-    return elapsed_s(lambda: run_to_end(start), communicator.device)
+    return [elapsed_s(both, communicator.device) - compute_s for _ in range(repeats)]
 
 
 def run_to_end(start: Callable[[], Waitable | None]) -> None:

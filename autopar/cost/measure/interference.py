@@ -3,7 +3,8 @@
 ``interference = (seconds of compute with the collective beside it - seconds alone) / seconds of the collective alone``
 
 clipped to [0, 1]: 0 if the two don't notice each other, 1 if they might as well run one after the other.  Compute is
-products, enough of them to outlast the collective; all ranks compute and communicate at the same time.
+products, enough of them to outlast the collective; all ranks compute and communicate at the same time.  Seconds are
+means over trials: a step adds them up, and on a CPU what the scheduler does differs from one trial to the next.
 """
 
 from __future__ import annotations
@@ -70,14 +71,19 @@ def _measure(
 ) -> Iterator[Measurement]:
     for num_elements in sizes:
         start = start_collective(communicator, kind, axis, num_elements)[0]
-        low, middle, high = statistics.quantiles(_lost(communicator, start, budget_s / len(sizes)), n=4)
+        trials = _trials(communicator, start, budget_s / len(sizes))
+        lost, seconds = ([each[i] for each in trials] for i in (0, 1))
+        value = min(1.0, max(0.0, sum(lost) / sum(seconds)))
+        low, _, high = statistics.quantiles([min(1.0, max(0.0, one / all_s)) for one, all_s in trials], n=4)
         # A rank that had no part in a send lost nothing: the largest over the ranks counts.
         key = f"interference/{kind}/{axis.size}/{axis.stride}"
-        yield Measurement(key, num_bytes_of(axis, num_elements), Sample(middle, high - low))
+        yield Measurement(key, num_bytes_of(axis, num_elements), Sample(value, high - low))
 
 
-def _lost(communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float) -> list[float]:
-    """Seconds of compute lost per second of the collective, in several trials; as many on every rank."""
+def _trials(
+    communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float
+) -> list[tuple[float, float]]:
+    """Seconds of compute lost, and seconds of the collective, in several trials; as many on every rank."""
     device = communicator.device
     width = _WIDTH["cuda" if device.type == "cuda" else "cpu"]
     x = torch.ones((width, width), dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
@@ -91,7 +97,7 @@ def _lost(communicator: Collectives, start: Callable[[], Waitable | None], budge
         for _ in range(num_products):
             torch.mm(x, x, out=out)
 
-    def trial() -> float:
+    def trial() -> tuple[float, float]:
         collective_s = _collective_s(communicator, start, repeats=1)
         compute_s = elapsed_s(compute, device)
         under_way: list[Waitable | None] = []
@@ -105,7 +111,7 @@ def _lost(communicator: Collectives, start: Callable[[], Waitable | None], budge
         for handle in filter(None, under_way):
             handle.wait()
         synchronize(device)
-        return min(1.0, max(0.0, (beside_s - compute_s) / collective_s))
+        return beside_s - compute_s, collective_s
 
     repeats = int(budget_s / ((2 * _LONGER + 2) * max(alone_s, 1e-6)))
     return [trial() for _ in range(max(_MIN_REPEATS, min(_MAX_REPEATS, repeats)))]

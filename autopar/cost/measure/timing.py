@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Contention", "Sample", "contention_now", "elapsed_s", "median_of", "sample", "synchronize", "warm_up"]
+__all__ = [
+    "Contention",
+    "Sample",
+    "contention_now",
+    "elapsed_s",
+    "mean_of",
+    "median_of",
+    "sample",
+    "synchronize",
+    "warm_up",
+]
 
 _MAX_REPEATS = 50
 _MIN_REPEATS = 2
@@ -49,6 +59,13 @@ def median_of(times: list[float]) -> Sample:
     median = max(statistics.median(times), 1e-9)
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
     return Sample(median, (high - low) / median)
+
+
+def mean_of(times: list[float]) -> Sample:
+    """Mean of `times` without the slowest tenth, and their spread."""
+    mean = max(statistics.fmean(sorted(times)[: math.ceil(0.9 * len(times))]), 1e-9)
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (mean, mean, mean)
+    return Sample(mean, (high - low) / mean)
 
 
 def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> Sample:
