@@ -140,6 +140,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
         prices = mesh_prices(profile, communicator, mesh, setup.dtype)
+        prices = prices.of_program(traced.program, communicator.world_size)
         setup = replace(setup, prices=prices)
         if profile is None:
             plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
@@ -206,7 +207,8 @@ def plan(  # noqa: PLR0913  (what a user may say)
     setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
     where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
-    return _search(traced.program, where.world_size, replace(setup, prices=ClusterPrices(where, measured)))
+    prices = ClusterPrices(where, measured).of_program(traced.program, where.world_size)
+    return _search(traced.program, where.world_size, replace(setup, prices=prices))
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,11 @@ class Op:
     ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"``
     (no rule and nothing found).  `saves` are the tensors that autograd keeps for backward, as indices into
     operands, then results; `saved_extra_bytes` is what it keeps besides (statistics, masks), for the whole
-    op; it scales with the first result.  `size_args` lists the positions of arguments that repeat the
-    result's global sizes and become local when lowered.  `is_random` marks ops that draw random numbers.
-    `is_view` marks ops whose result may alias the first operand.  `source` is the user's ``file:line``,
+    op; it scales with the first result.  `plain_saves` and `plain_saved_extra_bytes` are the same where it runs
+    as plain products for want of a fast kernel, as attention with dropout or a trained mask does on CPUs; without
+    saves: it never does.  `size_args` lists the positions of arguments that repeat the result's global sizes and
+    become local when lowered.  `is_random` marks ops that draw random numbers.  `is_view` marks ops whose result may
+    alias the first operand.  `source` is the user's ``file:line``,
     `module` the path of the module that ran it.
     """
 
@@ -168,6 +170,8 @@ class Op:
     size_args: tuple[int, ...] = ()
     saves: tuple[int, ...] = ()
     saved_extra_bytes: int = 0
+    plain_saves: tuple[int, ...] = ()
+    plain_saved_extra_bytes: int = 0
     is_random: bool = False
     is_view: bool = False
     source: str = ""

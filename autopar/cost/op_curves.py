@@ -15,8 +15,9 @@ class OpCurves:
     """Prices by bytes.
 
     An op that works row by row (a softmax) was measured for several widths of a row; between them the logarithm of the
-    seconds is linear in that of the width, at the same number of bytes.  An op with a number for an operand, which has
-    to be made a tensor first, has a curve of its own.  What wasn't measured is priced as ``mul``.
+    seconds is linear in that of the width, at the same number of bytes; narrower rows take as long as the narrowest
+    that were measured.  An op with a number for an operand, which has to be made a tensor first, has a curve of its
+    own.  What wasn't measured is priced as ``mul``.
     """
 
     def __init__(self, curves: Mapping[str, Curve]) -> None:
@@ -36,6 +37,7 @@ class OpCurves:
         widths = self._by_width.get((name, direction))
         if widths:
             smallest = min(curve.overhead_s for curve in widths.values())
+            amount *= max(1.0, min(widths) / work.width)  # rows take time, however narrow they are
             return between(sorted(widths), work.width, lambda width: widths[width].seconds(amount)), smallest
         own = f"op/{name}/number/{direction}" if work.is_with_number else ""
         curve = self._curves.get(own) or self._curves.get(f"op/{name}/{direction}")
@@ -52,7 +54,7 @@ class OpCurves:
             amount = work.backward_num_bytes if direction == "backward" else work.num_bytes
             found = curve.seconds(amount), curve.overhead_s
         if direction == "backward" and work.is_passed_on:
-            return found[1] + self.summing_s(work.backward_num_bytes)
+            return found[1] + self.summing_s(work.backward_num_bytes, work.width)
         return found[0]
 
     def view_s(self, name: str, work: Work, direction: str) -> float | None:
@@ -65,9 +67,14 @@ class OpCurves:
             return found[1] if found else curve.overhead_s
         if found:
             return found[0]
-        return max(curve.overhead_s, self.summing_s(work.backward_num_bytes))
+        return max(curve.overhead_s, self.summing_s(work.backward_num_bytes, work.width))
 
-    def summing_s(self, num_bytes: float) -> float:
-        """Seconds to add up so many bytes; 0.0 for none."""
+    def summing_s(self, num_bytes: float, width: int) -> float:
+        """Seconds to add up so many bytes, in rows of this width; 0.0 for none."""
+        if not num_bytes:
+            return 0.0
+        widths = self._by_width.get(("aten.sum", "forward"))
+        if widths:
+            return between(sorted(widths), width, lambda width: widths[width].seconds(num_bytes))
         curve = self._curves.get("elementwise/forward")
-        return curve.seconds(num_bytes) if curve and num_bytes else 0.0
+        return curve.seconds(num_bytes) if curve else 0.0

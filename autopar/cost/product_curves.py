@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from autopar.cost.interpolation import between_affine
@@ -17,13 +18,16 @@ class ProductCurves:
     Products of two matrices were measured for a grid of inner extents and columns, each over a range of rows.  Between
     the four nearest of the grid, at the same number of rows, seconds are linear in inner extent and columns: what a
     call takes by itself, and work.  Beyond it they grow (or, for fewer, stay) in proportion to the operations.
+
+    Attention was measured for some sizes of a head and lengths, each over a range of heads.  At the same number of
+    heads seconds are linear in the size of a head, and in the pairs of positions.
     """
 
     def __init__(self, curves: Mapping[str, Curve]) -> None:
         """Of all curves of a profile, those that belong here."""
         self._curves = curves
         self._grids: dict[tuple[str, str], dict[tuple[int, int], Curve]] = {}
-        self._heads: dict[tuple[str, str, str], dict[int, Curve]] = {}
+        self._attentions: dict[tuple[str, str, str], dict[int, dict[int, Curve]]] = {}
         for key, curve in curves.items():
             family, _, rest = key.partition("/")
             dtype, _, rest = rest.partition("/")
@@ -32,8 +36,9 @@ class ProductCurves:
                 inner, columns = widths.split("x")
                 self._grids.setdefault((dtype, direction), {})[int(inner), int(columns)] = curve
             elif family == "attention" and direction:
-                head, _, direction = direction.partition("/")
-                self._heads.setdefault((dtype, widths, direction), {})[int(head)] = curve
+                head, length, direction = direction.split("/")
+                by_head = self._attentions.setdefault((dtype, widths, direction), {})
+                by_head.setdefault(int(head), {})[int(length)] = curve
 
     def seconds(self, work: Work, name: str, direction: str) -> float | None:
         """Seconds of `work`, done by the op called `name`, in this direction; None if nothing like it was measured."""
@@ -44,7 +49,8 @@ class ProductCurves:
         if not whole:
             return None
         grid = self._grids.get((work.dtype, direction))
-        heads = self._heads.get((work.dtype, "causal" if work.is_causal else "full", direction))
+        how = "plain" if work.is_plain else "causal" if work.is_causal else "full"
+        heads = self._attentions.get((work.dtype, how, direction))
         if work.kind == "matmul" and work.extents and grid:
             found = _on_grid(grid, work.extents, 2.0 if is_backward else 1.0)
         elif work.kind == "attention" and heads:
@@ -81,8 +87,18 @@ def _on_grid(grid: Mapping[tuple[int, int], Curve], extents: tuple[int, ...], pa
     return between_affine(list(widths), inner, seconds) * max(1.0, inner / max(widths))
 
 
-def _by_head(heads: Mapping[int, Curve], work: Work, flops: float) -> float:
-    """Between sizes of a head, at the same number of pairs of positions."""
+def _by_head(heads: Mapping[int, Mapping[int, Curve]], work: Work, flops: float) -> float:
+    """Between sizes of a head, at the same number of heads and pairs of positions."""
     known = sorted(heads)
-    found = between_affine(known, work.head_dim, lambda head: heads[head].seconds(flops * head / work.head_dim))
+    found = between_affine(
+        known, work.head_dim, lambda head: _by_length(heads[head], work, flops * head / work.head_dim)
+    )
     return found * max(1.0, work.head_dim / known[-1])
+
+
+def _by_length(lengths: Mapping[int, Curve], work: Work, flops: float) -> float:
+    """Between numbers of pairs of positions, at the same number of heads."""
+    pairs = math.prod(work.extents)
+    by_pairs = {length**2: curve for length, curve in sorted(lengths.items())}
+    found = between_affine(list(by_pairs), pairs, lambda known: by_pairs[known].seconds(flops * known / pairs))
+    return found * max(1.0, pairs / max(by_pairs))

@@ -6,10 +6,13 @@ The keys of `Profile.curves`, seconds over an amount of work:
 ``matmul/<dtype>/<n>x<m>/forward`` seconds over flops of a matrix times one of n rows and m columns; so ``backward``
                                    (both gradients)
 ``batched/<dtype>/forward``        the same for batches of products; ``convolution/<dtype>``
-``attention/<dtype>/<how>/<n>``    ``.../forward`` and ``.../backward``: over flops, of heads of n; ``causal``, ``full``
+``attention/<dtype>/<how>/<n>/<m>`` ``.../forward`` and ``.../backward``: over flops, of heads of n and length m; how:
+                                   ``causal``, ``full``; ``plain``: as products, as a CPU does with a trained mask
 ``op/<packet>/forward``            seconds over bytes moved; so ``backward``.  ``op/<packet>/<width>/forward``: of rows
                                    so wide; ``op/<packet>/number/forward``: with a number for an operand
 ``elementwise/forward``            the same for any other op; so ``backward``
+``first/<family>/forward``         over bytes moved since: what the first call of such an op in a layer takes beyond
+                                   later ones; so ``backward``; ``first/program/forward``: to enter a layer's program
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
 ``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``; ``first_touch``: written to memory
@@ -46,7 +49,7 @@ from autopar.placement import Axis
 
 __all__ = ["Curve", "LayerTime", "ObservedStep", "Point", "Profile", "Reading", "Readings"]
 
-_VERSION = 2
+_VERSION = 3
 
 T = TypeVar("T")
 

@@ -35,14 +35,15 @@ class Work:
         length: attention: how many keys each query meets; else 0.
         head_dim: attention: size of a head; else 0.
         is_causal: attention: whether later keys are skipped.
+        is_plain: attention: whether a CPU runs it as plain products, which keep the scores.
         is_new_kernel: attention: by a kernel written for the newest devices.
         alignment: matmul: the largest of 64, 8 and 1 elements that every row of operands and result is a multiple of.
         extents: matmul: rows, inner extent and columns of a product of two matrices; () for a batch of products or a
-            convolution.
+            convolution.  attention: queries, and keys.
         summed_bytes: matmul: of result gradients that backward sums up for a bias.
         is_passed_on: whether backward hands the result's gradient on as it is, or summed up.
         is_with_number: whether an operand is a number instead of a tensor.
-        width: elements of a row of the first operand.
+        width: elements of a row of the first operand; of a product, of the result; of a cross entropy, classes.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Work:
     length: int = 0
     head_dim: int = 0
     is_causal: bool = False
+    is_plain: bool = False
     is_new_kernel: bool = False
     alignment: int = 64
     extents: tuple[int, ...] = ()
@@ -85,9 +87,12 @@ def count_work(op: Op, operands: Types, results: Types) -> Work:
     """The work of `op` on operands and results of these local types."""
     count = WORK.get(packet_name(op.target), _count_view if op.is_view else _count_bytes)
     work = count(op, operands, results)
-    if work.kind != "bytes":
-        return work
+    if work.is_counted_in_flops:
+        return replace(work, width=results[0].shape[-1] if results[0].shape else 1)
     width = operands[0].shape[-1] if operands and operands[0].shape else 1
+    if packet_name(op.target) == "autopar.cross_entropy":
+        class_dim = _argument(op, 3, "class_dim", 1)
+        width = operands[0].shape[class_dim if isinstance(class_dim, int) else 1]
     return replace(work, width=width, is_with_number=len(operands) == 1 and _has_number(op))
 
 
@@ -132,9 +137,9 @@ def _count_bytes(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _count_view(op: Op, operands: Types, results: Types) -> Work:
-    """Nothing forward.  The gradient of a view is a view, unless elements were dropped or repeated."""
+    """Nothing forward.  The gradient of a view is a view, unless elements were dropped, repeated or parted."""
     resizes = operands and results and operands[0].num_elements != _sum_elements(results)
-    if not resizes:
+    if not resizes and len(results) < 2:  # the gradients of several parts are joined
         return Work("view", _dtype(operands, results), num_backward_kernels=0)
     gradients = _sum_bytes(_floating(results))
     return Work(
@@ -335,6 +340,8 @@ def _count_attention(op: Op, operands: Types, results: Types) -> Work:
         length=length,
         head_dim=query.shape[-1],
         is_causal=is_causal,
+        extents=(query.shape[sequence], length),
+        is_plain=bool(op.plain_saves),
         is_new_kernel="cudnn" in op.target or "flash_attn_3" in op.target,
     )
 

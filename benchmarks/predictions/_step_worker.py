@@ -73,7 +73,14 @@ def work(options: argparse.Namespace) -> None:
     model, inputs = MODELS[name]()
     traced = trace_model(model, inputs)
     _say("plans")
-    planner = _Planner(traced, world, ClusterPrices(Cluster.from_mesh(mesh), profile), talk, options.folder, name)
+    planner = _Planner(
+        traced,
+        world,
+        ClusterPrices(Cluster.from_mesh(mesh), profile).of_program(traced.program, world),
+        talk,
+        options.folder,
+        name,
+    )
     cases: list[_Case] = []
     for constraints in CASES[world]:
         text = " ".join(constraints) or "searched"

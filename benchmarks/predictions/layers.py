@@ -1,7 +1,7 @@
 """Every layer kind of the model zoo on this machine's CPU: ``python benchmarks/accuracy.py layers [--json]``.
 
-One process, one thread.  A layer is lowered for one device, runs forward and backward in turn with the other kinds of
-its model, and its seconds are compared with two predictions:
+One process, one thread.  The layers of a model, one of each kind, are lowered for one device and run as in a step, all
+forward and then backward; a layer's seconds are compared with two predictions:
 
 - ``ops``: the sum of the prices of its ops, from a profile of ops that this command measures first;
 - ``layers``: the same layer timed as a whole before, independently of the measurement (what `parallelize` does with the
@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -98,7 +98,7 @@ class Case:
     measured: list[tuple[float, float]] = field(default_factory=list)
 
     def by_ops(self, prices: ClusterPrices) -> tuple[float, float]:
-        """The sums of its ops' prices."""
+        """The sums of its ops' prices, by those of its program."""
         ahead = back = 0.0
         for op in self.layer.ops:
             types = (tuple(map(self.program.type_of, names)) for names in (op.operands, op.results))
@@ -171,7 +171,8 @@ def run(options: argparse.Namespace) -> int:
                 for case, found in zip(cases, _time(cases), strict=True):
                     getattr(case, times).append(found)
     profile = _profile(points)
-    outcomes = list(_outcomes([case for cases in groups for case in cases], ClusterPrices(Cluster.of("cpu"), profile)))
+    prices = ClusterPrices(Cluster.of("cpu"), profile)
+    outcomes = [outcome for cases in groups for outcome in _outcomes(cases, prices)]
     _print(outcomes, profile)
     if options.json:
         found = {name: statistics.median(abs(o[name] - 1) for o in outcomes) for name in ("ops", "layers")}
@@ -180,6 +181,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _outcomes(cases: list[Case], prices: ClusterPrices) -> Iterator[dict[str, Any]]:
+    program = cases[0].program
+    prices = prices.of_program(replace(program, layers=program.kinds), 1)  # what runs in turn
     for case in cases:
         before, measured = (tuple(map(min, zip(*times, strict=True))) for times in (case.before, case.measured))
         predicted = case.by_ops(prices)

@@ -42,12 +42,25 @@ def test_products_are_priced_on_what_there_is_of_an_interrupted_sweep() -> None:
 
 
 def test_heads_of_other_sizes_and_full_attention_have_their_own_rates() -> None:
-    prices = _prices(**{"attention/float32/causal/16": 3e-9, "attention/float32/full/16": 1e-9})
+    prices = _prices(**{"attention/float32/causal/16/64": 3e-9, "attention/float32/full/16/64": 1e-9})
     shape = tensor(2, 4, 64, 16, dtype="float32")
     causal = prices.op_s(ATTENTION, (shape,) * 3, (shape,), True)
     full = prices.op_s(op("aten.scaled_dot_product_attention.default", 3), (shape,) * 3, (shape,), True)
     assert causal.forward_s == pytest.approx(3 / 2 * full.forward_s)  # half of the flops at a third of the rate
     assert full.backward_s == pytest.approx(2.5 * full.forward_s)
+
+
+def test_attention_between_lengths_is_linear_in_pairs_at_the_same_number_of_heads() -> None:
+    prices = _prices(**{"attention/float32/full/16/32": 2e-9, "attention/float32/full/16/128": 1e-9})
+    attend = op("aten.scaled_dot_product_attention.default", 3)
+
+    def seconds(length: int) -> float:
+        shape = tensor(2, 4, length, 16, dtype="float32")
+        return prices.op_s(attend, (shape,) * 3, (shape,), False).forward_s
+
+    part = (64**2 - 32**2) / (128**2 - 32**2)
+    assert seconds(64) == pytest.approx((1 - part) * seconds(32) + part * seconds(128))
+    assert seconds(512) == pytest.approx(16 * seconds(128))
 
 
 def test_a_narrow_row_an_addition_and_a_number_are_priced_as_what_they_are() -> None:

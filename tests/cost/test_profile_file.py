@@ -28,12 +28,12 @@ def test_a_profile_survives_its_text() -> None:
 
 
 def test_text_of_another_version_is_refused_with_the_command_that_makes_a_new_one() -> None:
-    old = _profile().to_json().replace('"autopar_profile": 2', '"autopar_profile": 1')
-    with pytest.raises(MissingPriceError, match=r"autopar_profile is 1, not 2.*python -m autopar\.profile"):
+    old = _profile().to_json().replace('"autopar_profile": 3', '"autopar_profile": 1')
+    with pytest.raises(MissingPriceError, match=r"autopar_profile is 1, not 3.*python -m autopar\.profile"):
         Profile.from_json(old)
 
 
-@pytest.mark.parametrize("text", ["", "{ damaged", "[]", '{"autopar_profile": 2}', "\x00\x01"])
+@pytest.mark.parametrize("text", ["", "{ damaged", "[]", '{"autopar_profile": 3}', "\x00\x01"])
 def test_a_damaged_file_is_none_and_kept_aside(tmp_path, text) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)

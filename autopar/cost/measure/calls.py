@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,12 +59,12 @@ _BATCHES = {
     "cpu": (((16, 8), (16, 64)), ((16, 8), (16, 32), (16, 128))),
     "cuda": (((64, 64), (64, 512)), ((64, 64), (64, 512), (64, 2048))),
 }
-# Batch, heads, length; and sizes of a head.
-_ATTENTIONS = {
-    "cpu": (((4, 4, 8), (4, 4, 128)), ((4, 4, 8), (8, 8, 32), (4, 4, 128), (1, 4, 512), (1, 4, 1024))),
-    "cuda": (((1, 8, 512), (1, 32, 4096)), ((1, 8, 512), (1, 16, 2048), (1, 32, 8192))),
+# Lengths, and for each of them numbers of heads over all samples; sizes of a head.
+_ATTENTIONS: dict[str, tuple[dict[int, tuple[int, ...]], ...]] = {
+    "cpu": ({16: (8, 256), 256: (2, 16)}, {4: (16, 512), 16: (16, 512), 64: (8, 128), 256: (4, 16), 1024: (1, 4)}),
+    "cuda": ({512: (8, 256), 4096: (4, 32)}, {512: (8, 256), 2048: (4, 64), 8192: (2, 32)}),
 }
-_HEADS = {"cpu": ((8, 64), (4, 16, 64)), "cuda": ((64, 128), (64, 128))}
+_HEADS = {"cpu": ((8, 64), (4, 64)), "cuda": ((64, 128), (64, 128))}
 # Batch, channels, side.
 _CONVOLUTIONS = {
     "cpu": (((2, 8, 8), (4, 32, 16)), ((2, 8, 8), (4, 16, 16), (4, 32, 16), (4, 64, 32))),
@@ -81,12 +82,13 @@ def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool)
             sweeps[name] = makes
         sweeps[f"batched/{dtype}"] = [partial(_batched, dtype, shape) for shape in _BATCHES[kind][dense]]
         sweeps[f"convolution/{dtype}"] = [partial(_convolution, dtype, shape) for shape in _CONVOLUTIONS[kind][dense]]
-        for how in ("causal", "full"):
-            for head in _HEADS[kind][dense]:
-                shapes = [(*shape, head) for shape in _ATTENTIONS[kind][dense]]
-                sweeps[f"attention/{dtype}/{how}/{head}"] = [
-                    partial(_attention, dtype, shape, how == "causal") for shape in shapes
-                ]
+        hows = ("causal", "full") if kind == "cuda" else ("causal", "full", "plain")
+        for how, head, (length, counts) in itertools.product(
+            hows, _HEADS[kind][dense], _ATTENTIONS[kind][dense].items()
+        ):
+            sweeps[f"attention/{dtype}/{how}/{head}/{length}"] = [
+                partial(_attention, dtype, (1, count, length, head), how) for count in counts
+            ]
     for target, make in _BY_ELEMENTS.items():
         name = "elementwise" if target == "aten.mul.Tensor" else f"op/{packet_name(target)}"
         sweeps[name] = [partial(make, target, rows, dtypes[0]) for rows in _ROWS[kind][dense]]
@@ -95,7 +97,7 @@ def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool)
         sweeps[f"op/{packet_name(target)}/number"] = [partial(_with_number, target, each, dtypes[0]) for each in rows]
     for target, make in _BY_ROW.items():
         for width in _WIDTHS[kind][dense]:
-            rows = [count * _WIDTH // width for count in _ROWS[kind][dense]]
+            rows = [max(1, count * _WIDTH // width) for count in _ROWS[kind][dense]]
             sweeps[f"op/{packet_name(target)}/{width}"] = [partial(make, target, n, width, dtypes[0]) for n in rows]
     for target in _VIEWS:
         sweeps["view" if target == "aten.transpose.int" else f"op/{packet_name(target)}"] = [partial(_view, target)]
@@ -147,10 +149,15 @@ def _convolution(dtype: str, shape: tuple[int, ...], device: torch.device) -> Ca
     return Call("aten.conv2d.default", _then(convolve, None, [1, 1], [1, 1]), (x, weight), (0, 1))
 
 
-def _attention(dtype: str, shape: tuple[int, ...], is_causal: bool, device: torch.device) -> Call:
+def _attention(dtype: str, shape: tuple[int, ...], how: str, device: torch.device) -> Call:
+    """``plain`` is what CPUs run where the mask takes a gradient."""
     target = "aten.scaled_dot_product_attention.default"
     attend = aten(target)
     inputs = tuple(_random(shape, dtype, device) for _ in range(3))
+    if how == "plain":
+        mask = _random((*shape[:-1], shape[-2]), dtype, device)
+        return Call(target, lambda *tensors: attend(*tensors), (*inputs, mask), (0, 1, 2, 3))
+    is_causal = how == "causal"
     kwargs = (("is_causal", is_causal),)
     return Call(target, _then(attend, None, 0.0, is_causal), inputs, (0, 1, 2, 3), kwargs)
 
@@ -281,9 +288,9 @@ def _grouped(target: str, rows: int, dtype: str, device: torch.device) -> Call:
     return Call(target, run, inputs, (0, 1))
 
 
-def _embedded(target: str, rows: int, dtype: str, device: torch.device) -> Call:
+def _embedded(target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
     look_up = aten(target)
-    inputs = (_random((rows, _WIDTH), dtype, device), torch.randint(rows, (rows,), device=device))
+    inputs = (_random((rows, width), dtype, device), torch.randint(rows, (rows,), device=device))
     return Call(target, look_up, inputs, (1,))
 
 
@@ -323,12 +330,12 @@ _BY_ELEMENTS: dict[str, Callable[[str, int, str, torch.device], Call]] = {
     "aten.index.Tensor": _chosen,
     "autopar.dropout": _dropped,
     "aten.group_norm.default": _grouped,
-    "aten.embedding.default": _embedded,
     "autopar.cross_entropy_denominator": _counted,
 }
 _BY_ROW: dict[str, Callable[[str, int, int, str, torch.device], Call]] = {
     "aten.layer_norm.default": _normalised,
     "aten.softmax.int": _softmax,
     "aten.sum.dim_IntList": _summed,
+    "aten.embedding.default": _embedded,
     "autopar.cross_entropy": _compared,
 }

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
+from autopar.cost.measure.surroundings import Entry, backward_node_s
 from autopar.cost.measure.timing import Sample, elapsed_s, median_of
 from autopar.cost.profile import LayerTime
 
@@ -31,7 +32,8 @@ def time_layer(forward: Forward, backward: Backward | None, device: torch.device
 def time_in_turn(
     layers: Sequence[tuple[Forward, Backward | None]], device: torch.device, budget_s: float
 ) -> list[LayerTime]:
-    """Median seconds of the forward and of the backward of each layer, which run one after the other as in a step.
+    """Median seconds of the forward and of the backward of each layer, which run as in a step: all forward, one after
+    the other, then backward from the last to the first.
 
     On a CPU it is this thread's own time, less what a call of autograd costs by itself.  The first round doesn't count.
 
@@ -45,7 +47,9 @@ def time_in_turn(
     num_rounds = 0
     while num_rounds <= _ROUNDS[0] or (time.perf_counter() < stop and num_rounds < _ROUNDS[1]):
         for timer in timers:
-            timer.run()
+            timer.run_forward()
+        for timer in reversed(timers):
+            timer.run_backward()
         num_rounds += 1
     return [timer.found() for timer in timers]
 
@@ -55,29 +59,42 @@ class _Timer:
 
     def __init__(self, forward: Forward, backward: Backward | None, device: torch.device) -> None:
         self.forward, self.backward, self.device = forward, backward, device
-        self.leaf = torch.ones(1, device=device).requires_grad_()
-        self.gradient = torch.ones_like(self.leaf)
+        self.entry = Entry(device)
+        self.outputs: Sequence[Tensor] = ()
         self.ahead: list[float] = []
         self.back: list[float] = []
         self.entering: list[float] = []
 
-    def run(self) -> None:
-        """Forward and backward, once each."""
+    def run_forward(self) -> None:
+        """Forward, once; keeps the outputs."""
         outputs: list[Sequence[Tensor]] = []
-        is_short = bool(self.ahead) and self.ahead[-1] < _SHORT_S
-        self.ahead.append(_seconds(lambda: outputs.append(self.forward()), self.device, is_short))
-        backward = self.backward
-        if backward is not None:
-            self.back.append(_seconds(lambda: backward(outputs[0]), self.device, is_short))
-            self.entering.append(
-                _seconds(lambda: torch.autograd.grad(self.leaf, self.leaf, self.gradient), self.device, is_short)
-            )
+        self.ahead.append(_seconds(lambda: outputs.append(self.forward()), self.device, self._is_short))
+        self.outputs = outputs[0]
+
+    def run_backward(self) -> None:
+        """Backward of what `run_forward` kept.
+
+        In a step autograd is entered once, and its code is at hand when a layer's turn comes: so it is entered before,
+        and what that takes by then is subtracted.
+        """
+        backward, outputs, self.outputs = self.backward, self.outputs, ()
+        if backward is None:
+            return
+        self.entry.enter()
+        self.entering.append(_seconds(self.entry.enter, self.device, self._is_short))
+        self.back.append(_seconds(lambda: backward(outputs), self.device, self._is_short))
+
+    @property
+    def _is_short(self) -> bool:
+        return bool(self.ahead) and self.ahead[-1] < _SHORT_S
 
     def found(self) -> LayerTime:
         """The medians."""
         forward_s = median_of(self.ahead[1:])
         backward_s = median_of(self.back[1:]) if self.back else Sample(0.0, 0.0)
-        entry_s = median_of(self.entering[1:]).seconds if self.entering and self.device.type != "cuda" else 0.0
+        entry_s = 0.0
+        if self.entering and self.device.type != "cuda":
+            entry_s = max(0.0, median_of(self.entering[1:]).seconds - backward_node_s())
         now = datetime.now(UTC).isoformat(timespec="seconds")
         spread = round(max(forward_s.spread, backward_s.spread), 4)
         return LayerTime(forward_s.seconds, max(0.0, backward_s.seconds - entry_s), spread, now)

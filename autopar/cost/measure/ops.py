@@ -6,7 +6,11 @@ Each call is an op, as a trace would write it, beside a function that runs it.  
 Several copies of a call run one after the other, each on operands of its own, and what they give is kept until one
 backward has run through all of them.  So it is in a step: operands are not in the cache because the same call has just
 read them, results go to memory that something else held before, forward makes the graph that backward needs, and what
-entering autograd costs is paid once, not once an op (it is subtracted).
+entering autograd costs is paid once, not once an op: what a view's backward takes by itself is subtracted, and what it
+takes as one of many is added.
+
+On a CPU a few other ops run between two calls, as in a layer that uses an op several times.  What its first call in a
+layer takes beyond that is measured apart (`first_call_probe`): the code of the op is then in a farther cache.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import torch
 from torch import Tensor
 
 from autopar.cost.measure.calls import Call, make_calls
+from autopar.cost.measure.first_calls import first_call_probes
 from autopar.cost.measure.probe import Measurement, Probe
+from autopar.cost.measure.surroundings import Surroundings, backward_node_s
 from autopar.cost.measure.timing import Sample, median_of, sample
 from autopar.cost.work import Work, count_work
 from autopar.program import Op, Ref, TensorType
@@ -50,7 +56,7 @@ def op_probes(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool =
     """
     ops = (_sweep(name, makes, device) for name, makes in make_calls(device, dtypes, is_dense=is_dense).items())
     optimizer = Probe(("optimizer",), 2, partial(_measure_optimizer, device), 2.0, is_own_time=True)
-    return (*ops, optimizer)
+    return (*ops, *first_call_probes(device, dtypes), optimizer)
 
 
 def _sweep(name: str, makes: list[Callable[[torch.device], Call]], device: torch.device) -> Probe:
@@ -97,8 +103,8 @@ def time_chain(
     results = [run() for run in runs]
     gradients = [torch.ones_like(result) for result in results]
     passed = [torch.ones_like(own[0]) for own in leaves] if has_backward else []
-    others = _Others(device)
-    ahead, behind = (others.run, others.run_with_backward) if device.type == "cpu" else (None, None)
+    others = Surroundings(device) if device.type == "cpu" else None
+    ahead, behind = (others.run_next, others.run_with_backward) if others else (None, None)
     is_short = False, False
     forward: list[float] = []
     backward: list[float] = []
@@ -109,8 +115,12 @@ def time_chain(
         results, seconds = _time_each(runs, ahead, is_short[0])
         forward += seconds
         if has_backward:
-            # The gradient of an operand by itself: what it takes to enter autograd and to come back.
-            enter = [partial(torch.autograd.grad, own[0], own[0], g) for own, g in zip(leaves, passed, strict=True)]
+            # The gradient of a view, or of an operand by itself: what it takes to enter autograd and to come back.
+            roots = [own[0].view_as(own[0]) if others else own[0] for own in leaves]
+            enter = [
+                partial(torch.autograd.grad, root, own[0], gradient)
+                for root, own, gradient in zip(roots, leaves, passed, strict=True)
+            ]
             entering += _time_each(enter, behind, is_short[1])[1]
             back = [
                 partial(torch.autograd.grad, result, own, gradient)
@@ -122,38 +132,12 @@ def time_chain(
     skipped = len(calls)  # of the first round
     if not has_backward:
         return median_of(forward[skipped:]), Sample(_LEAST_S, 0.0)
-    entry_s = statistics.median(entering[skipped:])
+    entry_s = statistics.median(entering[skipped:]) - (backward_node_s() if others else 0.0)
     return median_of(forward[skipped:]), _less(median_of(backward[skipped:]), entry_s)
 
 
 def _less(taken: Sample, entry_s: float) -> Sample:
     return Sample(max(taken.seconds - entry_s, _LEAST_S), taken.spread)
-
-
-class _Others:
-    """Other ops on tiny tensors, run between the calls that are timed.
-
-    In a step hardly any op runs twice in a row, so a processor finds the code of an op in a farther cache, and its
-    branches mispredicted: on a CPU small ops take twice as long in a program as in a loop.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.x = torch.randn(4, 16, device=device).requires_grad_()
-        self.weight = torch.randn(16, device=device)
-        self.square = torch.randn(16, 16, device=device)
-
-    def run(self) -> Tensor:
-        """Forward, as a program's."""
-        y = torch.nn.functional.layer_norm(self.x, (16,), self.weight, None)
-        z = torch.softmax(y.reshape(2, 2, 16).transpose(0, 1), -1)
-        z = torch.nn.functional.linear(torch.nn.functional.silu(z) * z, self.square) + z
-        y = torch.cat([z, z.sum(-1, keepdim=True)], -1)[..., :8].permute(1, 0, 2).unsqueeze(0)
-        return (y.expand(2, 2, 2, 8) / 3.0).pow(2)
-
-    def run_with_backward(self) -> None:
-        """Forward and backward."""
-        y = self.run()
-        torch.autograd.grad(y, self.x, torch.ones_like(y))
 
 
 def _time_each(
