@@ -141,7 +141,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     if plan is None:
         prices = mesh_prices(profile, communicator, mesh, setup.dtype)
         prices = prices.of_program(traced.program, communicator.world_size)
-        setup = replace(setup, prices=prices)
+        setup = setup.priced(prices)
         if profile is None:
             plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
         else:
@@ -208,7 +208,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     prices = ClusterPrices(where, measured).of_program(traced.program, where.world_size)
-    return _search(traced.program, where.world_size, replace(setup, prices=prices))
+    return _search(traced.program, where.world_size, setup.priced(prices))
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,10 @@ class Setup:
     prices: Prices | None = None
     trace_s: float = 0.0
     draws: Draws | None = None
+
+    def priced(self, prices: Prices) -> Setup:
+        """The same for the devices that have these prices."""
+        return replace(self, prices=prices, training=self.training.on_device(prices.device))
 
 
 def _prepare(
@@ -476,7 +480,7 @@ def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -
 
     return Predictions(
         lambda kind, axis, num_bytes: prices().collective_s(kind, axis, num_bytes),
-        lambda: simulate_step(program, plan, prices(), setup.training, schedule_actions),
+        lambda: simulate_step(program, plan, prices(), setup.training.on_device(prices().device), schedule_actions),
     )
 
 

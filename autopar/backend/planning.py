@@ -74,7 +74,8 @@ def plan_graph(
     _compare_ranks(module, inputs, session)
     traced, fixed = found
     stored = agree(group, lambda: stored_parameters(module, session.mesh))
-    training = agree(group, lambda: replace(training_spec(module, options.optimizer), is_training=trains))
+    spec = agree(group, lambda: training_spec(module, options.optimizer))
+    training = replace(spec.on_device(session.communicator.device.type), is_training=trains)
     constraints = options.constraints
     if all(layout == (REPLICATE,) for _, _, layout in stored) and "zero=0" not in constraints:
         constraints = (*constraints, "zero=0")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from autopar.errors import PlanFormatError, QuestionError
 from autopar.explain.asked import Asked
@@ -13,10 +18,12 @@ from autopar.explain.documents import describe_plan
 from autopar.explain.editing import Edit, apply_edits
 from autopar.explain.planner import Answer, Planner
 from autopar.fit import check_fit
-from autopar.lower.compat import leaves_of
+from autopar.lower.compat import leaves_of, map_leaves
+from autopar.lower.materialize import materialize
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.search.repricing import reprice
+from autopar.shrinking import shrink_plan
 from autopar.verify import VerificationReport, verify
 
 __all__ = ["Checked", "check_plan", "load_plan", "rehearse"]
@@ -35,8 +42,9 @@ class Checked:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in memory."""
-        return self.answer.plan.peak_memory_bytes <= self.best.plan.memory_limit_bytes
+        """Whether it fits in memory, also if it takes as much more as predictions may be off: what a search asks."""
+        plan = self.answer.plan
+        return plan.peak_memory_bytes * (1 + plan.memory_error) <= self.best.plan.memory_limit_bytes
 
     @property
     def verdict(self) -> str:
@@ -46,7 +54,8 @@ class Checked:
         text = f"it runs on this model and these devices; against the best plan it costs {share:+.1%} of the step time"
         if not self.fits:
             peak, limit = plan.peak_memory_bytes / 2**30, best.memory_limit_bytes / 2**30
-            text += f", but it does not fit: {peak:.3g} GiB per device of {limit:.3g} GiB"
+            doubt = f" (give or take {plan.memory_error:.0%})" if plan.memory_error else ""
+            text += f", but it does not fit: {peak:.3g} GiB{doubt} per device of {limit:.3g} GiB"
         return text
 
     def describe(self) -> dict[str, Any]:
@@ -87,6 +96,7 @@ def check_plan(
         replace(
             reprice(best.program, plan, best.prices, best.training, schedule_actions),
             memory_limit_bytes=best.plan.memory_limit_bytes,
+            memory_error=best.plan.memory_error,
         )
         for plan in (before, edited)
     )
@@ -113,15 +123,41 @@ def load_plan(path: str) -> Plan:
 def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:
     """Run the plan on simulated ranks in this process and compare with one device (`autopar.verify`).
 
+    A target on the meta device is given values first, as building it would, if this machine's memory has room.
+
     Raises:
-        QuestionError: the target has no values.
+        QuestionError: the target is too large for this machine.
+        MaterializationError: it does not say what its values are.
         VerificationError: they compute something else.
     """
     target = planner.model(asked)
     tensors = [*target.model.parameters(), *target.model.buffers(), *leaves_of(target.example_inputs)]
-    if any(getattr(tensor, "is_meta", False) for tensor in tensors):
+    if not any(getattr(tensor, "is_meta", False) for tensor in tensors):
+        return verify(target.model, plan, target.example_inputs)
+    _check_room(planner.target, target.model, plan)
+    inputs = map_leaves(_with_values, target.example_inputs)
+    return verify(materialize(copy.deepcopy(target.model)), plan, inputs)
+
+
+def _check_room(target: str, model: nn.Module, plan: Plan) -> None:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    # The judge and every simulated rank hold float64 parameters, gradients and two moments at most.
+    num_bytes = num_parameters * 4 * 8 * (1 + shrink_plan(plan).world_size)
+    room_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    if num_bytes > room_bytes:
         raise QuestionError(
-            f"--rehearse runs {planner.target!r}, so it needs values, but it is on the meta device: name a factory "
-            "(file.py:factory) that returns a model and inputs with values, small enough for this machine"
+            f"--rehearse would hold up to {num_bytes / 2**30:.3g} GiB for {target!r} ({num_parameters:,} parameters in "
+            f"float64 on {shrink_plan(plan).world_size} simulated ranks), more than half of this machine's memory: "
+            "name a twin with fewer and narrower layers (num_hidden_layers, hidden_size ... of a config.json), plan it "
+            "with the same --constraint, --save it, and rehearse that"
         )
-    return verify(target.model, plan, target.example_inputs)
+
+
+def _with_values(leaf: Any) -> Any:
+    """Normal numbers; integers are 0 or 1, which most models take for an index, a class or a flag."""
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    generator = torch.Generator().manual_seed(0)
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+    return torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.api import trace_model
 from autopar.arguments import read_bytes, read_dtype, training_spec
-from autopar.cost import ClusterPrices
-from autopar.cost.observed import MEMORY_ERROR
+from autopar.cost import ClusterPrices, Profile
+from autopar.cost.observed import corrections
 from autopar.errors import QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.targets import ModelTarget, load_target
@@ -35,9 +35,15 @@ class Answer:
 
 @dataclass
 class Planner:
-    """Answers questions about one target."""
+    """Answers questions about one target.
+
+    Args:
+        target: see `autopar.explain.targets.load_target`.
+        profile: what was measured of one kind of device; clusters of others are priced by presets.
+    """
 
     target: str
+    profile: Profile | None = None
     _traced: dict[tuple[object, ...], tuple[Program, float]] = field(
         default_factory=dict[tuple[object, ...], tuple[Program, float]]
     )
@@ -54,6 +60,8 @@ class Planner:
         """
         prices, request = self._request(asked)
         program, trace_s = self._traced_program(asked)
+        known = corrections(prices.profile, program.fingerprint)
+        request = replace(request, memory_factor=known.memory_factor, memory_error=known.memory_error)
         considered: list[Considered] = []
 
         def keep(final: Plan) -> None:
@@ -61,7 +69,11 @@ class Planner:
 
         request = replace(request, on_considered=considered.append, on_final=keep)
         plan = search(program, asked.cluster.world_size, prices, request)
-        plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
+        plan = replace(
+            plan,
+            planning_s=(("trace", trace_s), *plan.planning_s),
+            step_time_error=known.step_time_error or plan.step_time_error,
+        )
         return Answer(asked, plan, program, prices, request.training, tuple(considered))
 
     def model(self, asked: Asked) -> ModelTarget:
@@ -91,11 +103,10 @@ class Planner:
 
     def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
         memory = None if asked.memory is None else read_bytes(asked.memory)
-        training = training_spec(self.model(asked).model, asked.optimizer)
-        request = SearchRequest(
-            memory, training, asked.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
-        )
-        return ClusterPrices(asked.cluster, None), request
+        training = training_spec(self.model(asked).model, asked.optimizer).on_device(asked.cluster.device.name)
+        request = SearchRequest(memory, training, asked.constraints, schedules=schedule_actions)
+        measured = self.profile if self.profile is not None and asked.cluster.has(self.profile.device) else None
+        return ClusterPrices(asked.cluster, measured), request
 
     def _traced_program(self, asked: Asked) -> tuple[Program, float]:
         key = (*asked.shapes, asked.precision)

@@ -67,7 +67,8 @@ class BucketHandle:
     ) -> None:
         """Start moving ``xs[i]`` by ``moves[i]``; `purpose` is what `Communicator.serving` is told."""
         self._purpose = purpose
-        self._xs = [x.detach() for x in xs]
+        # Without those that are under way: their buffer is all that is kept of them.
+        self._xs = {index: x.detach() for index, x in enumerate(xs)}
         self._left = [[move for move in own if _moves_something(move)] for own in moves]
         if len(self._xs) != len(self._left):
             raise ValueError(f"{len(self._xs)} tensors but {len(self._left)} lists of steps")
@@ -82,7 +83,7 @@ class BucketHandle:
                 for index, x in zip(flight.indices, flight.unpack(buffer), strict=True):
                     self._xs[index] = x
             self._flying = self._start_round()
-        return list(self._xs)
+        return [self._xs[index] for index in range(len(self._left))]
 
     def _start_round(self) -> list[_Flight]:
         waiting: dict[tuple[Move, torch.dtype], list[int]] = {}
@@ -96,17 +97,16 @@ class BucketHandle:
             return [self._start(move, indices) for (move, _), indices in waiting.items()]
 
     def _start(self, move: Move, indices: list[int]) -> _Flight:
-        parts = [(self._xs[index], self._left[index].pop(0)) for index in indices]
+        moves = [self._left[index].pop(0) for index in indices]
+        shapes = [self._xs[index].shape for index in indices]
         pack, unpack = _PACKERS[move.kind]
-        packed = [pack(x, own) for x, own in parts]
+        packed = [pack(self._xs.pop(index), own) for index, own in zip(indices, moves, strict=True)]
+        sizes = [piece.shape[-1] for piece in packed]
         flat = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
         handle = _start_flat(flat, move, self._communicator)
-        shapes = [x.shape for x, _ in parts]
-        sizes = [piece.shape[-1] for piece in packed]
 
         def unpack_all(buffer: Tensor) -> Iterable[Tensor]:
             pieces = torch.split_with_sizes(buffer, sizes, dim=-1)
-            moves = [own for _, own in parts]
             return [unpack(*args) for args in zip(pieces, shapes, moves, strict=True)]
 
         return _Flight(indices, handle, unpack_all)

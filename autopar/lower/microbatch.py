@@ -39,7 +39,9 @@ def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: i
             step.finish_microbatch(executor.stages.ranges[0])
         executor.update_buffers_of_microbatch(values)
         found.append({name: value.detach() for name, value in values.items()})
-    joined = {name: join_microbatches(executor, name, [values[name] for values in found]) for name in found[0]}
+    joined = {
+        name: join_microbatches(executor, name, [values.pop(name) for values in found]) for name in tuple(found[0])
+    }
     if step is not None:
         gradients = step.gradients(parameters)
         joined[program.loss] = release_later(joined[program.loss], gradients, list(parameters.values()))

@@ -48,6 +48,8 @@ class LayerParameters:
     ) -> None:
         """`copies` are on `mesh`; `dtypes` are what the layer computes in; `layer` is its name."""
         self.layer = layer
+        tied = [store.stored[name].is_tied for name in names]
+        self._apart = frozenset(i for i, is_tied in enumerate(tied) if any(tied) and not is_tied)
         fine = refine_mesh(store.mesh, mesh)
         self.store = store
         self.names = tuple(names)
@@ -93,7 +95,7 @@ class LayerParameters:
             self.communicator,
             self.layer,
         )
-        return Reduction([None] * len(gradients), present, handle)
+        return Reduction([None] * len(gradients), present, handle, self._apart)
 
     def _cast(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [local_part_of(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
@@ -101,18 +103,23 @@ class LayerParameters:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Gradients on their way to where parameters are stored; those of `present` come by `handle`."""
+    """Gradients on their way to where parameters are stored; those of `present` come by `handle`.
+
+    Those that are `apart` don't stay in the buffer in which they came: a tied parameter's gradient beside them is
+    given up when it has been added to another layer's, and its place must not be held by them.
+    """
 
     gradients: Sequence[Tensor | None]
     present: Sequence[int] = ()
     handle: BucketHandle | None = None
+    apart: frozenset[int] = frozenset()
 
     def wait(self) -> list[Tensor | None]:
         """The gradients of the stored parts, in the parameters' order."""
         found = list(self.gradients)
         if self.handle is not None:
             for index, gradient in zip(self.present, self.handle.wait(), strict=True):
-                found[index] = gradient
+                found[index] = gradient.clone() if index in self.apart else gradient
         return found
 
 

@@ -163,8 +163,8 @@ class _PipelineStep:
         executor = self.executor
         inputs = zip(executor.executable.program.inputs, self.tensors, strict=True)
         found = {name: x for name, x in inputs if name in executor.kept and name not in executor.stages.stage_of}
-        for name in self.found[0]:
-            parts = [each[name] for each in self.found]
+        for name in tuple(self.found[0]):
+            parts = [each.pop(name) for each in self.found]
             found[name] = join_microbatches(executor, name, parts, are_whole=name in everywhere)
         for name in everywhere:
             found[name] = self.executor.share_across_groups(name, found.get(name))

@@ -186,6 +186,7 @@ def run_keeping_less(
         gathered |= _free_gathered(boxes, gathering)
     if keeping is not None:
         _drop_cheap(boxes, keeping, values, gathered, context)
+    boxes.clear()  # autograd holds `pack` until the layer's last backward has run
     return outputs
 
 

@@ -146,6 +146,10 @@ class StepGradients:
                 sums = self._sums.get(index, [None] * len(leaves))
                 local = [leaf.grad if s is None else s for leaf, s in zip(leaves, sums, strict=True)]
                 reduction = runner.parameters.start_reduce(local) if runner.strategy.zero < 2 else Reduction(local)
+                del sums, local
+                self._sums.pop(index, None)
+                for leaf in leaves:
+                    leaf.grad = None
             if before is not None:
                 yield before[0], before[1].wait()
             before = index, reduction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Stored:
     """One parameter between steps: its name in the module, its layout on the store's mesh, who holds it.
 
     `groups` are the device groups that hold it, ascending: several for a parameter that is tied across stages.
+    `is_tied`: several layers read it.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Stored:
     stride: tuple[int, ...]
     dtype: torch.dtype
     groups: tuple[int, ...] = (0,)
+    is_tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,13 +159,16 @@ def _stored(
     layout_of = {first_name[name]: layout for name, layout in layouts.items()}
     groups_of = {first_name[name]: groups for name, groups in stages.holders.items() if name in first_name}
     whole: Layout = (REPLICATE,) * len(sizes)
+    readers = Counter(program.parameters.get(name, "") for layer in program.layers for name in layer.held)
+    tied = {first_name[name] for name, count in readers.items() if count > 1 and name in first_name}
     found: dict[str, Stored] = {}
     for name, first in first_name.items():
         parameter = module.get_parameter(name)
         shape = tuple(parameter.shape)
         found[name] = Stored(
-            name, layout_of.get(first, whole), shape, _row_major(parameter), parameter.dtype, groups_of.get(first, (0,))
-        )
+            name, layout_of.get(first, whole), shape, _row_major(parameter), parameter.dtype,
+            groups_of.get(first, (0,)), first in tied,
+        )  # fmt: skip
     return found
 
 

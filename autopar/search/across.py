@@ -47,7 +47,8 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
     task = Task(program, world_size, prices, request, constraints, layer_demands)
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-    limit = allowed / (request.memory_factor * (1 + request.memory_error))
+    # Beside the caller's batch, which is there whatever the plan.
+    limit = allowed / (request.memory_factor * (1 + request.memory_error)) - request.training.batch_bytes(program)
     flats = FlatSearch(task, limit)
     if not demands.needs_pipeline:
         flats.begin()

@@ -69,20 +69,23 @@ def best_final(
     """The fastest plan that fits, or None if none does.
 
     What a search counts as memory is all that a device holds at some moment of the step, which is more than it holds at
-    any one moment; where the walk through the step finds more all the same, a plan doesn't fit.
+    any one moment; where the walk through the step finds more all the same, a plan doesn't fit.  `limit_bytes` leaves
+    out the batch, which the walk counts.
 
     Raises:
         InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
     """
     best: Final | None = None
     too_large: list[float] = []
+    allowed_bytes = limit_bytes
     has_pipeline = False
     flats = list(_flat_draws(trials, limit_bytes))
     draws = [*flats, *_pipeline_draws(found, limit_bytes)]
     for draw in sorted(draws, key=lambda draw: draw.visible_s):
         if best is None or (draw.least_s <= best.plan.step_time_s and not (draw.staged and has_pipeline)):
             final = draw.simulate()
-            if final.plan.peak_memory_bytes > limit_bytes * request.memory_factor:
+            allowed_bytes = (limit_bytes + draw.batch_bytes) * request.memory_factor
+            if final.plan.peak_memory_bytes > allowed_bytes:
                 too_large.append(final.plan.peak_memory_bytes)
                 continue
             has_pipeline = has_pipeline or draw.staged is not None
@@ -92,7 +95,7 @@ def best_final(
     if best is None and too_large and not flats:
         doubt = 1 + request.memory_error
         raise InfeasibleError(
-            f"no plan fits into {limit_bytes * request.memory_factor * doubt / 2**30:.6g} GiB per device: a step of "
+            f"no plan fits into {allowed_bytes * doubt / 2**30:.6g} GiB per device: a step of "
             f"the smallest pipeline that came near takes {min(too_large) * doubt / 2**30:.6g} GiB. Use more devices or "
             "microbatches, or allow more memory"
         )
@@ -108,6 +111,13 @@ class _Draw:
     trial: Trial | None
     path: int
     staged: Staged | None
+
+    @property
+    def batch_bytes(self) -> float:
+        source = self.trial or self.staged
+        assert source is not None
+        task = source.setting.task
+        return task.request.training.batch_bytes(task.program)
 
     def simulate(self) -> Final:
         if self.trial is not None:

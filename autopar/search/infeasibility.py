@@ -80,6 +80,7 @@ def _walked_bytes(choice: Choice) -> float:
 def _fill(choice: Choice) -> dict[str, float]:
     costs = layer_costs(choice)
     return {
+        "batch": choice.scene.training.batch_bytes(choice.scene.program),
         "parameters": sum(cost.parameter_bytes for cost in costs),
         "gradients": sum(cost.gradient_bytes for cost in costs),
         "optimizer": sum(cost.optimizer_bytes for cost in costs),

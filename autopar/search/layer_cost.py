@@ -266,7 +266,7 @@ def running_costs(
         ahead_s += seconds if run.phase == "forward" else 0.0
     found: dict[str, LayerCost] = {}
     kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
-    for how, memory in running_memory(placed, hows, is_training=training.is_training).items():
+    for how, memory in running_memory(placed, hows, training).items():
         rerun = zip(placed.layer.ops, forward_s, strict=True)
         recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
         found[how] = LayerCost(

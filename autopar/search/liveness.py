@@ -22,6 +22,7 @@ from autopar.search.memory_order import Order, in_order, result_order
 from autopar.search.op_states import OpState
 from autopar.search.placed import PlacedLayer
 from autopar.search.reshard_tables import LOCAL
+from autopar.search.training import TrainingSpec
 
 __all__ = ["RunningMemory", "input_key", "running_memory"]
 
@@ -37,6 +38,7 @@ class RunningMemory:
         backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
         weight_bytes: the same, with the gradients of parameters that are there at that moment.
         inputs: bytes of each input as it arrives; 0 of what the caller holds.
+        branch_bytes: gradients at which a way to a parameter begins, that a backward in two parts keeps for the second.
         outputs: per output the tensor's key, its bytes (0: a view of what is held or of an input of the caller), and
             the bytes of its gradient (0: it gets none).
     """
@@ -46,6 +48,7 @@ class RunningMemory:
     forward_bytes: float
     backward_bytes: float = 0.0
     weight_bytes: float = 0.0
+    branch_bytes: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     outputs: tuple[tuple[str, float, float], ...] = ()
 
@@ -90,7 +93,8 @@ class _Node:
     """An op, or a move of a value: the tensors that it reads, makes (with bytes) and saves, by key.
 
     `targets` are where the gradients of what it makes arrive, `sources` where it sends those of what it reads.
-    `forward_extra` and `backward_extra` are bytes besides, while it runs.
+    `forward_extra` and `backward_extra` are bytes besides, while it runs.  What `hands_on` gives its operands the very
+    gradient that arrives; what `is_joint`, parts of it.
     """
 
     reads: list[_Key]
@@ -102,19 +106,21 @@ class _Node:
     forward_extra: float = 0.0
     backward_extra: float = 0.0
     hands_on: bool = False
+    is_joint: bool = False
     is_cheap: bool = True
 
 
-def running_memory(placed: PlacedLayer, hows: Iterable[str], *, is_training: bool) -> dict[str, RunningMemory]:
+def running_memory(placed: PlacedLayer, hows: Iterable[str], training: TrainingSpec) -> dict[str, RunningMemory]:
     """What one microbatch takes, for each way to recompute."""
-    return _Life(placed).memory(hows, is_training)
+    return _Life(placed, fuses_attention=training.fuses_attention).memory(hows, training.is_training)
 
 
 class _Life:
     """One layer's tensors and what runs on them, in order."""
 
-    def __init__(self, placed: PlacedLayer) -> None:
+    def __init__(self, placed: PlacedLayer, *, fuses_attention: bool) -> None:
         self.placed = placed
+        self.fuses_attention = fuses_attention
         self.sizes: dict[_Key, float] = {}
         self.nodes: list[_Node] = []
         self.copied: dict[str, _Place] = {}
@@ -176,13 +182,15 @@ class _Life:
                 targets.append(point)
         # torch's loss keeps the logarithm of the softmax, which is as large as the logits, in place of these.
         logits = float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
-        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in op.saves if i or not logits]
+        is_plain = bool(op.plain_saves) and not self.fuses_attention
+        saves, extra = (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
+        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in saves if i or not logits]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
         self.nodes.append(
             _Node(
-                reads, makes, targets, sources, kept, op.saved_extra_bytes * share + logits,
+                reads, makes, targets, sources, kept, extra * share + logits,
                 backward_extra=_backward_extra(op, state),
-                hands_on=_hands_gradient_on(op), is_cheap=is_cheap(op),
+                hands_on=_hands_gradient_on(op), is_joint=_base_name(op) in _JOINT, is_cheap=is_cheap(op),
             )
         )  # fmt: skip
 
@@ -270,11 +278,13 @@ class _Life:
             )
         everything, extra = self._saves("none")
         all_bytes = sum(everything.values()) + extra
-        gradients, back, back_weights = self._backward()
+        whole = self._backward({})
         found: dict[str, RunningMemory] = {}
         for how in hows:
             saved, own_extra = (everything, extra) if how == "none" else self._saves(how)
             own_bytes = sum(saved.values()) + own_extra
+            dropped = {key: size for key, size in everything.items() if key not in saved} if how == "selective" else {}
+            tally = self._backward(dropped) if dropped else whole
             again = 0.0
             if how == "none":
                 ahead = self._forward(set(everything), with_extra=True)
@@ -282,14 +292,15 @@ class _Life:
                 ahead = self._forward(set(everything) | self._around_cheap(), with_extra=True)
             else:
                 ahead = self._forward(set(), with_extra=False)
-                again = self._forward(set(everything), with_extra=True) + gradients
-            there = max(all_bytes, own_bytes) if how == "full" else sum((everything | saved).values()) + extra
+                again = self._forward(set(everything), with_extra=True) + tally.first
+            there = max(all_bytes, own_bytes) if how == "full" else own_bytes
             found[how] = RunningMemory(
                 {_text(key): size for key, size in saved.items()},
                 own_extra,
                 max(ahead, own_bytes),
-                max(again, there + back),
-                max(again, there + back_weights),
+                max(again, there + tally.most),
+                max(again, there + tally.most_with_weights),
+                tally.branches,
                 self._input_sizes(),
                 self._leaving(),
             )
@@ -329,36 +340,58 @@ class _Life:
                     now -= self.sizes[key]
         return most
 
-    def _backward(self) -> tuple[float, float, float]:
-        """Bytes of the gradients of outputs; and the most that there is beyond what autograd saved, without and with
-        gradients of parameters.
+    def _backward(self, dropped: Mapping[_Key, float]) -> _Gradients:
+        """The gradients of a backward; `most` counts what it gives up of what was kept.
+
+        What was `dropped` is computed again all at once, for the first op that saved some of it, and is there as long
+        as one needs any; so is what it is computed from.
         """
-        first: dict[_Key, int] = {}
-        for number, node in enumerate(self.nodes):
-            for key in node.saves:
-                first.setdefault(key, number)
+        ends = self._ends(dropped)
         tally = _Gradients()
         for place, flow in self.outputs:
             if flow.value.requires_grad and _gets_gradient(self.placed, flow):
                 tally.give(place.point, tally.make(place.point.num_bytes))
-        begin = tally.now
         freed = 0.0
+        is_again = False
         for number in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[number]
             if not any(point.key in tally.pending for point in node.targets):
                 continue
+            if node.saves or node.saved_extra:
+                tally.first = tally.first or tally.now
+            if not is_again and not dropped.keys().isdisjoint(node.saves):
+                is_again = True
+                freed -= sum(dropped.values())
             tally.run(node, freed)
-            for key in set(node.saves):
-                if first[key] == number and not self._arrived(key):
-                    freed += self.sizes.get(key, 0.0)
-            freed += node.saved_extra
-        return begin, tally.most, tally.most_with_weights
+            freed += node.saved_extra + sum(self.sizes.get(key, 0.0) for key in ends.get(number, ()))
+        return tally
+
+    def _ends(self, dropped: Mapping[_Key, float]) -> dict[int, list[_Key]]:
+        """By node, what its backward gives up of what was saved: it is the last that needs it."""
+        first: dict[_Key, int] = {}
+        for number, node in enumerate(self.nodes):
+            for key in node.saves:
+                first.setdefault(key, number)
+        if dropped:
+            together = min(first[key] for key in dropped)
+            first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_cheap(dropped)), together)
+        found: dict[int, list[_Key]] = {}
+        for key, number in first.items():
+            if not self._arrived(key):
+                found.setdefault(number, []).append(key)
+        return found
 
 
 class _Gradients:
-    """The gradients that wait at some moment of a backward pass; some share memory."""
+    """The gradients that wait at some moment of a backward pass; some share memory.
+
+    Bytes: `first`, when something that was saved is asked for; `most` at any moment, `most_with_weights` with those of
+    parameters; `branches`, those at which a way to a parameter begins.
+    """
 
     def __init__(self) -> None:
+        self.first = self.branches = 0.0
+        self._branched: set[int] = set()
         self.pending: dict[_Key, int] = {}
         self.size: list[float] = []
         self.users: list[int] = []
@@ -394,11 +427,14 @@ class _Gradients:
     def run(self, node: _Node, freed: float) -> None:
         """The backward of one node."""
         arrived = [self.pending.pop(point.key) for point in node.targets if point.key in self.pending]
+        if len({point.is_held for point in node.sources}) > 1 and not self._branched.issuperset(arrived):
+            self.branches += sum(self.size[gradient] for gradient in arrived if gradient not in self._branched)
+            self._branched.update(arrived)
         made = [
             (
                 point,
                 arrived[0]
-                if node.hands_on and point.num_bytes == self.size[arrived[0]]
+                if node.hands_on and (node.is_joint or point.num_bytes == self.size[arrived[0]])
                 else self.make(point.num_bytes),
             )
             for point in node.sources
@@ -439,8 +475,12 @@ def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
 _HAND_ON = frozenset({"add", "alias", "detach"})
 
 
+# Ops whose operands' gradients are views of the result's.
+_JOINT = frozenset({"cat", "stack"})
+
+
 def _hands_gradient_on(op: Op) -> bool:
-    return op.is_view or _base_name(op) in _HAND_ON
+    return op.is_view or _base_name(op) in _HAND_ON | _JOINT
 
 
 # Ops that are several kernels forward and backward, and hold so many tensors of their result's size besides.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.program import itemsize_bytes
+from autopar.program import Program, itemsize_bytes
 
 __all__ = ["TrainingSpec"]
 
@@ -21,6 +21,7 @@ class TrainingSpec:
             differs, a copy in the parameter's dtype is held besides.
         steps_at_once: whether the optimizer's temporaries are those of all parameters at once, as torch's multi-tensor
             optimizers on GPUs have them; else those of one parameter after the other, as on CPUs.
+        fuses_attention: whether a fast kernel runs every attention, also with dropout or a trained mask, as on GPUs.
         reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
     """
 
@@ -29,7 +30,12 @@ class TrainingSpec:
     gradient_itemsize_bytes: int = 0
     storage_itemsize_bytes: int = 0
     steps_at_once: bool = True
+    fuses_attention: bool = True
     reruns: bool = True
+
+    def on_device(self, name: str) -> TrainingSpec:
+        """The same on devices of this name (`Prices.device`)."""
+        return replace(self, steps_at_once=name != "cpu", fuses_attention=name != "cpu")
 
     def gradient_itemsize(self, dtype: str) -> int:
         """Bytes of a gradient element of a parameter of this dtype."""
@@ -38,6 +44,15 @@ class TrainingSpec:
     def storage_itemsize(self, dtype: str) -> int:
         """Bytes of a stored element of a parameter of this dtype."""
         return self.storage_itemsize_bytes or itemsize_bytes(dtype)
+
+    def batch_bytes(self, program: Program) -> float:
+        """Bytes of the caller's batch, whole on every device, and of what it is cast to where the program computes in
+        another dtype than parameters are stored in.
+        """
+        types = [program.type_of(name) for name in program.inputs]
+        wide = self.storage_itemsize_bytes
+        cast = [t for t in types if t.is_floating and wide and itemsize_bytes(t.dtype) != wide]
+        return float(sum(t.num_bytes for t in types) + sum(t.num_elements * wide for t in cast))
 
     def optimizer_traffic_bytes(self, dtype: str) -> float:
         """Bytes per element that a step reads and writes: the gradient once, parameter and state twice."""

@@ -35,9 +35,11 @@ def attach_factors(graph: Graph) -> Graph:
         kept = any(name in live for name in op.results)
         needs = tuple(kept and name in live for name in op.operands)
         saves, extra = meter.saved(op, operands, results, needs)
+        plain_saves, plain_extra = meter.saved_by_products(op, operands, needs)
         return [replace(
             op, options=match.options, rule_source=source, size_args=match.size_args, is_view=match.is_view,
             is_random=match.is_random or is_random(op), saves=saves, saved_extra_bytes=extra,
+            plain_saves=plain_saves, plain_saved_extra_bytes=plain_extra,
         )]  # fmt: skip
 
     made = graph.rewrite(step)

@@ -102,7 +102,8 @@ def _structure(
     for op in layer.ops:
         lines.append(" ".join((
             op.target, canonical(op.args, names), canonical(tuple(arg for _, arg in op.kwargs), names),
-            str([key for key, _ in op.kwargs]), str(op.saves), str(op.saved_extra_bytes), op.rule_source,
+            str([key for key, _ in op.kwargs]), str(op.saves), str(op.saved_extra_bytes),
+            str(op.plain_saves), str(op.plain_saved_extra_bytes), op.rule_source,
         )))  # fmt: skip
     for name in layer.outputs:
         buffer = names.get(replaced_by.get(name, ""), "elsewhere") if name in replaced_by else ""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from autopar.lower.compat import run_backward
 from autopar.lower.parameters import LayerParameters
 from autopar.lower.schedules import schedule_actions
 from autopar.lower.simulation import ThreadCommunicator
+from autopar.lower.step import StepGradients
 from autopar.rehearsal import loss_of, run_ranks
 from autopar.search import SearchRequest, search
 from autopar.search.simulation.memory import peak_bytes, step_memory
@@ -67,7 +68,7 @@ def _gpt2() -> Model:
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     ids = _ids(8, 128, 2048)
-    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _llama() -> Model:
@@ -76,7 +77,7 @@ def _llama() -> Model:
         num_key_value_heads=4, max_position_embeddings=128, pad_token_id=0,
     )  # fmt: skip
     ids = _ids(8, 128, 1024)
-    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _bert() -> Model:
@@ -203,17 +204,16 @@ def measure(case: Case) -> Outcome:
     model, inputs = MODELS[case.model]()
     traced = trace_model(model, inputs, dtype=read_dtype(case.precision))
     prices = ClusterPrices(Cluster.of("cpu", devices_per_node=case.world), None)
-    training = replace(training_spec(model, "adamw"), steps_at_once=False)
+    training = training_spec(model, "adamw").on_device(prices.device)
     request = SearchRequest(64e9, training, case.constraints, schedules=schedule_actions)
     plan = search(traced.program, case.world, prices, request)
-    with _noting_transport(), _noting_copies():
+    with _noting_transport(), _noting_copies(), _noting_sums():
         usages = run_ranks(model, traced, plan, inputs, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)
     memory = step_memory(traced.program, plan, training, schedule_actions)[fullest // plan.group_size]
     predicted = {kind: max(moment.num_bytes[i] for moment in memory) for i, kind in enumerate(KINDS)}
-    # As they are told apart in what is measured: what a backward finds, and what the step leaves.
+    # As they are told apart in what is measured: what a backward finds.
     predicted["saved activations"] = max(m.num_bytes[3] for m in memory if m.part == "backward" and not m.is_after)
-    predicted["gradients"] = memory[-1].num_bytes[1]
     return Outcome(case, predicted, usages[fullest].most, peak_bytes(memory), usages[fullest].peak_bytes)
 
 
@@ -233,6 +233,9 @@ def _watch_step(parallel: ParallelModule, inputs: Mapping[str, Any]) -> Usage:
     for runner in parallel.layer_runners:
         for _, tensor in runner.constants:
             tracker.add(tensor, "parameters")
+    for tensor in inputs.values():
+        if isinstance(tensor, Tensor):
+            tracker.add(tensor, "saved activations")
     _WATCHED[threading.get_ident()] = tracker
     try:
         with tracker:
@@ -280,6 +283,27 @@ def _noting_copies() -> Generator[None]:
 
 
 @contextmanager
+def _noting_sums() -> Generator[None]:
+    """Inside, what microbatches add up is known as gradients."""
+    finish = StepGradients.finish_microbatch
+
+    def noted(self: StepGradients, indices: range) -> None:
+        finish(self, indices)
+        tracker = _tracker()
+        leaves = [leaf for leaves in self._leaves.values() for leaf in leaves]  # pyright: ignore[reportPrivateUsage]
+        sums = [x for sums in self._sums.values() for x in sums]  # pyright: ignore[reportPrivateUsage]
+        for gradient in (*(leaf.grad for leaf in leaves), *sums):
+            if tracker is not None and gradient is not None:
+                tracker.add(gradient, "gradients")
+
+    StepGradients.finish_microbatch = noted
+    try:
+        yield
+    finally:
+        StepGradients.finish_microbatch = finish
+
+
+@contextmanager
 def _noting_transport() -> Generator[None]:
     """Inside, of what simulated collectives allocate only the result counts, as with a real process group."""
     names = ("_start_gather", "_start_scatter_sum", "_start_reduce", "_start_exchange", "_start_broadcast")
@@ -295,7 +319,13 @@ def _noting_transport() -> Generator[None]:
                 if name == "_start_receive":
                     return Handle(lambda: _note_received(tracker, handle.wait()))
                 result = handle.wait()
-            tracker.add(result, "pipeline buffers" if name == "_start_send" else "")
+                if name not in ("_start_reduce", "_start_send"):  # real transports hold these until they are waited for
+                    handle = Handle(lambda: (result, args)[0])
+            kind = "pipeline buffers" if name == "_start_send" else ""
+            if self._purpose[0] == "gather":  # pyright: ignore[reportPrivateUsage]
+                kind = "gathered parameters"
+                tracker.add(args[0], kind)
+            tracker.add(result, kind)
             return handle
 
         return start

@@ -314,6 +314,27 @@ def test_attention_saves_no_matrix():
     assert ops[0].saved_extra_bytes == 4 * 8 * 4
 
 
+def test_attention_without_a_fast_kernel_saves_its_scores():
+    """Where a CPU has none: with dropout, or with a mask that takes a gradient."""
+
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        plain = F.scaled_dot_product_attention(q, q.cos(), q.sin())
+        dropped = F.scaled_dot_product_attention(q, q.cos(), q.sin(), dropout_p=0.5)
+        biased = F.scaled_dot_product_attention(q, q.cos(), q.sin(), h.sum(0).view(1, 1, 1, 8).expand(4, 1, 8, 8) * 2)
+        return plain + dropped + biased
+
+    program = run(function).program
+    plain, dropped, biased = (op for layer in program.layers for op in layer.ops if "attention" in op.target)
+    scores, query = 4 * 8 * 8 * 8, 4 * 8 * 8
+    assert (plain.plain_saves, plain.plain_saved_extra_bytes) == ((), 0)
+    assert plain.saved_extra_bytes == dropped.saved_extra_bytes == biased.saved_extra_bytes == 4 * 8 * 4
+    # Beside the values: query and key scaled, the scores; with dropout also what they are multiplied by, and become.
+    assert biased.plain_saves == dropped.plain_saves == (2,)
+    assert biased.plain_saved_extra_bytes == scores + 2 * query
+    assert dropped.plain_saved_extra_bytes == 3 * scores + 2 * query
+
+
 def test_constants_are_folded_and_shared():
     def function(h, y):
         table = torch.arange(8, dtype=h.dtype).sin()

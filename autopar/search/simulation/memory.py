@@ -4,8 +4,9 @@ The walk knows what the runtime keeps when (`autopar.lower`), and counts each te
 
 - **parameters** as they are stored, buffers, constants (one part of a constant for all layers that read it so);
   **optimizer state**.
-- **saved activations**: what layers keep for their backward, and what is on its way from layer to layer; microbatches
-  in flight; outputs beside the loss, which a step in microbatches keeps for the caller until it ends.
+- **saved activations**: the batch, whole, as the caller holds it; what layers keep for their backward, and what is on
+  its way from layer to layer; microbatches in flight; outputs beside the loss, which a step in microbatches keeps for
+  the caller until it ends.
 - **gathered parameters**: copies to compute with, of parameters that are gathered or cast.  ZeRO-3: of the layer that
   runs, and what arrives of the next one; below, from their first use to the end of the step.
 - **gradients**: where parameters are stored, from the backward of their layer on; with several microbatches also the
@@ -116,6 +117,15 @@ class _Known:
         for index, layer in enumerate(program.layers):
             self.producer.update({name: (index, position) for position, name in enumerate(layer.outputs)})
             self.last_reader.update(dict.fromkeys(layer.inputs, index))
+        # By the first layer of each stage, what crosses the cut before it.
+        self.crossing = {
+            layers.start: [
+                name
+                for name, (index, _) in self.producer.items()
+                if plan.stages and index < layers.start <= self.last_reader.get(name, -1)
+            ]
+            for layers in self.ranges
+        }
         self.returned = {*program.outputs, *program.updates.values()}
 
     def is_as_produced(self, reader: int, position: int) -> bool:
@@ -143,13 +153,16 @@ class _Walk:
         self.overhead = overhead_bytes
         self.held: dict[_Tensor, tuple[float, set[str]]] = {}
         self.owned: dict[tuple[int, str], list[_Tensor]] = {}
-        self.saved = self.inside = self.gathered = self.gradients = self.sending = 0.0
+        self.saved = self.inside = self.gathered = self.gradients = 0.0
         self.pending: dict[tuple[int, str], float] = {}
+        self.branches: dict[tuple[int, int], float] = {}
+        self.sends: list[float] = []
         self.has_sum: set[int] = set()
         self.has_copy: set[int] = set()
         self.has_shared: set[str] = set()
         self.shared_gradients: dict[str, float] = {}
         self.moments: list[Moment] = []
+        self.batch = known.training.batch_bytes(known.program)
         self.parameters, self.optimizer = self._standing()
 
     def run(self, listed: Sequence[Action]) -> list[Moment]:
@@ -166,8 +179,10 @@ class _Walk:
                 self._weights(action)
             elif action.kind == "SEND_F":
                 self._release(action.microbatch, f"send {action.stage}")
+                self._send([self._output_bytes(name) for name in self._leaving(action.stage)])
             elif action.kind == "SEND_B":
-                self._forget_gradients(action)
+                arriving = self._arriving(self.known.ranges[action.stage])
+                self._send([self.pending.pop((action.microbatch, name), 0.0) for name in arriving])
         self._finish()
         return self.moments
 
@@ -204,9 +219,13 @@ class _Walk:
         for index in layers:
             holdings, layer = known.holdings[index], known.program.layers[index]
             running = holdings.running
-            window = self._open(index, layers)
+            where = "forward", action.stage, index, microbatch
+            opening, window = self._open(index, index + 1 if index + 1 in layers else -1)
+            if opening > window:
+                self._note(where, self._moved_bytes(index), window=opening)
             above = max(0.0, running.forward_bytes - sum(running.inputs.values())) + self._moved_bytes(index)
-            self._note(("forward", action.stage, index, microbatch), above, window=window)
+            saved = min(above, self._saved_beside_inputs(index)) if known.training.is_training else 0.0
+            self._note(where, above - saved, window=window, saved=saved)
             if known.training.is_training:
                 self._keep(index, microbatch)
             for position, name in enumerate(layer.outputs):
@@ -216,7 +235,7 @@ class _Walk:
             for name in (*layer.inputs, *layer.outputs):
                 if known.last_reader.get(name, -1) <= index and name not in known.returned:
                     self._release(microbatch, f"value {name}")
-            self._note(("forward", action.stage, index, microbatch), 0.0, is_after=True)
+            self._note(where, 0.0, is_after=True)
         self._leave(action)
 
     def _leave(self, action: Action) -> None:
@@ -232,46 +251,83 @@ class _Walk:
     def _backward(self, action: Action, *, is_last: bool, is_whole: bool) -> None:
         known, microbatch = self.known, action.microbatch
         layers = known.ranges[action.stage]
-        for name in self._leaving(action.stage):
-            index, position = known.producer[name]
-            self.pending.setdefault((microbatch, name), known.holdings[index].running.outputs[position][2])
-        reducing = 0.0
+        leaving = self._leaving(action.stage)  # their gradients are held until the whole stage has run
+        for name in (*leaving, known.program.loss):
+            if name in leaving or (name in known.producer and known.producer[name][0] in layers):
+                self.pending.setdefault((microbatch, name), self._gradient_bytes(name))
+        flying = 0.0  # of the layer behind
         for index in reversed(layers):
-            holdings, layer = known.holdings[index], known.program.layers[index]
-            running = holdings.running
-            window = self._window(index, layers, step=-1)
-            own_out = sum(gradient for _, _, gradient in running.outputs)
-            for name, (_, _, gradient) in zip(layer.outputs, running.outputs, strict=True):
-                if gradient and name == known.program.loss:
-                    self.pending.setdefault((microbatch, name), gradient)
-            there = running.saved_bytes + own_out
-            above = max(0.0, running.backward_bytes - there)
-            with_weights = max(above, running.weight_bytes - there) if holdings.copy_gradient_bytes else above
-            self._note(("backward", action.stage, index, microbatch), with_weights + reducing, window=window)
-            for name in layer.outputs:
-                self.pending.pop((microbatch, name), None)
-            for name in layer.inputs:
-                if known.program.values[name].requires_grad and name in known.producer:
-                    index_of, position = known.producer[name]
-                    size = known.holdings[index_of].running.outputs[position][2]
-                    self.pending.setdefault((microbatch, name), size)
+            where = "backward", action.stage, index, microbatch
+            opening, window = self._open_again(index, index - 1 if index - 1 in layers else -1)
+            if opening > window:
+                self._note(where, flying, window=opening)
+            stays = self._run_back(where, index, flying, window)
+            self._pass_on(index, microbatch, leaving)
             if is_whole:
                 self._drop(index, microbatch)
-            flying = self._reduce(index, is_last=is_last) if is_whole else 0.0
-            end = holdings.copy_gradient_bytes if not self._is_new_sum(index) else 0.0
-            self._note(("backward", action.stage, index, microbatch), reducing + max(end, flying), window=window)
-            reducing = flying
-            self._settle(index, is_last=is_last)
-            self._note(("backward", action.stage, index, microbatch), reducing, is_after=True)
+                flying = self._reduce(where, index, flying, window, stays=stays, is_last=is_last)
+            else:
+                self.branches[microbatch, index] = known.holdings[index].running.branch_bytes
+            self._note(where, flying, is_after=True)
+        for name in leaving:
+            self.pending.pop((microbatch, name), None)
         if is_whole:
             self._release(microbatch, f"stage {action.stage}")
+
+    def _run_back(self, where: tuple[str, int, int, int], index: int, flying: float, window: float) -> bool:
+        """The layer's ops; whether the gradients of its parameters stay as they are: nothing reduces or adds them."""
+        holdings = self.known.holdings[index]
+        running = holdings.running
+        there = running.saved_bytes + sum(gradient for _, _, gradient in running.outputs)
+        above = max(0.0, running.backward_bytes - there)
+        weights = max(0.0, running.weight_bytes - there - above) if holdings.copy_gradient_bytes else 0.0
+        stays = not holdings.reduced_bytes and index not in self.has_sum
+        self._note(
+            where, above + flying + (0.0 if stays else weights), window=window, gradients=weights if stays else 0.0
+        )
+        return stays
+
+    def _pass_on(self, index: int, microbatch: int, leaving: Sequence[str]) -> None:
+        """The gradients of a layer's outputs are over, and those of its inputs wait."""
+        known, layer = self.known, self.known.program.layers[index]
+        for name in layer.outputs:
+            if name not in leaving:
+                self.pending.pop((microbatch, name), None)
+        for name in layer.inputs:
+            if known.program.values[name].requires_grad and name in known.producer:
+                self.pending.setdefault((microbatch, name), self._gradient_bytes(name))
+
+    def _gradient_bytes(self, name: str) -> float:
+        index, position = self.known.producer[name]
+        return self.known.holdings[index].running.outputs[position][2]
+
+    def _reduce(
+        self, where: tuple[str, int, int, int], index: int, flying: float, window: float, *, stays: bool, is_last: bool
+    ) -> float:
+        """Gradients of parameters set off, if they are to be reduced now.
+
+        Returns:
+            Bytes that are under way while the layer before computes, beside the gradients that they become.
+        """
+        holdings = self.known.holdings[index]
+        goes = self.is_single or self.known.strategies[index].zero >= 2 or (is_last and not self.known.plan.stages)
+        reduces = goes and holdings.reduced_bytes > 0.0
+        if not stays:
+            packed = holdings.packed_bytes if reduces else 0.0
+            self._note(where, flying + holdings.copy_gradient_bytes + packed, window=window)
+        # What comes is a gradient, or a term of one that is there.
+        term = holdings.arriving_bytes if index in self.has_sum and not self._is_new_sum(index) else 0.0
+        self._settle(index, reduces=reduces)
+        return holdings.scattered_bytes + term if reduces else 0.0
 
     def _weights(self, action: Action) -> None:
         for index in reversed(self.known.ranges[action.stage]):
             holdings = self.known.holdings[index]
+            # Sums are made anew, beside the old ones.
             self._note(("backward", action.stage, index, action.microbatch), holdings.copy_gradient_bytes)
+            self.branches.pop((action.microbatch, index), None)
             self._drop(index, action.microbatch)
-            self._settle(index, is_last=False)
+            self._settle(index, reduces=False)
         self._release(action.microbatch, f"stage {action.stage}")
 
     # --- parameters
@@ -280,62 +336,77 @@ class _Walk:
         strategies = [self.known.strategies[index] for index in self.known.ranges[stage]]
         return self.is_split and all(s.recompute != "full" and s.zero < 3 for s in strategies)
 
-    def _open(self, index: int, layers: range) -> float:
-        """Gather a layer's parameters for its forward; bytes that are there only while it runs."""
+    def _open(self, index: int, following: int) -> tuple[float, float]:
+        """A layer's parameters for its forward: bytes of copies that don't stay and of what comes, while they are taken
+        out of the buffer in which they came and while the layer runs.
+        """
+        holdings = self.known.holdings[index]
         if self.known.strategies[index].zero == 3:
-            return self._window(index, layers, step=1)
-        if index not in self.has_copy:
+            coming = self._coming(following)
+            own = holdings.copied_bytes
+            return own + holdings.taken_apart_bytes + coming, own + coming
+        is_first = index not in self.has_copy
+        self._copy(index)
+        coming = self._coming(following)
+        return (holdings.taken_apart_bytes if is_first else 0.0) + coming, coming
+
+    def _open_again(self, index: int, following: int) -> tuple[float, float]:
+        """The same for its backward: ZeRO-3 gathers anew."""
+        if self.known.strategies[index].zero < 3:
+            return 0.0, 0.0
+        holdings = self.known.holdings[index]
+        own, coming = holdings.copied_bytes, self._coming(following)
+        return own + holdings.taken_apart_bytes, own + coming
+
+    def _coming(self, index: int) -> float:
+        """What is on its way of the layer that runs next, -1 for none."""
+        if index < 0 or index in self.has_copy:
+            return 0.0
+        if self.known.strategies[index].zero < 2 and not self.is_single:
+            self._copy(index)  # once a step, and waited for at once
+            return 0.0
+        return self.known.holdings[index].coming_bytes
+
+    def _copy(self, index: int) -> None:
+        """Copies that stay until the end of the step."""
+        if index not in self.has_copy and self.known.strategies[index].zero < 3:
             self.has_copy.add(index)
             self.gathered += self.known.holdings[index].copied_bytes
-            return self.known.holdings[index].received_bytes
-        return 0.0
-
-    def _window(self, index: int, layers: range, step: int) -> float:
-        """ZeRO-3: the layer's copies, and what arrives of the one that runs next."""
-        if self.known.strategies[index].zero < 3:
-            return 0.0
-        window = self.known.holdings[index].copied_bytes
-        following = index + step
-        if following in layers and self.known.strategies[following].zero == 3:
-            window += self.known.holdings[following].received_bytes
-        return window
 
     def _is_new_sum(self, index: int) -> bool:
         return not self.is_single and self.known.strategies[index].zero < 2
 
-    def _reduce(self, index: int, *, is_last: bool) -> float:
-        """Bytes that are on their way while the layer before computes."""
-        zero = self.known.strategies[index].zero
-        goes = self.is_single or zero >= 2 or (is_last and not self.known.plan.stages)
-        holdings = self.known.holdings[index]
-        if not goes or not holdings.reduced_bytes:
-            return 0.0
-        return holdings.reduced_bytes + holdings.gradient_bytes
-
-    def _settle(self, index: int, *, is_last: bool) -> None:
+    def _settle(self, index: int, *, reduces: bool) -> None:
         """The gradients that a backward leaves."""
-        if not self.known.training.is_training or index in self.has_sum:
-            return
-        self.has_sum.add(index)
         holdings = self.known.holdings[index]
+        is_first = index not in self.has_sum
+        self.has_sum.add(index)
         if self._is_new_sum(index):
-            self.gradients += holdings.sum_bytes
+            self.gradients += holdings.sum_bytes if is_first and not reduces else 0.0
+            if reduces:  # the last microbatch's: all of them at once
+                self.gradients += holdings.arriving_bytes - (0.0 if is_first else holdings.sum_bytes)
             return
-        self.gradients += holdings.gradient_bytes
-        for name in set(self.known.program.layers[index].held) & self.shared_gradients.keys() - self.has_shared:
-            self.has_shared.add(name)
-            self.gradients += self.shared_gradients[name]
+        if is_first:
+            shared = self.shared_gradients.keys() & set(self.known.program.layers[index].held)
+            # With microbatches each layer that reads a parameter has a sum of its own.
+            new = shared - self.has_shared if self.is_single else shared
+            self.has_shared |= new
+            self.gradients += holdings.gradient_bytes + sum(self.shared_gradients[name] for name in new)
 
     def _finish(self) -> None:
         """What is done once, at the end."""
-        holdings = [self.known.holdings[index] for index in self.own]
+        end = "end", -1, -1, -1
+        self._note(end, 0.0)
+        self.sends.clear()
+        if not self.is_single:
+            joined = [self._joined_bytes(name) for name in dict.fromkeys(self.known.program.outputs)]
+            # Microbatches' parts go as their outputs are joined.
+            self._note(end, max(joined, default=0.0))
         if not self.known.training.is_training:
             return
-        if not self.is_single:
-            sums = [h for index, h in zip(self.own, holdings, strict=True) if self.known.strategies[index].zero < 2]
-            moved = [h for h in sums if h.reduced_bytes or h.sum_bytes != h.gradient_bytes]
-            if self.known.plan.stages:
-                self._note(("end", -1, -1, -1), sum(h.gradient_bytes for h in moved))
+        holdings = [self.known.holdings[index] for index in self.own]
+        if self.known.plan.stages:
+            self._reduce_sums(end)
         stored = sum(h.gradient_bytes for h in holdings) + sum(self.shared_gradients.values())
         self.gradients = stored
         self.held.clear()
@@ -343,8 +414,27 @@ class _Walk:
         largest = max((h.largest_bytes for h in holdings), default=0.0)
         at_once = self.known.training.steps_at_once
         self.gathered = self.gathered if self.is_single else 0.0
-        self._note(("end", -1, -1, -1), stored if at_once else 2 * largest)
-        self._note(("end", -1, -1, -1), 0.0, is_after=True)
+        self._note(end, stored if at_once else 2 * largest)
+        self._note(end, 0.0, is_after=True)
+
+    def _reduce_sums(self, end: tuple[str, int, int, int]) -> None:
+        """Sums become gradients layer by layer, the next one's on their way while one's are waited for."""
+        before = 0.0
+        for index in self.own:
+            holdings = self.known.holdings[index]
+            if self._is_new_sum(index) and holdings.reduced_bytes:
+                self._note(end, before + holdings.packed_bytes)
+                self.gradients += holdings.arriving_bytes - holdings.sum_bytes
+                self._note(end, before + holdings.scattered_bytes)
+                before = holdings.scattered_bytes
+            else:
+                before = 0.0
+
+    def _joined_bytes(self, name: str) -> float:
+        """Of an output whose microbatches are joined."""
+        if name not in self.known.producer or self.known.producer[name][0] not in self.own:
+            return 0.0
+        return self.known.plan.num_microbatches * self._output_bytes(name)
 
     # --- activations
 
@@ -391,6 +481,10 @@ class _Walk:
         shared = {input_key(first) for first in firsts} | {key for key, _, _ in running.outputs}
         return running.saved_bytes - sum(size for key, size in running.saved.items() if key in shared)
 
+    def _saved_beside_inputs(self, index: int) -> float:
+        running = self.known.holdings[index].running
+        return running.saved_bytes - sum(running.saved.get(input_key(name), 0.0) for name in running.inputs)
+
     def _drop(self, index: int, microbatch: int) -> None:
         self._release(microbatch, f"layer {index}")
         self.inside -= self._inside_bytes(index)
@@ -412,32 +506,36 @@ class _Walk:
                 del self.held[tensor]
                 self.saved -= num_bytes
 
-    def _arriving(self, layers: range) -> list[str]:
+    def _arriving(self, layers: range) -> Sequence[str]:
         """Values of earlier stages that these layers read or hand on."""
-        return [
-            name
-            for name, (index, _) in self.known.producer.items()
-            if self.known.plan.stages and index < layers.start <= self.known.last_reader.get(name, -1)
-        ]
+        return self.known.crossing[layers.start]
 
-    def _leaving(self, stage: int) -> list[str]:
+    def _leaving(self, stage: int) -> Sequence[str]:
         following = stage + 1
-        return self._arriving(self.known.ranges[following]) if following < len(self.known.ranges) else []
+        return self._arriving(self.known.ranges[following]) if following < len(self.known.ranges) else ()
 
-    def _forget_gradients(self, action: Action) -> None:
-        for name in self._arriving(self.known.ranges[action.stage]):
-            self.pending.pop((action.microbatch, name), None)
+    def _send(self, sizes: Iterable[float]) -> None:
+        """What is sent is there until it has arrived: taken to be so when the send after the next one begins."""
+        self.sends = [*self.sends[-1:], sum(sizes)]
 
     # --- what there is
 
     def _note(
-        self, where: tuple[str, int, int, int], transients: float, *, window: float = 0.0, is_after: bool = False
+        self,
+        where: tuple[str, int, int, int],
+        transients: float,
+        *,
+        window: float = 0.0,
+        gradients: float = 0.0,
+        saved: float = 0.0,
+        is_after: bool = False,
     ) -> None:
         part, stage, layer, microbatch = where
-        waiting = sum(self.pending.values())
+        waiting = sum(self.pending.values()) + sum(self.branches.values())
         sums = (
-            self.parameters, self.gradients, self.optimizer, self.saved + self.inside, transients + waiting,
-            self.gathered + window, self.sending, self.overhead,
+            self.parameters, self.gradients + gradients, self.optimizer,
+            self.batch + self.saved + self.inside + saved, transients + waiting,
+            self.gathered + window, sum(self.sends), self.overhead,
         )  # fmt: skip
         self.moments.append(Moment(part, stage, layer, microbatch, is_after, sums))
 
