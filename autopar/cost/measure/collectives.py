@@ -30,6 +30,7 @@ __all__ = [
     "default_axes",
     "max_over_ranks",
     "num_bytes_of",
+    "probes_between_ranks",
     "run_to_end",
     "share_text",
     "start_collective",
@@ -139,16 +140,35 @@ def collective_probes(communicator: Collectives, axes: Iterable[Axis], *, is_den
         is_dense: at many sizes, instead of the 4 that a plan can wait for.
     """
     sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
+    return probes_between_ranks(communicator, "collective", COLLECTIVES, axes, sizes, _measure)
+
+
+def probes_between_ranks(
+    communicator: Collectives,
+    family: str,
+    kinds: Iterable[str],
+    axes: Iterable[Axis],
+    sizes: tuple[int, ...],
+    measure: Callable[[Collectives, str, Axis, tuple[int, ...], float], Iterator[Measurement]],
+    *,
+    share: float = 1.0,
+    is_reading: bool = False,
+) -> tuple[Probe, ...]:
+    """One probe ``<family>/<kind>/<n>/<stride>`` for each kind on each axis, with a point for each of `sizes`.
+
+    `measure` takes communicator, kind, axis, sizes and the seconds to spend; `share` is that of a point.
+    """
     return tuple(
         Probe(
-            (f"collective/{kind}/{axis.size}/{axis.stride}",),
+            (f"{family}/{kind}/{axis.size}/{axis.stride}",),
             len(sizes),
-            partial(_measure, communicator, kind, axis, sizes),
-            share=float(len(sizes)),
+            partial(measure, communicator, kind, axis, sizes),
+            share=share * len(sizes),
             is_local=False,
+            is_reading=is_reading,
         )
         for axis in axes
-        for kind in COLLECTIVES
+        for kind in kinds
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import torch
 
@@ -22,6 +21,7 @@ from autopar.cost.measure.collectives import (
     Waitable,
     max_over_ranks,
     num_bytes_of,
+    probes_between_ranks,
     run_to_end,
     start_collective,
 )
@@ -52,18 +52,7 @@ def interference_probes(
 ) -> tuple[Probe, ...]:
     """One probe for each kind on each axis; all ranks must measure the same ones."""
     sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
-    return tuple(
-        Probe(
-            (f"interference/{kind}/{axis.size}/{axis.stride}",),
-            len(sizes),
-            partial(_measure, communicator, kind, axis, sizes),
-            share=2.0 * len(sizes),
-            is_local=False,
-            is_reading=True,
-        )
-        for axis in axes
-        for kind in kinds
-    )
+    return probes_between_ranks(communicator, "interference", kinds, axes, sizes, _measure, share=2.0, is_reading=True)
 
 
 def _measure(
