@@ -78,7 +78,7 @@ def test_elementwise_ops_take_what_the_profile_says(profile, target, run, num_op
 def test_every_curve_is_there_and_the_text_survives(profile):
     expected = {
         "matmul/float32/512x32",
-        "attention/float32/full/8/16",
+        "attention/float32/full/4/16",
         "first/aten.mul",
         "elementwise",
         "view",

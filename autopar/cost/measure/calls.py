@@ -45,7 +45,7 @@ _Make = Callable[[torch.device], Call]
 _WIDTH = 512
 # Per kind of device, a few and more: rows of a matrix of `_WIDTH` columns, widths of ops that work row by row.
 _ROWS = {
-    "cpu": ((2, 64, 2048), (2, 16, 64, 256, 1024, 4096, 16384)),
+    "cpu": ((2, 128, 1024), (2, 16, 64, 256, 1024, 4096, 16384)),
     "cuda": ((128, 4096, 32768), (16, 128, 1024, 8192, 65536)),
 }
 _WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "cuda": ((512, 8192), (128, 1024, 8192))}
@@ -61,10 +61,13 @@ _BATCHES = {
 }
 # Lengths, and for each of them numbers of heads over all samples; sizes of a head.
 _ATTENTIONS: dict[str, tuple[dict[int, tuple[int, ...]], ...]] = {
-    "cpu": ({16: (8, 256), 256: (2, 16)}, {4: (16, 512), 16: (16, 512), 64: (8, 128), 256: (4, 16), 1024: (1, 4)}),
+    "cpu": (
+        {4: (16, 512), 16: (16, 512), 256: (2, 16)},
+        {4: (16, 512), 16: (16, 512), 64: (8, 128), 256: (4, 16), 1024: (1, 4)},
+    ),
     "cuda": ({512: (8, 256), 4096: (4, 32)}, {512: (8, 256), 2048: (4, 64), 8192: (2, 32)}),
 }
-_HEADS = {"cpu": ((8, 64), (4, 64)), "cuda": ((64, 128), (64, 128))}
+_HEADS = {"cpu": ((4, 64), (4, 64)), "cuda": ((64, 128), (64, 128))}
 # Batch, channels, side.
 _CONVOLUTIONS = {
     "cpu": (((2, 8, 8), (4, 32, 16)), ((2, 8, 8), (4, 16, 16), (4, 32, 16), (4, 64, 32))),
