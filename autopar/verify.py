@@ -84,6 +84,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     steps: int = 3,
     shrink: bool = True,
     make_optimizer: MakeOptimizer = torch.optim.AdamW,
+    planned: nn.Module | None = None,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,
     parameter_tolerance: float = 1e-7,
@@ -104,6 +105,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         steps: optimizer steps.
         shrink: False rehearses with all devices and the whole batch.
         make_optimizer: parameters -> optimizer.
+        planned: the model as it was when `plan` was made, if it was on the meta device then: what its buffers hold was
+            not known, so they are no constants of its program.
         loss_tolerance: relative.
         gradient_tolerance: relative to each gradient's largest entry.
         parameter_tolerance: relative to each parameter's largest entry, after all steps.
@@ -118,11 +121,12 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
     check_materialized(model)
+    planned, _ = put_loss_inside(model if planned is None else planned, example_inputs, loss_fn, example_target)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
     batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])
-    inputs, traced = _first_that_fits(model, plan, batches)
+    inputs, traced = _first_that_fits(planned, plan, batches)
     double = copy.deepcopy(model).double().train()
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(

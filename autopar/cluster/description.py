@@ -115,6 +115,15 @@ class Cluster:
         device = replace(plain.device, memory_bytes=_physical_memory_bytes() / per_node, sources=sources)
         return replace(plain, device=device)
 
+    def has(self, device_name: str) -> bool:
+        """Whether its devices are what their driver calls `device_name` ("cpu" for a CPU)."""
+        if device_name == self.device.name:
+            return True
+        try:
+            return DEVICES[_preset_of(device_name)][0].name == self.device.name
+        except MeshError:
+            return False
+
     def save(self, path: str | Path) -> None:
         """Write the cluster as readable JSON."""
         Path(path).write_text(self.to_json() + "\n")

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import PlanFormatError, QuestionError
+from autopar.cost.observed import corrections
+from autopar.errors import MaterializationError, PlanFormatError, QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.documents import describe_plan
 from autopar.explain.editing import Edit, apply_edits
@@ -92,9 +93,10 @@ def check_plan(
     check_fit(before, best.program, world_size)
     edited = apply_edits(before, best.program, edits)
     check_fit(edited, best.program, world_size)
+    known = corrections(best.prices.profile, best.program.fingerprint)
     before, priced = (
         replace(
-            reprice(best.program, plan, best.prices, best.training, schedule_actions),
+            reprice(best.program, plan, best.prices, best.training, schedule_actions, known.memory_factor),
             memory_limit_bytes=best.plan.memory_limit_bytes,
             memory_error=best.plan.memory_error,
         )
@@ -126,8 +128,7 @@ def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:
     A target on the meta device is given values first, as building it would, if this machine's memory has room.
 
     Raises:
-        QuestionError: the target is too large for this machine.
-        MaterializationError: it does not say what its values are.
+        QuestionError: the target is too large for this machine, or does not say what its values are.
         VerificationError: they compute something else.
     """
     target = planner.model(asked)
@@ -136,7 +137,14 @@ def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:
         return verify(target.model, plan, target.example_inputs)
     _check_room(planner.target, target.model, plan)
     inputs = map_leaves(_with_values, target.example_inputs)
-    return verify(materialize(copy.deepcopy(target.model)), plan, inputs)
+    try:
+        model = materialize(copy.deepcopy(target.model))
+    except MaterializationError as error:
+        raise QuestionError(
+            f"--rehearse runs {planner.target!r}, so it needs values. {str(error).split('. ')[0]}. Write that "
+            "method, or name a factory (file.py:factory) that returns a model with values"
+        ) from error
+    return verify(model, plan, inputs, planned=target.model)
 
 
 def _check_room(target: str, model: nn.Module, plan: Plan) -> None:

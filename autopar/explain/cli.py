@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, QuestionError
+from autopar.api import load_profile
+from autopar.cost import Profile
+from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
 from autopar.explain.asked import Asked, change, parse_cluster
 from autopar.explain.beside import side_by_side
 from autopar.explain.checking import check_plan, load_plan, rehearse
@@ -77,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--constraint", action="append", default=[], metavar="TEXT", help="such as tensor=2; may be repeated")
     add("--optimizer", default="adamw", help="what will train the parameters (default: adamw)")
     add("--precision", help="dtype to compute in, such as bf16")
+    add("--profile", metavar="FILE", help="price by what python -m autopar.profile measured, not by presets")
     add("--what-if", action="append", default=[], metavar="NAME=VALUE", help="such as memory=40GiB or nodes=16")
     add("--sweep", metavar="NAME=A,B,C", help="such as nodes=1,2,4,8: a plan for each")
     add("--diff", nargs=2, metavar="PLAN", help="compare two saved plans")
@@ -115,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
         parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
         options.optimizer, options.precision,
     )  # fmt: skip
-    planner = Planner(options.target)
+    planner = Planner(options.target, _profile(options.profile, asked))
     if options.sweep and not options.html:
         return _show_sweep(options, printer, planner, asked)
     if options.edit:
@@ -123,6 +126,25 @@ def _run(options: argparse.Namespace) -> int:
     if options.check:
         return _check(options, printer, planner, asked)
     return _explain(options, printer, planner, asked)
+
+
+def _profile(path: str | None, asked: Asked) -> Profile | None:
+    """What was measured of the cluster's devices."""
+    if path is None:
+        return None
+    try:
+        profile = load_profile(path)
+    except (ProfileError, MissingPriceError) as error:
+        raise QuestionError(
+            f"--profile {path!r} is no profile that can be read: measure one on such a device with "
+            f"python -m autopar.profile --output {path}"
+        ) from error
+    if not asked.cluster.has(profile.device):
+        raise QuestionError(
+            f"--profile {path!r} is of {profile.device}, but --cluster has {asked.cluster.device.name}: name a profile "
+            "of such a device, or leave it out to price by presets"
+        )
+    return profile
 
 
 def _check_combination(options: argparse.Namespace) -> None:
@@ -134,6 +156,10 @@ def _check_combination(options: argparse.Namespace) -> None:
         raise QuestionError(f"--set changes a plan: name it with --edit plan.json --set {options.set[0]!r}")
     if options.rehearse and not options.check:
         raise QuestionError("--rehearse runs a plan: name it with --check plan.json --rehearse")
+    if options.profile and options.cluster is None:
+        raise QuestionError(
+            f"--profile {options.profile} prices plans for devices: name them with --cluster 8x8xh100, and a model"
+        )
     written = [path for path in (options.save, options.html, options.trace, options.edit) if path]
     if written and options.target and options.cluster is None:
         raise QuestionError(

@@ -17,8 +17,6 @@ __all__ = ["SOURCES", "KindWork", "certainty", "kind_works", "roofs"]
 SOURCES = ("measured", "published", "calibrated", "estimate")
 """What a price rests on, the surest first: this machine, a publication, published training runs, our guess."""
 
-_RATE_OF = {"matmul": "matmul_efficiency", "attention": "attention_efficiency"}
-
 
 @dataclass(frozen=True)
 class KindWork:
@@ -85,24 +83,18 @@ def roofs(answer: Answer, dtype: str) -> tuple[float, float]:
 def certainty(answer: Answer) -> tuple[tuple[str, float], ...]:
     """Shares of the seconds of work and communication by what their prices rest on, in the order of `SOURCES`."""
     seconds: dict[str, float] = dict.fromkeys(SOURCES, 0.0)
-    plan, cluster = answer.plan, answer.asked.cluster
+    plan = answer.plan
     for index, names in _by_strategy(plan.layers).items():
         for op in _priced_ops(answer, index):
             seconds[op.source] += len(names) * plan.num_microbatches * op.seconds
         if plan.costs[index].optimizer_s:
-            source = _weakest(cluster.device.sources.get("memory_efficiency", ""))
-            seconds[source] += len(names) * plan.costs[index].optimizer_s
+            seconds[answer.prices.optimizer_source] += len(names) * plan.costs[index].optimizer_s
     for group in range(plan.num_groups):
         for run in plan_collectives(answer.program, plan, answer.training, group=group):
-            is_within = run.axis.size * run.axis.stride <= cluster.devices_per_node
-            link = cluster.within if is_within else cluster.between
-            source = _weakest(link.sources.get(_RATES.get(run.kind, "gather_bytes_per_s"), ""))
+            source = answer.prices.collective_source(run.kind, run.axis)
             seconds[source] += run.times * answer.prices.collective_s(run.kind, run.axis, run.num_bytes)
     total = sum(seconds.values())
     return tuple((name, each / total) for name, each in seconds.items()) if total else ()
-
-
-_RATES = {"all_reduce": "all_reduce_bytes_per_s", "all_to_all": "exchange_bytes_per_s"}
 
 
 def _by_strategy(layers: tuple[PlannedLayer, ...]) -> Mapping[int, tuple[str, ...]]:
@@ -115,7 +107,6 @@ def _by_strategy(layers: tuple[PlannedLayer, ...]) -> Mapping[int, tuple[str, ..
 def _priced_ops(answer: Answer, index: int) -> Iterator[_PricedOp]:
     """The ops of a layer with strategy `index`, for one microbatch on one device."""
     program, plan, training = answer.program, answer.plan, answer.training
-    sources = answer.asked.cluster.device.sources
     number = next(number for number, layer in enumerate(plan.layers) if layer.strategy == index)
     layer = program.layers[number]
     strategy = own_strategy(program, layer, plan.strategies[index])
@@ -124,16 +115,9 @@ def _priced_ops(answer: Answer, index: int) -> Iterator[_PricedOp]:
         both = is_differentiable(program, op, training)
         time = answer.prices.op_s(op, state.operand_types, state.result_types, both)
         work = count_work(op, state.operand_types, state.result_types)
-        estimated = _weakest(sources.get(_RATE_OF.get(work.kind, "memory_efficiency"), ""))
-        source = "measured" if time.source == "measured" else estimated
-        yield _PricedOp(work, time.forward_s + time.backward_s, source, both)
+        yield _PricedOp(work, time.forward_s + time.backward_s, time.source, both)
 
 
 def _shared(answer: Answer) -> SharedStorage:
     values = {name: value for value, name in answer.program.parameters.items()}
     return {values[name]: (answer.plan.shared_mesh, layout) for name, layout in answer.plan.shared_storage}
-
-
-def _weakest(source: str) -> str:
-    """The least sure of the words that a source names; without any it is an estimate."""
-    return next((name for name in reversed(SOURCES) if name in source), "estimate")

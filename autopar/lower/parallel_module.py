@@ -213,7 +213,9 @@ class ParallelModule(nn.Module):
         """
         return self._communicator.recording()
 
-    def report(self, step: Callable[[], object], *, steps: int = 3, warmup: int = 1) -> StepReport:
+    def report(
+        self, step: Callable[[], object], *, steps: int = 3, warmup: int = 1, kernels: bool = False
+    ) -> StepReport:
         """Run training steps and set what they take against what was predicted, layer by layer.
 
         Every rank must call it, as any step.  A rank measures itself.  On a CPU that is what passes on the clock, so
@@ -223,6 +225,7 @@ class ParallelModule(nn.Module):
             step: one whole training step, optimizer included.
             steps: how many to measure.
             warmup: how many to run before.
+            kernels: run one more under `torch.profiler`, to list what each kind of layer spends its time on.
 
         Example:
             >>> report = model.report(lambda: train_step(model, optimizer, batch))
@@ -230,7 +233,7 @@ class ParallelModule(nn.Module):
             >>> report.trace("trace.json")  # and report.html("report.html")
         """
         predicted = None if self._predictions is None else self._predictions.timeline()
-        return report_steps(self._executor, predicted, step, steps, warmup)
+        return report_steps(self._executor, predicted, step, steps, warmup, kernels=kernels)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.lower.execution import Executor
+from autopar.lower.kernel_profile import profile_kernels
 from autopar.lower.step_report import StepReport
 from autopar.lower.stopwatch import Stopwatch
 from autopar.timeline import StepTimeline
@@ -13,17 +14,24 @@ __all__ = ["report_steps"]
 
 
 def report_steps(
-    executor: Executor, predicted: StepTimeline | None, step: Callable[[], object], steps: int, warmup: int
+    executor: Executor,
+    predicted: StepTimeline | None,
+    step: Callable[[], object],
+    steps: int,
+    warmup: int,
+    *,
+    kernels: bool = False,
 ) -> StepReport:
     """See `ParallelModule.report`."""
     for _ in range(warmup):
         step()
     timed = [_measure(executor, step) for _ in range(max(steps, 1))]
+    found = profile_kernels(lambda: _measure(executor, step), executor.communicator.device) if kernels else ()
     alike: dict[int, list[int]] = {}
     for index, runner in executor.runners.items():
         alike.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
-    return StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group)
+    return StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, found)
 
 
 def _measure(executor: Executor, step: Callable[[], object]) -> StepTimeline:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.lower.kernel_profile import Kernel
 from autopar.lower.naming import format_seconds
 from autopar.timeline import STREAMS, Event, StepTimeline
 
@@ -35,6 +36,7 @@ class StepReport:
         layers: names of this rank's layers, by index in the program.
         alike: indices of layers that run alike, in the order of the first.
         group: the device group of this rank.
+        kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
     """
 
     measured: StepTimeline
@@ -43,6 +45,7 @@ class StepReport:
     layers: dict[int, str]
     alike: tuple[tuple[int, ...], ...]
     group: int = 0
+    kernels: tuple[Kernel, ...] = ()
 
     def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
         """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
@@ -70,6 +73,19 @@ class StepReport:
         predicted_s = self.predicted.step_s if self.predicted else None
         return [*found, ("step", predicted_s, self.measured.step_s)]
 
+    def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
+        """Name of layers that run alike, category -> name, seconds and share of its longest kernels, of all of them."""
+        found: list[tuple[str, str, list[tuple[str, float, float]]]] = []
+        for alike in self.alike:
+            for category in dict.fromkeys(each.category for each in self.kernels):
+                own = [k for k in self.kernels if k.layer in alike and k.category == category]
+                seconds = {k.name: sum(e.seconds for e in own if e.name == k.name) for k in own}
+                total = sum(seconds.values())
+                longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
+                if total:
+                    found.append((self._name(alike), category, [(name, s, s / total) for name, s in longest]))
+        return found
+
     def __str__(self) -> str:
         """A table of layers and one of streams; each cell is predicted / measured."""
         header = ["predicted / measured", *COLUMNS]
@@ -79,7 +95,17 @@ class StepReport:
                    for name, predicted_s, measured_s in self.streams()]  # fmt: skip
         spread = f"{format_seconds(min(self.steps_s))} to {format_seconds(max(self.steps_s))}"
         count = f"{len(self.steps_s)} steps measured, {spread}; the table is of the median one, on this rank"
-        return f"{text}\n\n{_table([['stream', 'predicted / measured', 'measured to predicted'], *streams])}\n{count}"
+        text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'measured to predicted'], *streams])}\n{count}"
+        return f"{text}\n\n{self._kernel_text()}" if self.kernels else text
+
+    def _kernel_text(self) -> str:
+        rows = [
+            (name if not place else "", category if not place else "", kernel, format_seconds(seconds), f"{share:.0%}")
+            for name, category, kernels in self.top_kernels()
+            for place, (kernel, seconds, share) in enumerate(kernels)
+        ]
+        note = "of one more step, under torch.profiler, which takes time itself: the shares are what counts"
+        return f"{_table([('kernels', '', '', 'seconds', 'share'), *rows])}\n{note}"
 
     def trace(self, path: str | Path) -> None:
         """Write the measured step for https://ui.perfetto.dev; `predicted.to_chrome()` is the other one."""
@@ -113,11 +139,12 @@ class StepReport:
         layers: dict[int, str],
         alike: tuple[tuple[int, ...], ...],
         group: int,
+        kernels: tuple[Kernel, ...] = (),
     ) -> StepReport:
         """Of several measured steps, the one whose time is the median (of an even number, the faster)."""
         steps_s = tuple(timeline.step_s for timeline in measured)
         median = next(timeline for timeline in measured if timeline.step_s == statistics.median_low(steps_s))
-        return cls(median, steps_s, predicted, layers, alike, group)
+        return cls(median, steps_s, predicted, layers, alike, group, kernels)
 
 
 def _cell(predicted_s: float | None, measured_s: float) -> str:

@@ -67,6 +67,27 @@ def test_the_table_adds_up_layers_that_run_alike() -> None:
     assert "2.00" in str(report)
 
 
+def test_kernels_are_the_layers_own() -> None:
+    who, plan = (
+        subject("llama", torch.float32),
+        plan_for("llama", 1, ("microbatches=1", "recompute=none"), torch.float32),
+    )
+
+    def measure(model: ParallelModule) -> StepReport:
+        return model.report(lambda: loss_of(model(**who.inputs)).backward(), steps=1, kernels=True)
+
+    (report,) = run_ranks(who.model, who.traced, plan, who.inputs, measure)
+    ran = {(each.layer, each.category, each.name): each for each in report.kernels}
+    products = {key for key in ran if key[2] in ("aten::mm", "aten::addmm", "aten::bmm")}
+    assert {(layer, category) for layer, category, _ in products} >= {
+        (layer, category) for layer in sorted(report.layers)[1:-1] for category in ("forward", "backward")
+    }
+    names = {name for _, category, name in ran if category == "forward"}
+    assert not any("backward" in name.lower() for name in names), "each pass has its own"
+    assert all(0 < sum(share for *_, share in kernels) <= 1 + 1e-9 for *_, kernels in report.top_kernels())
+    assert "aten::" in str(report)
+
+
 def test_the_page_has_the_reports_numbers(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     report = reports("llama", "tensor=2", "microbatches=1")[1]

@@ -46,6 +46,9 @@ def _sections(report: StepReport) -> Iterator[Section]:
     yield Section("streams-section", "Streams", (), (), (_stream_table(report),))
     text = "Each cell is predicted and measured, in ms; layers that run alike are added up."
     yield Section("layers-section", "Layers", (text,), (), tuple(_layer_tables(report)))
+    if report.kernels:
+        text = "Of one more step, under torch.profiler, which takes time itself: the shares are what counts."
+        yield Section("kernels-section", "Kernels", (text,), (), tuple(_kernel_tables(report)))
     yield _step_section("measured", "The step as it passed", report.measured)
     if report.predicted is not None:
         yield _step_section("predicted", "The step as it was predicted", report.predicted)
@@ -70,6 +73,12 @@ def _layer_tables(report: StepReport) -> Iterator[Table]:
         ]
         if rows:
             yield Table(column.capitalize(), ("layers", "predicted, ms", "measured, ms"), tuple(rows))
+
+
+def _kernel_tables(report: StepReport) -> Iterator[Table]:
+    for name, category, kernels in report.top_kernels():
+        rows = [(kernel, milliseconds(seconds), f"{share:.0%}") for kernel, seconds, share in kernels]
+        yield Table(f"{name}, {category}", ("kernel", "ms", "share"), tuple(rows))
 
 
 def _cell(seconds: float | None) -> Cell:
