@@ -254,7 +254,7 @@ class Program:
     fingerprint: str = ""
     training: bool = True
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Layer, ...]:
         """The first layer of each kind, by kind number."""
         first: dict[int, Layer] = {}

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import cache, lru_cache
+from typing import Any, Protocol, cast
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -102,10 +102,10 @@ def schedule_actions(schedule: str, num_groups: int, num_stages: int, num_microb
     if schedule in _SINGLE:
         order = getattr(_torch, _SINGLE[schedule])(stages[0], num_microbatches)._get_pipeline_order()
         runtime = _torch._PipelineScheduleRuntime(stages, num_microbatches)
-        runtime._prepare_schedule_with_comms({group: _in_order(order[group]) for group in order})
+        runtime._prepare_schedule_with_comms({group: _Upcoming(_in_order(order[group])) for group in order})
     else:
         with _without_warnings():
-            runtime = getattr(_torch, _MULTIPLE[schedule])(stages, num_microbatches)
+            runtime = _quick(getattr(_torch, _MULTIPLE[schedule]))(stages, num_microbatches)
     lowered = runtime.pipeline_order_with_comms
     found = tuple(
         tuple(
@@ -156,6 +156,42 @@ def run_schedule(
     runtime.run(
         [_torch._Action(action.stage, _torch._ComputationType(action.kind), action.microbatch) for action in own]
     )
+
+
+class _Upcoming(list[Any]):
+    """A group's actions; the rest from some action on is told by the first action of each stage in it.
+
+    For every action torch looks through all that follow for the next few stages, to prefetch their parameters: in a
+    list of a thousand actions, where a group has two stages, that takes most of the time.
+    """
+
+    def __init__(self, actions: Iterable[Any]) -> None:
+        super().__init__(actions)
+        self._firsts: list[tuple[Any, ...]] = [()]
+        for action in reversed(self):
+            after = self._firsts[-1]
+            if action is not None:
+                after = (action, *(each for each in after if each.stage_index != action.stage_index))
+            self._firsts.append(after)
+        self._firsts.reverse()
+
+    def __getitem__(self, index: Any) -> Any:
+        start: Any = getattr(index, "start", None)
+        if start is not None and getattr(index, "stop", None) is None:
+            return self._firsts[start]
+        return cast("Any", super().__getitem__(index))
+
+
+@cache
+def _quick(schedule: Any) -> Any:
+    """One of torch's schedule classes, that makes the same lists in less time."""
+
+    class Quick(schedule):
+        def _prepare_schedule_with_comms(self, actions: Mapping[int, Iterable[Any]], *rest: Any) -> None:
+            upcoming = {group: _Upcoming(actions[group]) for group in actions}
+            schedule._prepare_schedule_with_comms(self, upcoming, *rest)
+
+    return Quick
 
 
 def _select(actions: Iterable[Any], kinds: tuple[str, ...]) -> Iterable[Any]:

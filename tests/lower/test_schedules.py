@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autopar.errors import InputShapeError, PipelineError
+from autopar.lower import schedules
 from autopar.lower.communicator import Communicator, Handle, simulate
 from autopar.lower.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
 from autopar.placement import Axis
@@ -165,6 +166,13 @@ def test_torch_is_not_heard(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         schedule_actions("interleaved_zero_bubble", 4, 8, 2)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("zbv", 8), ("interleaved_1f1b", 12)])
+def test_what_makes_lists_quick_changes_none(schedule: str, stages: int, monkeypatch: pytest.MonkeyPatch):
+    made = schedule_actions.__wrapped__(schedule, 4, stages, 8)
+    monkeypatch.setattr(schedules, "_Upcoming", list)
+    assert schedule_actions.__wrapped__(schedule, 4, stages, 8) == made
 
 
 @pytest.mark.slow
