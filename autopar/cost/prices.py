@@ -129,6 +129,12 @@ class ClusterPrices:
             return curve.seconds(num_bytes)
         return num_bytes / self._roofline.bytes_per_s + _OPTIMIZER_KERNELS * self.cluster.device.launch_s
 
+    @property
+    def optimizer_tensor_s(self) -> float:
+        """Seconds of an optimizer step for each parameter, beside those for its elements; 0.0 if not measured."""
+        curve = self._curves.get("optimizer/tensor")
+        return curve.overhead_s if curve is not None else 0.0
+
     def interference(self, kind: str, axis: Axis) -> float:
         """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
 

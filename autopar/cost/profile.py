@@ -15,6 +15,7 @@ The keys of `Profile.curves`, seconds over an amount of work:
                                    later ones; so ``backward``; ``first/program/forward``: to enter a layer's program
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
+``optimizer/tensor``               one point: seconds for each parameter, beside those for its bytes
 ``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``; ``first_touch``: written to memory
                                    that the process did not have before
 ``launch``                         one point: seconds for the host to ask a device for the smallest op

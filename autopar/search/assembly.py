@@ -77,6 +77,7 @@ def shared_costs(scene: Scene, num_devices: int, num_groups: int) -> dict[str, S
         step_s = exchange_s = 0.0
         if value.requires_grad and training.is_training:
             step_s = stored * optimizer_s_per_element(scene.program, dtype, num_devices, prices, training)
+            step_s += prices.optimizer_tensor_s
             if num_groups > 1:
                 num_bytes = stored * training.gradient_itemsize(dtype)
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), num_bytes)

@@ -363,7 +363,7 @@ def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> 
             devices = math.prod(placed.mesh)
             rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
         stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
-        seconds += math.prod(stored) * rates[tensor.dtype]
+        seconds += math.prod(stored) * rates[tensor.dtype] + prices.optimizer_tensor_s
     return seconds
 
 

@@ -177,7 +177,7 @@ def _parameter_seconds(
     copied = math.prod(local_shape(tensor.shape, copy, problem.mesh))
     memory = parameter_memory(tensor.dtype, elements, copied, zero, flow.value.requires_grad, training)
     if trains:
-        seconds += elements * problem.optimizer_s_per_element[tensor.dtype]
+        seconds += elements * problem.optimizer_s_per_element[tensor.dtype] + prices.optimizer_tensor_s
     return seconds + weight * memory.persistent_bytes
 
 

@@ -52,6 +52,11 @@ class Prices(Protocol):
         """Seconds of one optimizer step over local elements, reading and writing so many bytes of each."""
         ...
 
+    @property
+    def optimizer_tensor_s(self) -> float:
+        """Seconds of an optimizer step for each parameter, beside those for its elements."""
+        ...
+
     def interference(self, kind: str, axis: Axis) -> float:
         """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
 

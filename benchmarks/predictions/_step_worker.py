@@ -36,6 +36,7 @@ from autopar.trace import Traced
 from benchmarks.predictions._step_cases import CASES, MODELS
 
 _LAYERS_S = 4.0
+_WARM_UP = 2
 
 
 @dataclass
@@ -106,18 +107,18 @@ def work(options: argparse.Namespace) -> None:
 def _run(
     cases: Sequence[_Case], models: Sequence[nn.Module], inputs: dict[str, Tensor], rounds: int, steps: int
 ) -> float:
-    """Train all models in turn, in each round one step of each that does not count and `steps` that do; the first round
-    doesn't count at all.  Returns which part of the cores others had meanwhile, the machine's host included.
+    """Train all models in turn, in each round one step of each that does not count and `steps` that do; the first two
+    rounds don't count at all.  Returns which part of the cores others had meanwhile, the machine's host included.
 
     A step behind another plan's finds caches and memory as that one left them, which no step of a training run does.
     """
     optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
     started_s, taken_s, own_s = time.perf_counter(), _taken_s(), time.process_time()
-    for number in range(rounds + 1):
+    for number in range(rounds + _WARM_UP):
         for case, model, optimizer in zip(cases, models, optimizers, strict=True):
             for step in range(steps + 1):
                 taken = _step(model, optimizer, inputs)
-                if step and number:
+                if step and number >= _WARM_UP:
                     case.seconds.append(_slowest(taken[0]))
                     case.own_s.append(_mean(taken[1]))
                     case.all_s.append(_mean(taken[2]))

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=2, help="measured steps of each plan in a round, behind another one"
     )
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds for a profile from nothing")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for a profile from nothing")
     parser.add_argument("--folder", type=Path, default=_FOLDER, help="where profiles are kept, and plans to look at")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

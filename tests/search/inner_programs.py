@@ -174,6 +174,10 @@ class TablePrices:
     def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
         return 1e-6 + num_parameters * bytes_per_parameter / 2e12
 
+    @property
+    def optimizer_tensor_s(self) -> float:
+        return 2e-6
+
     def interference(self, kind: str, axis: Axis) -> float:
         return self.taken
 

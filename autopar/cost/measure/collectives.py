@@ -43,7 +43,9 @@ _DENSE = {
 }
 """Elements of a buffer on its larger side."""
 _MIN_REPEATS = 8
-_MAX_REPEATS = 40
+_MAX_REPEATS = 100
+_SHARE = 4.0
+"""Of the seconds to spend, for each size: a mean of what a scheduler delays needs many calls."""
 _MOMENT_S = 1e-3
 _WIDTH = 128  # of the products that a moment is filled with
 _NUM_ALONE = 30
@@ -140,7 +142,7 @@ def collective_probes(communicator: Collectives, axes: Iterable[Axis], *, is_den
         is_dense: at many sizes, instead of the 4 that a plan can wait for.
     """
     sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
-    return probes_between_ranks(communicator, "collective", COLLECTIVES, axes, sizes, _measure)
+    return probes_between_ranks(communicator, "collective", COLLECTIVES, axes, sizes, _measure, share=_SHARE)
 
 
 def probes_between_ranks(

@@ -10,6 +10,7 @@ from autopar.cost.measure.collectives import Collectives, collective_probes
 from autopar.cost.measure.interference import interference_probes
 from autopar.cost.measure.memory import communicator_probes, memory_probes
 from autopar.cost.measure.ops import op_probes
+from autopar.cost.measure.optimizer import optimizer_probes
 from autopar.cost.measure.probe import Probe
 from autopar.placement import Axis
 
@@ -32,7 +33,8 @@ def quick_probes(
     if communicator is None or communicator.world_size == 1:
         return ops
     interference = interference_probes(communicator, axes, kinds=_OVERLAPPED)
-    return (*ops, *collective_probes(communicator, axes), *interference)
+    optimizer = optimizer_probes(communicator)
+    return (*ops, *optimizer, *collective_probes(communicator, axes), *interference)
 
 
 def dense_probes(
@@ -44,6 +46,7 @@ def dense_probes(
         return ops
     return (
         *ops,
+        *optimizer_probes(communicator),
         *communicator_probes(communicator, axes),
         *collective_probes(communicator, axes, is_dense=True),
         *interference_probes(communicator, axes, is_dense=True),
