@@ -312,19 +312,27 @@ class _Walk:
         holdings = self.known.holdings[index]
         goes = self.is_single or self.known.strategies[index].zero >= 2 or (is_last and not self.known.plan.stages)
         reduces = goes and holdings.reduced_bytes > 0.0
+        # What comes is a gradient, or a term of one that is there.
+        arriving = holdings.arriving_bytes if reduces else 0.0
+        tied = self.has_shared.intersection(self.known.program.layers[index].held) if self.is_single else ()
+        term = sum(self.shared_gradients[name] for name in tied) if reduces else 0.0
+        if index in self.has_sum and not self._is_new_sum(index):
+            term = arriving
         if not stays:
             packed = holdings.packed_bytes if reduces else 0.0
-            self._note(where, flying + holdings.copy_gradient_bytes + packed, window=window)
-        # What comes is a gradient, or a term of one that is there.
-        term = holdings.arriving_bytes if index in self.has_sum and not self._is_new_sum(index) else 0.0
+            above = flying + holdings.copy_gradient_bytes + packed + term
+            self._note(where, above, window=window, gradients=arriving - term)
         self._settle(index, reduces=reduces)
         return holdings.scattered_bytes + term if reduces else 0.0
 
     def _weights(self, action: Action) -> None:
         for index in reversed(self.known.ranges[action.stage]):
             holdings = self.known.holdings[index]
-            # Sums are made anew, beside the old ones.
-            self._note(("backward", action.stage, index, action.microbatch), holdings.copy_gradient_bytes)
+            # Parameter by parameter, a sum is made anew beside the old one.
+            self._note(
+                ("backward", action.stage, index, action.microbatch), holdings.largest_bytes,
+                gradients=holdings.largest_bytes if index in self.has_sum else 0.0,
+            )  # fmt: skip
             self.branches.pop((action.microbatch, index), None)
             self._drop(index, action.microbatch)
             self._settle(index, reduces=False)
@@ -423,7 +431,7 @@ class _Walk:
         for index in self.own:
             holdings = self.known.holdings[index]
             if self._is_new_sum(index) and holdings.reduced_bytes:
-                self._note(end, before + holdings.packed_bytes)
+                self._note(end, before + holdings.packed_bytes, gradients=holdings.arriving_bytes)
                 self.gradients += holdings.arriving_bytes - holdings.sum_bytes
                 self._note(end, before + holdings.scattered_bytes)
                 before = holdings.scattered_bytes
