@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -178,8 +178,8 @@ class _Upcoming(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         start: Any = getattr(index, "start", None)
         if start is not None and getattr(index, "stop", None) is None:
-            return self._firsts[start]
-        return cast("Any", super().__getitem__(index))
+            return self._firsts[int(start)]
+        return super().__getitem__(index)
 
 
 @cache
