@@ -140,9 +140,9 @@ def test_two_ranks_measure_what_is_missing_and_agree(tmp_path):
         assert 0 <= profile.interference(kind, Axis(2, 1)) <= 1
     prices = ClusterPrices(Cluster.of("cpu", devices_per_node=2), profile)
     priced_s = prices.collective_s("all_reduce", Axis(2, 1), 2**21)
-    # Three rounds, because another program can slow any one of them down.
+    # Three rounds, because another program can slow any one of them down; a price is a mean, with waits for a core.
     rounds = [max(both) for both in zip(first_s, second_s, strict=True)]
-    assert any(measured_s / 5 < priced_s < measured_s * 5 for measured_s in rounds), (priced_s, rounds)
+    assert any(measured_s / 5 < priced_s < measured_s * 10 for measured_s in rounds), (priced_s, rounds)
 
 
 def _agree() -> tuple[list[float], str]:
