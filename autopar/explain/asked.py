@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -100,6 +101,8 @@ def change(asked: Asked, text: str) -> Asked:
         return replace(asked, precision=value)
     if name == "optimizer":
         return replace(asked, optimizer=value)
+    if near := difflib.get_close_matches(name, ("memory", "batch", "seq", "nodes", "device", "optimizer"), 1, 0.75):
+        raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
     return replace(asked, constraints=(*asked.constraints, text))
 
 
