@@ -167,12 +167,12 @@ def _shared(plan: Plan) -> str:
 
 
 def _hidden(plan: Plan) -> list[str]:
-    """What runs beside compute."""
+    """What parameters save by travelling together, and what runs beside compute."""
     if plan.overlapped_s <= 0:
         return []
     share = plan.overlapped_s / (plan.step_time_s + plan.overlapped_s)
     return [
-        f"hidden               {_format_seconds(plan.overlapped_s)} of communication, {share:.0%} of what all takes"
+        f"joined or hidden     {_format_seconds(plan.overlapped_s)} of communication, {share:.0%} of what all takes"
     ]
 
 

@@ -111,7 +111,8 @@ def _layer_costs(plan: Plan) -> Iterable[LayerCost]:
 def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits.
 
-    What passes beside something else, and so is counted twice, is taken off in a row of its own.
+    Parameters are counted one by one.  What they save by travelling together, and what passes beside something else and
+    so is counted twice, is taken off in a row of its own.
     """
     costs = list(_layer_costs(plan))
     found = {name: sum(getattr(cost, field) for cost in costs) / plan.num_groups for name, field in _SECONDS.items()}
@@ -119,7 +120,7 @@ def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     if plan.stages and rest >= 0:
         found["waiting in the pipeline"] = rest
     elif plan.stages or plan.overlapped_s:
-        found["hidden behind computing"] = rest
+        found["joined or hidden"] = rest
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -135,7 +135,10 @@ def link_figure(found: Explanation) -> Figure:
                 "hovertemplate": f"{kind}: %{{x:.4g}} ms, %{{customdata}}<extra></extra>",
             }
         )  # fmt: skip
-    text = "Milliseconds of collectives by link; the table beside has the same."
+    text = (
+        "Milliseconds of collectives by link, one by one: as the step passes those of a layer's parameters travel "
+        "together and beside compute. The table beside has the same."
+    )
     return Figure("links", text, tuple(data), _bars("ms of a step"), 170 + 36 * len(links))
 
 
