@@ -33,7 +33,8 @@ def assert_run_equals_priced(program: Program, plan: Plan, ranks: Sequence[list[
     Whatever is no parameter runs exactly as it is priced, call by call.
     """
     for group, run in enumerate(of_groups(ranks, plan)):
-        priced = plan_collectives(program, plan, group=group)
+        # Random plans of one device may choose a kernel that would communicate.
+        priced = [each for each in plan_collectives(program, plan, group=group) if each.axis.size > 1]
         assert volume_run(run) == pytest.approx(volume_priced(priced, steps), rel=1e-12), f"on device group {group}"
         calls = Counter((each.kind, each.axis, each.num_bytes) for each in run)
         alone: Counter[tuple[str, Axis, float]] = Counter()

@@ -115,7 +115,8 @@ def test_what_does_not_influence_the_loss_gets_no_gradient(schedule: str, count:
     torch.manual_seed(0)
     who = trained_alone(EarlyLoss().double(), {"ids": torch.randint(0, 16, (8, 8))})
     assert "blocks.1.qkv.weight" not in who.alone.gradients
-    assert_parity(who, random_pipeline(who.traced.program, 4, 0, 2, schedule, count))
+    # Gradients that would be zero are priced but not sent.
+    assert_parity(who, random_pipeline(who.traced.program, 4, 0, 2, schedule, count), priced=False)
 
 
 @pytest.mark.slow
