@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--check", metavar="PLAN", help="check and price a saved (perhaps edited) plan against the best one")
     add("--rehearse", action="store_true", help="with --check: run it on simulated ranks and compare with one device")
-    add("--why-seconds", type=float, default=15.0, help="time for pricing other choices (0: none; default: 15)")
+    add("--why-seconds", type=float, default=18.0, help="time for pricing other choices (0: none; default: 18)")
     add("--save", metavar="PLAN", help="write the plan as JSON")
     add("--html", metavar="PAGE", help="write a report with charts, one file that needs no network")
     add("--trace", metavar="TRACE", help="write the simulated step for https://ui.perfetto.dev")

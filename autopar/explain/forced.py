@@ -18,7 +18,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class ForcedRow:
-    """A constraint, and the best plan that meets it; without one, the problem."""
+    """Constraints (with ", " between them), and the best plan that meets them; without one, the problem."""
 
     constraint: str
     step_s: float | None = None
@@ -37,7 +37,7 @@ def forced_choices(planner: Planner, asked: Asked, budget_s: float) -> tuple[For
             continue
         before = time.perf_counter()
         try:
-            plan = planner.answer(replace(asked, constraints=(*asked.constraints, constraint))).plan
+            plan = planner.answer(replace(asked, constraints=(*asked.constraints, *constraint.split(", ")))).plan
         except AutoparError as error:
             rows.append(ForcedRow(constraint, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}"))
             continue
@@ -58,17 +58,19 @@ def faster(rows: Iterable[ForcedRow], step_s: float) -> tuple[ForcedRow, ...]:
 
 
 def _alternatives(asked: Asked) -> list[str]:
-    """Constraints on what the user has left open, those first that differ most from what plans usually are."""
+    """Constraints on what the user has left open, those first that differ most from what plans usually are.
+
+    All but those on stages are without stages, unless the user says: a search without them takes a third of the time.
+    """
     cluster = asked.cluster
     said = {text.partition("=")[0].strip() for text in asked.constraints}
     node = min(cluster.devices_per_node, cluster.world_size)
     found = ["zero=3", "zero=0", "recompute=full", "recompute=none"]
     if node > 1:
         found.insert(1, f"tensor={node}")
-    if cluster.world_size > 1:
-        found.insert(2, "pipeline=2")
     if node % 4 == 0 and node > 4:
         found.append(f"tensor={node // 4}")
-    if cluster.world_size > 1:
-        found.append("pipeline=1")
-    return [text for text in found if text.partition("=")[0] not in said]
+    found = [text for text in found if text.partition("=")[0] not in said]
+    if cluster.world_size > 1 and "pipeline" not in said:
+        return [*(f"pipeline=1, {text}" for text in found), "pipeline=1", "pipeline=2"]
+    return found
