@@ -48,7 +48,8 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     task = Task(program, world_size, prices, request, constraints, layer_demands)
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
     # Beside the caller's batch, which is there whatever the plan.
-    limit = allowed / (request.memory_factor * (1 + request.memory_error)) - request.training.batch_bytes(program)
+    batch = request.training.batch_bytes(program)
+    limit = allowed / (request.memory_factor * (1 + request.memory_error)) - batch
     flats = FlatSearch(task, limit)
     if not demands.needs_pipeline:
         flats.begin()
@@ -64,7 +65,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     flats.go_on(found.best_s if found else math.inf)
     trials = flats.trials
     _tell(request, trials, found)
-    final = best_final(trials, found, limit, request)
+    final = best_final(trials, found, limit, batch, request)
     if final is None:
         smallest = found.smallest if found else None
         raise describe_infeasible(trials, allowed, request, task.notes, smallest)

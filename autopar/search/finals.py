@@ -64,27 +64,26 @@ def simulated(program: Program, plan: Plan, prices: Prices, request: SearchReque
 
 
 def best_final(
-    trials: Iterable[Trial], found: Found | None, limit_bytes: float, request: SearchRequest
+    trials: Iterable[Trial], found: Found | None, limit_bytes: float, batch_bytes: float, request: SearchRequest
 ) -> Final | None:
     """The fastest plan that fits, or None if none does.
 
     What a search counts as memory is all that a device holds at some moment of the step, which is more than it holds at
     any one moment; where the walk through the step finds more all the same, a plan doesn't fit.  `limit_bytes` leaves
-    out the batch, which the walk counts.
+    out the batch, of `batch_bytes`, which the walk counts.
 
     Raises:
         InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
     """
     best: Final | None = None
     too_large: list[float] = []
-    allowed_bytes = limit_bytes
+    allowed_bytes = (limit_bytes + batch_bytes) * request.memory_factor
     has_pipeline = False
     flats = list(_flat_draws(trials, limit_bytes))
     draws = [*flats, *_pipeline_draws(found, limit_bytes)]
     for draw in sorted(draws, key=lambda draw: draw.visible_s):
         if best is None or (draw.least_s <= best.plan.step_time_s and not (draw.staged and has_pipeline)):
             final = draw.simulate()
-            allowed_bytes = (limit_bytes + draw.batch_bytes) * request.memory_factor
             if final.plan.peak_memory_bytes > allowed_bytes:
                 too_large.append(final.plan.peak_memory_bytes)
                 continue
@@ -111,13 +110,6 @@ class _Draw:
     trial: Trial | None
     path: int
     staged: Staged | None
-
-    @property
-    def batch_bytes(self) -> float:
-        source = self.trial or self.staged
-        assert source is not None
-        task = source.setting.task
-        return task.request.training.batch_bytes(task.program)
 
     def simulate(self) -> Final:
         if self.trial is not None:

@@ -18,6 +18,7 @@ from autopar.program import Arg, Op, Ref, TensorType, itemsize_bytes
 from autopar.trace import compat
 from autopar.trace.cleanup import argument
 from autopar.trace.evaluation import run_op
+from autopar.trace.masks import ATTENTION
 
 __all__ = ["SavesMeter"]
 
@@ -45,9 +46,8 @@ def _batch_norm(op: Op, operands: _Types, results: _Types) -> Saved:
     return ((0, 1) if has_weight else (0,)), 2 * operands[0].shape[1] * itemsize_bytes("float32")
 
 
-_ATTENTION = "aten.scaled_dot_product_attention.default"
 _TABLE: Mapping[str, Callable[[Op, _Types, _Types], Saved]] = {
-    _ATTENTION: _attention,
+    ATTENTION: _attention,
     "autopar.dropout": _dropout,
     "autopar.cross_entropy": _cross_entropy,
     "autopar.cross_entropy_denominator": lambda op, operands, results: ((), 0),
@@ -68,21 +68,21 @@ class SavesMeter:
             return (), 0
         if op.target in _TABLE:
             return _TABLE[op.target](op, operands, results)
+        return self._measured(op, operands, needs_gradient)
+
+    def saved_by_products(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
+        """The same of attention that no fast kernel runs on CPUs; nothing of all else."""
+        if op.target != ATTENTION or not any(needs_gradient):
+            return (), 0
+        saves, extra = self._measured(op, operands, needs_gradient)
+        # A kernel keeps its result; products don't.
+        return ((), 0) if len(operands) in saves else (saves, extra)
+
+    def _measured(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
         key = (op.target, _literals(op), operands, needs_gradient)
         if key not in self._known:
             self._known[key] = self._measure(op, operands, needs_gradient)
         return self._known[key]
-
-    def saved_by_products(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
-        """The same of attention that no fast kernel runs on CPUs; nothing of all else."""
-        if op.target != _ATTENTION or not any(needs_gradient):
-            return (), 0
-        key = (op.target, _literals(op), operands, needs_gradient)
-        if key not in self._known:
-            self._known[key] = self._measure(op, operands, needs_gradient)
-        saves, extra = self._known[key]
-        # A kernel keeps its result; products don't.
-        return ((), 0) if len(operands) in saves else (saves, extra)
 
     def _measure(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
         # Each mention of a value gets a tensor of its own: indices count mentions.
