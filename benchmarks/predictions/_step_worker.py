@@ -152,7 +152,8 @@ class _Planner:
 
     def plan(self, constraints: tuple[str, ...]) -> Plan:
         """The plan that these lead to."""
-        request = SearchRequest(self.prices.memory_bytes, TrainingSpec(), constraints, schedules=schedule_actions)
+        training = TrainingSpec().on_device(self.prices.device)
+        request = SearchRequest(self.prices.memory_bytes, training, constraints, schedules=schedule_actions)
 
         def search(ask: Callable[[AskedLayer], list[LayerTime | None]]) -> Plan:
             self.timer.measure = asking_all(ask, self.timer)
