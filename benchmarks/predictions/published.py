@@ -3,17 +3,20 @@
 Predicts the throughput of published training runs from their configurations (`benchmarks/published`).  It prints the
 error of each source and each kind of GPU, and for each source also the error that is left when the calibrated
 constants are fitted without it.  With ``--json`` the last line is ``{"mean_absolute_error": ..., "rows": ...}`` over
-every row that could be priced.
+every row that could be priced (null without any).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from autopar.errors import MissingPriceError
 from benchmarks.published import Run, UnpricedRowError, predict_s, read_runs
 from benchmarks.published.holdout import Fitter
 
@@ -45,16 +48,25 @@ def mean_absolute(outcomes: list[Outcome]) -> float:
 
 
 def price_rows(path: str | Path) -> Priced:
-    """Predict every row of the table in `path`."""
+    """Predict every row of the table in `path`; a table that can't be read is one row without a price."""
     priced = Priced([], [])
-    for row in read_runs(path):
+    try:
+        rows = read_runs(path)
+    except (OSError, csv.Error) as reason:
+        return Priced([], [(str(path), f"not read: {reason}")])
+    for row in rows:
         if isinstance(row, tuple):
             priced.skipped.append(row)
             continue
         try:
-            priced.outcomes.append(Outcome(row, row.measured_s / predict_s(row) - 1))
-        except UnpricedRowError as reason:
+            error = row.measured_s / predict_s(row) - 1
+        except (UnpricedRowError, MissingPriceError, ArithmeticError, ValueError) as reason:
             priced.skipped.append((row.id, str(reason)))
+            continue
+        if math.isfinite(error):
+            priced.outcomes.append(Outcome(row, error))
+        else:
+            priced.skipped.append((row.id, "its sizes are beyond every price"))
     return priced
 
 
@@ -92,6 +104,10 @@ def print_table(priced: Priced) -> None:
         print()
     for reason, group in _reasons(priced.skipped):
         print(f"not priced, {len(group)} rows: {reason}: {', '.join(group)}")
+    for assumption, group in _reasons([(o.run.id, text) for o in priced.outcomes for text in o.run.assumed]):
+        print(
+            f"assumed of {len(group)} rows: {assumption}: {', '.join(group[:12])}{', ...' if len(group) > 12 else ''}"
+        )
     everything = [outcome for group in held.values() for outcome in group]
     print(
         f"all {len(priced.outcomes)} rows: mean absolute error {priced.mean_absolute_error:.1%}; "
@@ -117,5 +133,6 @@ def run(options: argparse.Namespace) -> int:
     priced = price_rows(options.csv)
     print_table(priced)
     if options.json:
-        print(json.dumps({"mean_absolute_error": priced.mean_absolute_error, "rows": len(priced.outcomes)}))
+        error = priced.mean_absolute_error if priced.outcomes else None
+        print(json.dumps({"mean_absolute_error": error, "rows": len(priced.outcomes)}))
     return 0

@@ -77,7 +77,7 @@ class Fitter:
 def _names(run: Run) -> tuple[str, ...]:
     stack, precision = stack_of(run), run.precision.lower()
     conditions = {
-        "hidden_tensor": run.tensor > 1 and (stack.hides_tensor or "AsyncTP on" in run.notes),
+        "hidden_tensor": run.tensor > 1 and (stack.hides_tensor or run.is_asynchronous),
         "omni_path": "Omni-Path" in run.interconnect and run.num_devices > run.devices_per_node,
         "row_scaled": "rowwise" in precision,
         "power_limited": "power limited" in run.gpu,

@@ -56,8 +56,7 @@ class Pricer:
         """Read the local extents from the row."""
         self.run, self.stack, self.prices, self.calibration = run, stack, prices, calibration
         self.precision = run.precision.lower()
-        self.dtype = "float16" if "fp16" in self.precision else "bfloat16"
-        self.is_eight_bit = re.search("fp8|float8|fp4", self.precision) is not None
+        self.dtype, self.is_eight_bit = run.dtype, run.is_in_eight_bits
         if self.is_eight_bit and "float8_e4m3fn" not in prices.cluster.device.flops_per_s:
             raise UnpricedRowError(f"{prices.device} has no products in 8 bits")
         self.tokens = run.micro_batch * run.length // run.context

@@ -18,6 +18,8 @@ _POLICIES = {
     "save_dot_except_mlp": ("bytes", "attention", "up"),
     "save_qkv_out_proj": ("bytes", "attention", "up"),
     "save_dot_with_context_except_mlp": ("bytes", "up"),
+    r"save_dot_with_no_batch_dims?": ("bytes", "attention"),
+    r"save_out_proj": ("qkv", "bytes", "attention", "up"),
     "minimal_flash": ("bytes",),
     "minimal": ("bytes", "attention"),
 }
@@ -40,7 +42,7 @@ def _shares(run: Run, stack: Stack) -> dict[str, float]:
     named = next((tags for name, tags in _POLICIES.items() if re.search(rf"\b{name}\b", policy)), ())
     if named:
         return {"": 0.0, **dict.fromkeys(named, 1.0)}
-    if share := _share_of_layers(policy) or _share_of_layers(run.notes.lower()):
+    if share := _share_of_layers(policy) or _share_of_layers(run.notes.lower()) or 0.5 * stack.selects_blocks:
         return {"": share, "down": share * last}
     if not stack.stops_early:  # Megatron's: core attention
         return {"": 0.0, "attention": 1.0}

@@ -32,6 +32,7 @@ class Stack:
         casts_weights: weights are quantised in each microbatch, not once a step.
         splits_sends: tensor-parallel ranks send a slice each to the next stage.
         gathers_apart: how many gathers each layer's parameters are cut into.
+        selects_blocks: selective recomputation takes some blocks whole, not some ops of each.
         broadcasts: each rank broadcasts the parameters that it has updated.
     """
 
@@ -51,13 +52,20 @@ class Stack:
     casts_weights: bool = False
     splits_sends: bool = False
     gathers_apart: int = 1
+    selects_blocks: bool = False
     broadcasts: bool = False
 
 
 _TORCH = Stack(
-    "torch", "torchtitan|torchao|torchtune|fms-fsdp|foundation-model-stack",
+    "torch", "torchtitan|torchao|torchtune",
     "torch's _fsdp_collectives.py: parameters are split out of gathers (4 bytes, twice), gradients joined in float32",
     gradient_bytes=4, copied_bytes=14.0, sums_bytes=12.0, stops_early=True, casts_weights=True,
+)  # fmt: skip
+_FMS = replace(
+    _TORCH, name="fms-fsdp", pattern="fms-fsdp|foundation-model-stack", gradient_bytes=2, copied_bytes=8.0,
+    selects_blocks=True,
+    source="its policies: gradients reduced in bf16 (mixed_precision.py), every k-th block recomputed (ac_handler.py); "
+    "torch's _flat_param.py: gradients flattened and divided",
 )  # fmt: skip
 _MEGATRON = Stack(
     "megatron", "Megatron",
@@ -71,6 +79,7 @@ _NEMO = Stack(
     attention="new", hides_tensor=True, sums_bytes=2.0,
 )  # fmt: skip
 _STACKS = (
+    _FMS,
     _TORCH,
     Stack(
         "composer", "MosaicML|llm-foundry|Composer",
@@ -78,9 +87,9 @@ _STACKS = (
         fuses=False, gradient_bytes=4, state_bytes=92.0, copied_bytes=18.0, sums_bytes=12.0,
         stops_early=True,
     ),
-    Stack("paxml", "Paxml", "calibrated: gathers aren't hidden (2 rows)", attention="new", overlaps_data=False,
-          stops_early=True),
-    Stack("xla", "MaxText|XLA", "XLA's latency-hiding scheduler; the rows' own notes", attention="new",
+    Stack("paxml", "Paxml", "calibrated: gathers aren't hidden (2 rows; seen so on 17 further ones)", attention="new",
+          overlaps_data=False, stops_early=True),
+    Stack("xla", "MaxText|XLA|JAX", "XLA's latency-hiding scheduler; the rows' own notes", attention="new",
           stops_early=True),
     _NEMO,
     replace(_NEMO, name="megatron-core", pattern="Megatron", since=2023,
@@ -102,14 +111,14 @@ def stack_of(run: Run) -> Stack:
     found = next((s for s in _STACKS if re.search(s.pattern, run.source) and run.year >= s.since), None)
     if found is None:
         found = replace(_TORCH, name="other", source="none: taken as torch's own", fuses=False)
-    if found.name in ("torch", "other"):
-        found = replace(found, fuses=run.compile.startswith("y"))
+    if found.name in ("torch", "fms-fsdp", "other"):
+        found = replace(found, fuses=run.is_compiled)
     if "triton" in run.attention:  # or flash attention, at a time when both were as fast as flash1
         found = replace(found, attention="flash1")
     if re.search("cudnn|flash ?attention ?-?3|fa3", run.attention):
         found = replace(found, attention="new")
-    if "PURE" in run.precision:  # parameters, gradients and states in 16 bits
+    if "pure" in run.precision.lower():  # parameters, gradients and states in 16 bits
         found = replace(found, gradient_bytes=2, state_bytes=found.state_bytes / 2, copied_bytes=8.0)
-    if "fp32 grad" in run.precision:
+    if "fp32 grad" in run.precision.lower():
         found = replace(found, sums_bytes=10.0)
     return found

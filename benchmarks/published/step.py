@@ -87,7 +87,7 @@ class _Step:
         num_bytes = 2.0 * self.pricer.tokens * self.run.hidden
         kinds = ("all_gather", "reduce_scatter") if self.run.is_sequence_parallel else ("all_reduce",)
         whole_s = 2 * sum(self._collective_s(kind, self.tensor, num_bytes) for kind in kinds)
-        is_cut = self.stack.hides_tensor or "AsyncTP on" in self.run.notes
+        is_cut = self.stack.hides_tensor or self.run.is_asynchronous
         return whole_s * (1 - self.calibration.hidden_tensor * is_cut)
 
     def _context_s(self) -> float:
@@ -124,7 +124,7 @@ class _Step:
         )
 
     def _gathers(self, num_parameters: float) -> _Gathers:
-        is_small = self.pricer.is_eight_bit and "fp8 all-gather" in self.run.precision
+        is_small = self.pricer.is_eight_bit and "fp8 all-gather" in self.pricer.precision
         apart = self.stack.gathers_apart
         gathered, reduced = ((1.0 if is_small else 2.0) * num_parameters, self.stack.gradient_bytes * num_parameters)
         gather_s = apart * self._collective_s("all_gather", self.shard, gathered / apart)
