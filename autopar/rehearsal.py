@@ -34,6 +34,7 @@ __all__ = [
     "run_parallel",
     "run_ranks",
     "run_single",
+    "steady_adamw",
     "train",
 ]
 
@@ -44,8 +45,13 @@ T = TypeVar("T")
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+def steady_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, but a gradient that is all but zero makes next to no step.
+
+    AdamW divides by the size of the gradient and its `eps`: with the usual 1e-8 the rounding noise of a gradient that
+    cancels (of a key's bias) would come out 1e8 times as large, and look like a mistake.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,9 @@ class Run:
     buffers: Mapping[str, Tensor]
 
 
-def run_single(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw) -> Run:
+def run_single(
+    model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw
+) -> Run:
     """Train a copy of `model` on one device."""
     return train(copy.deepcopy(model), inputs, steps, make_optimizer)
 
@@ -69,7 +77,7 @@ def run_parallel(
     plan: Plan,
     inputs: ExampleInputs,
     steps: int,
-    make_optimizer: MakeOptimizer = _adamw,
+    make_optimizer: MakeOptimizer = steady_adamw,
 ) -> Run:
     """Train `model` by `plan`.
 
@@ -109,7 +117,7 @@ def run_ranks(
     return simulate(plan.world_size, rank)
 
 
-def train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = _adamw) -> Run:
+def train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw) -> Run:
     """Train `model` itself, whole or one rank's part of it, on the same batch in every step."""
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses: list[float] = []

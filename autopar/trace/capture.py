@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.trace import compat
+from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.signature import CallForm
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 
@@ -38,7 +39,7 @@ class Captured:
         tensors: that first name -> the user's own tensor.
     """
 
-    exported: torch.export.ExportedProgram
+    exported: Functional
     outputs: Structure
     classes: Mapping[str, str]
     names: Mapping[str, str]
@@ -133,7 +134,7 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
         return compat.clone_tree(model, swap)
 
 
-def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torch.export.ExportedProgram:
+def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:
     def report(function: type, args: tuple[Any, ...]) -> None:
         if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             where = user_frame(traceback.extract_stack())
@@ -143,10 +144,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torc
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            with compat.intercept_autograd_functions(report):
+            with compat.intercept_autograd_functions(report), compat.unread_masks():
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             compat.inline_grad_regions(exported.graph_module)
-            exported = compat.run_decompositions(exported)
+            found = decompose(exported)
     except AutoparError:
         raise
     except Exception as error:
@@ -160,7 +161,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> torc
             "factor rule "
             "with autopar.register_rule)"
         )
-    return exported
+    return found
 
 
 def _explain(error: BaseException, form: CallForm) -> AutoparError:

@@ -39,6 +39,11 @@ def is_random(op: Op) -> bool:
     )
 
 
+def draws_numbers(op: Op) -> bool:
+    """Whether `op` takes numbers from a generator; what is in an empty tensor is nobody's draw."""
+    return is_random(op) and "empty" not in op.target
+
+
 def argument(op: Op, position: int, name: str, default: Arg) -> Arg:
     """An argument of `op` that may be given by position, by name or not at all."""
     return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)

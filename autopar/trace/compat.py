@@ -40,6 +40,8 @@ __all__ = [
     "run_decompositions",
     "storage_key",
     "unflatten_one_level",
+    "unread_masks",
+    "writes",
 ]
 
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
@@ -95,6 +97,11 @@ def is_higher_order(target: Any) -> bool:
 def is_plain_op(target: Any) -> bool:
     """Whether an fx target is an op with a schema (aten's or a custom one)."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def writes(target: Any) -> bool:
+    """Whether a plain op says that it writes to what it is given."""
+    return target._schema.is_mutable
 
 
 def overload(target: str) -> Callable[..., Any] | None:
@@ -186,8 +193,37 @@ def intercept_autograd_functions(report: Callable[[type, tuple[Any, ...]], None]
 
 
 def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Functional ATen with composite ops (linear, attention, norms, losses) kept whole."""
-    return program.run_decompositions({})
+    """Functional ATen with composite ops (linear, attention, norms, losses) kept whole.
+
+    The kernel of weight norm reads beyond its operands if their shapes don't belong together, so nobody may run
+    it to find out how it splits; its pieces have rules.
+    """
+    return program.run_decompositions({torch.ops.aten._weight_norm.default: _weight_norm})
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`v` with norms `g` over all dims but `dim`, or over all dims if that is -1."""
+    return v * (g / torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=True))
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def unread_masks() -> Iterator[None]:
+    """Inside, torch's transformer layers don't compare the values of a mask with a causal one.
+
+    They do so only to choose a kernel; the mask takes effect either way, and `trace` itself knows causal ones.
+    """
+    layers: Any = torch.nn.modules.transformer
+    original = layers._detect_is_causal_mask
+
+    def is_said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        del mask, size
+        return is_causal is True
+
+    layers._detect_is_causal_mask = is_said_to_be_causal
+    try:
+        yield
+    finally:
+        layers._detect_is_causal_mask = original
 
 
 def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -16,11 +16,11 @@ from autopar.errors import TraceError
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace import compat
 from autopar.trace.capture import WRAPPED, Captured, frame_of_text
+from autopar.trace.decomposition import CHECKS, Functional
 from autopar.trace.graph import Graph, Names, rename
 
 __all__ = ["convert", "tensor_type"]
 
-_SKIPPED = ("aten._assert_", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
 # Where a tensor lies is the runtime's business, and the layout of memory is the kernels'.
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 
@@ -68,7 +68,7 @@ class _Builder:
         raise TraceError(f"an op has the argument {arg!r} of type {type(arg).__name__}, which a plan can't carry")
 
     def visit(self, node: fx.Node) -> None:
-        if node.op != "call_function" or str(node.target).startswith(_SKIPPED):
+        if node.op != "call_function" or str(node.target).startswith(CHECKS):
             return
         if node.target is getitem:
             source, index = node.args
@@ -137,7 +137,6 @@ def _module(node: fx.Node) -> str:
 def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
     """The graph of `captured`; model inputs are renamed to `input_names`."""
     exported = captured.exported
-    signature = exported.graph_signature
     builder = _Builder()
     nodes = list(exported.graph.nodes)
     placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
@@ -145,7 +144,7 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
     inputs: list[str] = []
     parameters: dict[str, str] = {}
     by_member: dict[str, str] = {}
-    for spec in signature.input_specs:
+    for spec in exported.inputs:
         name = spec.arg.name
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(name)
@@ -168,7 +167,7 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
     for node in nodes:
         builder.visit(node)
     outputs, updates = _ends(
-        signature.output_specs, builder.env, captured, by_member, dict(zip(inputs, input_names, strict=True))
+        exported.outputs, builder.env, captured, by_member, dict(zip(inputs, input_names, strict=True))
     )
     trainable = {
         name
@@ -189,7 +188,7 @@ def _member(target: str | None) -> str:
     return str(target).removeprefix(WRAPPED + ".")
 
 
-def _constant(exported: torch.export.ExportedProgram, target: str | None) -> Tensor:
+def _constant(exported: Functional, target: str | None) -> Tensor:
     value = exported.constants[str(target)]
     assert isinstance(value, Tensor)
     return value.detach().cpu()

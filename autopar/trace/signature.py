@@ -116,18 +116,11 @@ def _identifier(path: tuple[str, ...]) -> str:
 
 
 def make_flatten(model: nn.Module, form: CallForm) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
-    """The function that checks a call against `form` and gives its tensors in the program's order."""
-    owner = _Forward(type(model).__name__, form)
+    """The function that checks a call against `form` and gives its tensors in the program's order; it can be pickled.
 
-    def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The call's tensors.
-
-        Raises:
-            InputShapeError: structure, shape, dtype or a constant differs from the example inputs'.
-        """
-        return owner.flatten(args, kwargs)
-
-    return flatten_inputs
+    It raises InputShapeError if structure, shape, dtype or a constant differs from the example inputs'.
+    """
+    return _Forward(type(model).__name__, form).flatten
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,17 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("make", REAL, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=pytest.mark.slow) if make in (t5, gemma) else make for make in REAL],
+    ids=lambda make: make.__name__,
+)
 def test_real_models(make):
     model, inputs = make()
     assert kinds_of(check_equals_model(model, inputs, training=False).program) == REAL[make]
 
 
+@pytest.mark.slow
 def test_kinds_do_not_grow_with_depth():
     deep = trace(*_positional(models.make_llama(batch=2, layers=5))).program
     assert kinds_of(deep) == [0, 1, 1, 1, 1, 1, 2]

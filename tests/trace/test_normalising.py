@@ -413,3 +413,33 @@ def test_autocast_inside_the_model():
 
     program = trace(Autocast(), (X,), {}).program
     assert "bfloat16" in {program.type_of(op.results[0]).dtype for layer in program.layers for op in layer.ops}
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, None])
+def test_weight_norm_is_written_out(dim):
+    """Its kernel reads beyond slices that don't belong together: nobody may try them."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6), dim=dim)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    program = check_equals_model(Normed(), {"x": X}, training=True).program
+    assert {op.rule_source for layer in program.layers for op in layer.ops} == {"rule"}
+
+
+def test_masks_that_the_model_makes_are_not_compared_with_a_causal_one():
+    class Translator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x, y, padding):
+            causal = nn.Transformer.generate_square_subsequent_mask(y.shape[1], dtype=y.dtype)
+            return self.inner(x, y, tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+
+    inputs = {"x": torch.randn(2, 5, 8), "y": torch.randn(2, 4, 8), "padding": torch.arange(10).view(2, 5) > 8}
+    check_equals_model(Translator(), inputs, training=True)
