@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autopar.api import ExampleInputs, trace_model
@@ -24,7 +23,15 @@ from autopar.fit import check_fit
 from autopar.lower.compat import map_leaves
 from autopar.lower.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
-from autopar.rehearsal import MakeOptimizer, Run, keep_double, keep_double_program, run_parallel, run_single
+from autopar.rehearsal import (
+    MakeOptimizer,
+    Run,
+    keep_double,
+    keep_double_program,
+    run_parallel,
+    run_single,
+    steady_adamw,
+)
 from autopar.shrinking import shrink_inputs, shrink_plan
 from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside
 
@@ -83,7 +90,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     example_target: Any = None,
     steps: int = 3,
     shrink: bool = True,
-    make_optimizer: MakeOptimizer = torch.optim.AdamW,
+    make_optimizer: MakeOptimizer = steady_adamw,
     planned: nn.Module | None = None,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,
@@ -104,7 +111,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         example_target: as in `autopar.parallelize`.
         steps: optimizer steps.
         shrink: False rehearses with all devices and the whole batch.
-        make_optimizer: parameters -> optimizer.
+        make_optimizer: parameters -> optimizer; by default AdamW that doesn't blow up the rounding noise of gradients.
         planned: the model as it was when `plan` was made, if it was on the meta device then: what its buffers hold was
             not known, so they are no constants of its program.
         loss_tolerance: relative.
@@ -113,7 +120,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
     Raises:
         VerificationError: something differs by more; the message names the first op whose result (or
-            gradient) differs.
+            gradient) differs.  Or there is nothing to compare: the model draws, or doesn't run in float64.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
         MaterializationError: the model is on the meta device.
 
@@ -139,8 +146,15 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "the whole batch, as a constraint allows. Verify a plan without that constraint"
         )
     plan = replace(plan, fingerprint=traced.program.fingerprint)
-    with keep_double():
-        expected = run_single(double, _as_double(inputs), steps, make_optimizer)
+    try:
+        with keep_double():
+            expected = run_single(double, _as_double(inputs), steps, make_optimizer)
+    except RuntimeError as error:
+        raise VerificationError(
+            f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
+            "kernels takes no float64 (grouped products of experts don't), verify it with another implementation of "
+            "that layer"
+        ) from error
     try:
         found = run_parallel(double, traced, plan, inputs, steps, make_optimizer)
     except VerificationError as error:  # ranks don't even agree with each other

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar import placement
@@ -124,6 +124,26 @@ def test_a_model_that_draws_is_refused() -> None:
     program = trace(model, (), inputs).program
     plan = search(program, 2, quick_prices(2), SearchRequest())
     with pytest.raises(VerificationError, match="draws random numbers"):
+        autopar.verify(model, plan, inputs)
+
+
+class OnlyFloat32(nn.Module):
+    """A layer whose kernel takes no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("Expected a type of float32")
+        return self.linear(x).sum()
+
+
+def test_a_model_that_takes_no_float64_is_refused() -> None:
+    model, inputs = OnlyFloat32(), {"x": torch.randn(4, 4)}
+    plan = search(trace(model, (), inputs).program, 2, quick_prices(2), SearchRequest())
+    with pytest.raises(VerificationError, match="in float64, in which plans are compared: Expected a type"):
         autopar.verify(model, plan, inputs)
 
 
