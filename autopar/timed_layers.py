@@ -27,6 +27,8 @@ _LONG_S = 20.0
 _RUNS = 6  # of a layer that is timed: the first, and those that count, compared with what is left to spend
 _MOST_OF_A_KIND = 4  # in one round
 _EACH_S = 0.1
+_NOISY, _NOISY_S = 0.15, 1e-3  # spread, of layers that take so long
+_TRIES = 2
 
 Measure = Callable[[Layer, LayerStrategy, int], LayerTime | None]
 """Seconds of the first layer of a kind under a strategy, of one of so many microbatches; None: it can't be timed."""
@@ -110,7 +112,7 @@ def search_with_timed_layers(
         plan = search(program, world_size, current, replace(request, on_final=finals.append))
         wanted = {use.key: use for found in (plan, *finals) for use in _uses(program, found, timer.compiled)}
         left_s = _time_missing(wanted, timer, timed, prices, left_s)
-        is_new = any(use.key in timed and use.key not in current.timed for use in wanted.values())
+        is_new = any(timed.get(use.key) != current.timed.get(use.key) for use in wanted.values())
         if not is_new or time.perf_counter() - started > _LONG_S:
             break
         current = prices.corrected(program, timed)
@@ -157,24 +159,51 @@ def _uses(program: Program, plan: Plan, compiled: bool) -> Iterator[_Use]:
 def _time_missing(
     wanted: Mapping[str, _Use], timer: LayerTimer, timed: dict[str, TimedLayer], prices: ClusterPrices, left_s: float
 ) -> float:
-    """Time what is wanted and not known, while there is time; returns the seconds that are left."""
+    """Time what is wanted and not known, while there is time; returns the seconds that are left.
+
+    What was noisy when it was timed is timed again, at once and when it is met again, and the less counts: something
+    else was going on, which may be over.
+    """
     counts: dict[int, int] = {}
     for key, use in wanted.items():
-        if key in timed:
+        known = timer.known.get(key)
+        if key in timed and known is not None and not _is_noisy(known):
             continue
-        if key not in timer.known:
+        if known is None or _is_noisy(known):
             counts[use.layer.kind] = counts.get(use.layer.kind, 0) + 1
             is_cheap = _RUNS * use.summed_s(prices) <= left_s
-            if not is_cheap or counts[use.layer.kind] > _MOST_OF_A_KIND:
-                continue
-            started = time.perf_counter()
-            measure = timer.measure or timer.time
-            found = measure(use.layer, use.strategy, use.num_microbatches)
-            left_s -= time.perf_counter() - started
-            if found is None:
-                continue
-            timer.known[key] = found
-        found = timer.known[key]
-        backward_s = found.backward_s * prices.crowding
-        timed[key] = TimedLayer(use.layer.kind, use.ops, found.forward_s * prices.crowding, backward_s)
+            if is_cheap and counts[use.layer.kind] <= _MOST_OF_A_KIND:
+                started = time.perf_counter()
+                known = _less(known, _time_until_calm(use, timer, _TRIES - (known is not None)))
+                left_s -= time.perf_counter() - started
+                if known is not None:
+                    timer.known[key] = known
+        if known is None:
+            continue
+        backward_s = known.backward_s * prices.crowding
+        timed[key] = TimedLayer(use.layer.kind, use.ops, known.forward_s * prices.crowding, backward_s)
     return left_s
+
+
+def _time_until_calm(use: _Use, timer: LayerTimer, tries: int) -> LayerTime | None:
+    """The least of at most so many tries, until one isn't noisy."""
+    least: LayerTime | None = None
+    for _ in range(tries):
+        found = (timer.measure or timer.time)(use.layer, use.strategy, use.num_microbatches)
+        least = _less(least, found)
+        if found is None or not _is_noisy(found):
+            break
+    return least
+
+
+def _less(one: LayerTime | None, other: LayerTime | None) -> LayerTime | None:
+    known = [each for each in (one, other) if each is not None]
+    return min(known, key=_seconds, default=None)
+
+
+def _is_noisy(found: LayerTime) -> bool:
+    return found.spread > _NOISY and _seconds(found) > _NOISY_S
+
+
+def _seconds(found: LayerTime) -> float:
+    return found.forward_s + found.backward_s

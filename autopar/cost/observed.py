@@ -10,8 +10,8 @@ from autopar.cost.profile import ObservedStep, Profile
 __all__ = ["MEMORY_ERROR", "Corrections", "corrections", "step_key"]
 
 MEMORY_ERROR = 0.05
-"""Most predicted peaks were off by less where every allocation was watched (`benchmarks/accuracy.py memory`; the table
-in docs/cost-model.md has those that were not).  On GPUs it is an estimate until a step has been seen."""
+"""31 of 34 predicted peaks of models that the walk was not made by were off by less (`benchmarks/accuracy.py memory
+--held-out`; docs/cost-model.md has those that were not).  On GPUs it is an estimate until a step has been seen."""
 
 _LEAST = 0.01  # what a step that came out as predicted leaves
 

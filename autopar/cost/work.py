@@ -341,7 +341,7 @@ def _count_attention(op: Op, operands: Types, results: Types) -> Work:
         head_dim=query.shape[-1],
         is_causal=is_causal,
         extents=(query.shape[sequence], length),
-        is_plain=bool(op.plain_saves),
+        is_plain=bool(op.plain_saves or op.plain_saved_extra_bytes),
         is_new_kernel="cudnn" in op.target or "flash_attn_3" in op.target,
     )
 

@@ -93,6 +93,27 @@ class _Slow:
         return LayerTime(factor * sum(t.forward_s for t in times), factor * sum(t.backward_s for t in times))
 
 
+class _Disturbed(_Slow):
+    """Takes ten times as long, and scatters, when it is asked for something for the first time."""
+
+    def __call__(self, layer, strategy, num_microbatches) -> LayerTime:
+        honest = super().__call__(layer, strategy, num_microbatches)
+        seconds = LayerTime(honest.forward_s + 1e-3, honest.backward_s)
+        if self.asked.count(self.asked[-1]) > 1:
+            return seconds
+        return LayerTime(10 * seconds.forward_s, 10 * seconds.backward_s, 0.6)
+
+
+@pytest.mark.slow
+def test_layers_that_scattered_are_timed_again_and_the_less_counts():
+    program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
+    disturbed = _Disturbed(prices, program)
+    timer = LayerTimer(program, torch.device("cpu"), measure=disturbed)
+    search_with_timed_layers(program, 4, prices, SearchRequest(), timer)
+    assert timer.known
+    assert all(found.spread == 0.0 for found in timer.known.values()), "what scattered has stayed"
+
+
 @pytest.mark.slow
 def test_a_strategy_that_turns_out_slow_loses():
     program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)

@@ -37,6 +37,7 @@ def _ask() -> tuple[list[object], str, list[int]]:
     return found, "", answered
 
 
+@pytest.mark.slow
 def test_all_ranks_answer_what_the_first_one_asks():
     first, second = run_ranks(_ask, 2)
     assert first == second

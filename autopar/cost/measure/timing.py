@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
+    "LEAST_S",
     "Contention",
     "Sample",
     "contention_now",
@@ -27,6 +28,8 @@ _MAX_REPEATS = 50
 _MIN_REPEATS = 2
 _WARM_UP_S = 0.5
 _MOMENT_S = 0.05
+LEAST_S = 1e-6
+"""Nothing takes less: a clock and a scheduler leave no more of a difference of two times."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,11 @@ def median_of(times: list[float]) -> Sample:
 
 
 def mean_of(times: list[float]) -> Sample:
-    """Mean of `times` without the slowest tenth, and their spread."""
-    mean = max(statistics.fmean(sorted(times)[: math.ceil(0.9 * len(times))]), 1e-9)
+    """Mean of `times` without the slowest tenth, and how far it may be off: their spread over the root of their
+    number."""
+    mean = max(statistics.fmean(sorted(times)[: math.ceil(0.9 * len(times))]), LEAST_S)
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (mean, mean, mean)
-    return Sample(mean, (high - low) / mean)
+    return Sample(mean, (high - low) / mean / math.sqrt(len(times)))
 
 
 def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> Sample:
