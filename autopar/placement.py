@@ -28,6 +28,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from autopar.errors import PlanFormatError
 
@@ -50,11 +51,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, order=True)
-class Placement:
+class Placement(NamedTuple):
     """How a tensor lies on one mesh axis; see the module's table.
 
-    `kind` is one of ``"R"``, ``"S"``, ``"P"``, ``"B"``; `dim` is the sharded tensor dim, -1 unless ``"S"``.
+    `kind` is one of ``"R"``, ``"S"``, ``"P"``, ``"B"``; `dim` is the sharded tensor dim, -1 unless ``"S"``.  A search
+    hashes millions of layouts, and named tuples are hashed without running Python.
     """
 
     kind: str
@@ -103,8 +104,7 @@ def _parse_placement(text: str) -> Placement:
     return Placement(match[1]) if match[1] else shard(int(match[2]))
 
 
-@dataclass(frozen=True, order=True)
-class Axis:
+class Axis(NamedTuple):
     """One mesh axis as the ranks it joins: `size` ranks, `stride` apart.
 
     Rank r has coordinate ``(r // stride) % size``; its group is r with that coordinate running.

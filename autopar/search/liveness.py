@@ -11,7 +11,7 @@ What the layer holds (parameters, buffers, constants) is left out, but not what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -141,17 +141,18 @@ class _Life:
     def _arrive(self, flow: Flow) -> None:
         """An input, or what is held, which is not counted."""
         name, placed = flow.value.name, self.placed
-        order = in_order(flow.value.type.shape)
         if flow.source == "held":
             held: _Key = (name, "held", -1, -1)
             num_bytes = placed.local_bytes(flow.value.type, placed.copies[name]) if flow.readers else 0.0
-            self.copied[name] = _Place(held, _Point(held, num_bytes, True), order)
+            shape = placed.local_shape(flow.value.type, placed.copies[name]) if flow.readers else ()
+            self.copied[name] = _Place(held, _Point(held, num_bytes, True), in_order(shape))
             return
         key: _Key = (name, "source", -1, -1)
         num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.source(flow))
         if name not in placed.program.inputs or any(p.is_shard for p in placed.source(flow)):  # else it is the caller's
             self.sizes[key] = num_bytes
-        self.produced[name] = _Place(key, _Point(key, num_bytes, False), order)
+        shape = placed.local_shape(placed.view.value_type(flow), placed.source(flow))
+        self.produced[name] = _Place(key, _Point(key, num_bytes, False), in_order(shape))
 
     def _add_op(self, index: int, op: Op) -> None:
         placed = self.placed
@@ -167,12 +168,12 @@ class _Life:
         reads = [place.key for place in places]
         makes: dict[_Key, float] = {}
         targets: list[_Point] = []
-        shape = placed.program.type_of(op.operands[0]).shape if places else ()
+        shape = state.operand_types[0].shape if places else ()
         for name, tensor in zip(op.results, state.result_types, strict=True):
             made: _Key = (name, "source", -1, -1)
             point = _Point(made, tensor.num_bytes, False)
-            whole = placed.program.type_of(name).shape
-            is_view, order = result_order(op, shape, places[0].order, whole) if places else (False, in_order(whole))
+            part = tensor.shape
+            is_view, order = result_order(op, shape, places[0].order, part) if places else (False, in_order(part))
             if is_view:
                 made = reads[0]
             else:
@@ -182,14 +183,15 @@ class _Life:
                 targets.append(point)
         # torch's loss keeps the logarithm of the softmax, which is as large as the logits, in place of these.
         logits = float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
-        is_plain = bool(op.plain_saves) and not self.fuses_attention
+        is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
         saves, extra = (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
         kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in saves if i or not logits]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
+        trains = [placed.flows[name].value.requires_grad for name in op.operands]
         self.nodes.append(
             _Node(
                 reads, makes, targets, sources, kept, extra * share + logits,
-                backward_extra=_backward_extra(op, state),
+                forward_extra=_wide_logits_bytes(op, state), backward_extra=_backward_extra(op, state, trains),
                 hands_on=_hands_gradient_on(op), is_joint=_base_name(op) in _JOINT, is_cheap=is_cheap(op),
             )
         )  # fmt: skip
@@ -207,10 +209,12 @@ class _Life:
         placed = self.placed
         made: _Key = (flow.value.name, stage, *reader)
         if stage == "operand":
-            num_bytes = float(placed.states[reader[0]].operand_types[reader[1]].num_bytes)
+            operand = placed.states[reader[0]].operand_types[reader[1]]
+            num_bytes, shape = float(operand.num_bytes), operand.shape
         else:
             layout = placed.copies[flow.value.name] if stage == "copy" else placed.departures[flow.output]
             num_bytes = placed.local_bytes(placed.view.value_type(flow), layout)
+            shape = placed.local_shape(placed.view.value_type(flow), layout)
         before, point, order = where
         stays = all(step.forward == "none" for step in steps)
         key = before if stays else made
@@ -227,7 +231,7 @@ class _Life:
                 is_cheap=all(step.forward in LOCAL for step in steps),
             )
         )  # fmt: skip
-        return _Place(key, target, order if stays else in_order(flow.value.type.shape))
+        return _Place(key, target, order if stays else in_order(shape))
 
     # --- what is kept
 
@@ -487,10 +491,29 @@ def _hands_gradient_on(op: Op) -> bool:
 _COMPOSITE_BACKWARD = frozenset({"pow", "div", "rsqrt", "sqrt", "var", "std", "logsumexp"})
 
 
-def _backward_extra(op: Op, state: OpState) -> float:
+def _backward_extra(op: Op, state: OpState, trains: Sequence[bool]) -> float:
+    """Bytes besides; `trains`: which operands take gradients."""
     if _is_loss(op, state):
         return float(state.operand_types[0].num_bytes)
-    return float(state.result_types[0].num_bytes) if _base_name(op) in _COMPOSITE_BACKWARD else 0.0
+    wide = _wide_logits_bytes(op, state)
+    if wide:  # the gradient is computed in the wider dtype
+        return wide if wide > state.operand_types[0].num_bytes else 0.0
+    result = state.result_types[0]
+    # The gradient of an operand that is spread out is computed in the result's size, and then summed.
+    is_spread = _base_name(op) == "mul" and any(
+        operand.num_elements < result.num_elements
+        for operand, takes in zip(state.operand_types, trains, strict=True)
+        if takes
+    )
+    return float(result.num_bytes) if is_spread or _base_name(op) in _COMPOSITE_BACKWARD else 0.0
+
+
+def _wide_logits_bytes(op: Op, state: OpState) -> float:
+    """Of a copy of the logits that a loss over classes on several devices works on: at least four bytes an element."""
+    if op.target != "autopar.cross_entropy" or _is_loss(op, state):
+        return 0.0
+    logits = state.operand_types[0]
+    return float(max(logits.num_bytes, 4 * logits.num_elements))
 
 
 def _is_loss(op: Op, state: OpState) -> bool:

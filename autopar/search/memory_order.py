@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.program import Op
 
@@ -11,13 +13,9 @@ __all__ = ["Order", "in_order", "result_order"]
 
 @dataclass(frozen=True)
 class Order:
-    """A tensor's dims from the one with the largest stride to that with the smallest.
+    """Of each dim of a tensor, how many elements further on in memory its next one lies; 0: the same one again."""
 
-    One that is not dense is a slice of a larger tensor, or has elements that stand for several.
-    """
-
-    dims: tuple[int, ...]
-    is_dense: bool = True
+    strides: tuple[int, ...]
 
 
 # Views that name the same elements in the same order; the others are views where their operand allows it.
@@ -26,13 +24,14 @@ _SAME = frozenset({"alias", "detach", "lift_fresh_copy"})
 _EXCHANGE = frozenset({"transpose", "permute", "t"})
 # Ops that write their result as their first operand lies, if that is as large.
 _FOLLOW = frozenset(
-    ["add", "sub", "mul", "div", "neg", "pow", "silu", "gelu", "relu", "tanh", "sigmoid", "dropout", "to", "_to_copy"]
-)
+    ["add", "sub", "mul", "div", "neg", "pow", "silu", "gelu", "relu", "tanh", "sigmoid", "dropout", "to", "_to_copy",
+     "clone"]
+)  # fmt: skip
 
 
-def in_order(shape: tuple[int, ...]) -> Order:
+def in_order(shape: Sequence[int]) -> Order:
     """The order of a tensor that was made anew."""
-    return Order(tuple(range(len(shape))))
+    return Order(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
 
 def result_order(op: Op, shape: tuple[int, ...], order: Order, result: tuple[int, ...]) -> tuple[bool, Order]:
@@ -40,32 +39,48 @@ def result_order(op: Op, shape: tuple[int, ...], order: Order, result: tuple[int
 
     Args:
         op: what makes it.
-        shape: of the first operand.
+        shape: of the first operand, as one device has it.
         order: of the first operand.
-        result: the result's shape.
+        result: the result's shape, as one device has it.
     """
     name = op.target.split(".")[1] if "." in op.target else op.target
     if not op.is_view:
         # torch's fast attention kernels write their result as the query lies; so do elementwise ones.
         follows = shape == result and (name in _FOLLOW or "attention" in name)
-        return False, Order(order.dims) if follows else in_order(result)
+        return False, _packed(shape, order) if follows and not _asks_for_order(op) else in_order(result)
     if name in _SAME:
         return True, order
     if name in _EXCHANGE:
-        return True, replace(order, dims=_exchanged(name, op, order.dims))
-    if name not in _RENAME:
-        same_rank = len(shape) == len(result)
-        return True, Order(order.dims if same_rank else in_order(result).dims, is_dense=False)
-    if order == in_order(shape):
-        return True, in_order(result)
-    groups = _split_groups(shape, result)
-    if groups is None:
-        return False, in_order(result)
-    return True, replace(order, dims=tuple(new for dim in order.dims for new in groups[dim]))
+        return True, Order(tuple(order.strides[dim] for dim in _exchanged(name, op, len(shape))))
+    if name == "expand":
+        before = (*(1,) * (len(result) - len(shape)), *shape)
+        strides = (*(0,) * (len(result) - len(shape)), *order.strides)
+        return True, Order(tuple(0 if old != new else s for old, new, s in zip(before, result, strides, strict=True)))
+    if name in _RENAME:
+        strides = _renamed(shape, order.strides, result)
+        return (False, in_order(result)) if strides is None else (True, Order(strides))
+    if len(shape) == len(result):  # a part of it
+        return True, order
+    return True, in_order(result)
 
 
-def _exchanged(name: str, op: Op, order: tuple[int, ...]) -> tuple[int, ...]:
-    rank = len(order)
+def _asks_for_order(op: Op) -> bool:
+    return any(key == "memory_format" and "preserve" not in str(value) for key, value in op.kwargs)
+
+
+def _packed(shape: tuple[int, ...], order: Order) -> Order:
+    """A tensor of its own whose dims lie in the same order."""
+    strides = [0] * len(shape)
+    step = 1
+    # Dims of one element, and such that stand for several, lie as their names say.
+    for dim in sorted(range(len(shape)), key=lambda dim: (order.strides[dim], -dim)):
+        strides[dim] = step
+        step *= shape[dim]
+    return Order(tuple(strides))
+
+
+def _exchanged(name: str, op: Op, rank: int) -> list[int]:
+    """For each dim of the result which one of the operand it is."""
     dims = list(range(rank))
     if name == "permute":
         given = op.args[1] if isinstance(op.args[1], tuple) else ()
@@ -74,25 +89,30 @@ def _exchanged(name: str, op: Op, order: tuple[int, ...]) -> tuple[int, ...]:
         named = [int(dim) % rank for dim in op.args[1:3] if isinstance(dim, int)] if name == "transpose" else []
         first, second = named or (0, 1)
         dims[first], dims[second] = dims[second], dims[first]
-    return tuple(dims.index(dim) for dim in order)
+    return dims
 
 
-def _split_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[int]] | None:
-    """For each dim of `before` the consecutive dims of `after` that it becomes; None if dims are joined."""
-    groups: list[list[int]] = []
-    at = 0
-    for size in before:
-        group: list[int] = []
-        product = 1
-        while product < size and at < len(after):
-            product *= after[at]
-            group.append(at)
-            at += 1
-        if product != size:
+def _renamed(before: tuple[int, ...], strides: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of the same elements under another shape; None if that takes a copy."""
+    if 0 in after:
+        return in_order(after).strides
+    # Neighbours through which one walks at an even pace are one run: how many elements, how far apart.
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(before, strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = runs[-1][0] * size, stride
+        else:
+            runs.append((size, stride))
+    found: list[int] = []
+    left, stride = runs.pop() if runs else (1, 1)
+    for size in reversed(after):
+        if size > 1 and left == 1 and runs:
+            left, stride = runs.pop()
+        if left % size:
             return None
-        groups.append(group)
-    if any(size != 1 for size in after[at:]):
-        return None
-    if groups:
-        groups[-1].extend(range(at, len(after)))
-    return groups
+        found.append(stride)
+        left //= size
+        stride *= size
+    return tuple(reversed(found)) if left == 1 and not runs else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autopar.placement import Axis, Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
@@ -39,7 +39,7 @@ class OpState:
     operand_types: tuple[TensorType, ...]
     result_types: tuple[TensorType, ...]
 
-    @property
+    @cached_property
     def factors(self) -> tuple[str, ...]:
         """The factor that each axis splits."""
         return tuple(option.factor for option in self.options)

@@ -70,7 +70,11 @@ class PlacedLayer:
 
     def local_bytes(self, tensor: TensorType, layout: Layout) -> float:
         """Bytes that one device holds of `tensor` (of one microbatch) in this layout."""
-        return math.prod(local_shape(tensor.shape, layout, self.mesh)) * itemsize_bytes(tensor.dtype)
+        return math.prod(self.local_shape(tensor, layout)) * itemsize_bytes(tensor.dtype)
+
+    def local_shape(self, tensor: TensorType, layout: Layout) -> tuple[int, ...]:
+        """The shape of what one device holds of `tensor` (of one microbatch) in this layout."""
+        return local_shape(tensor.shape, layout, self.mesh)
 
 
 def stored_steps(

@@ -166,13 +166,14 @@ def _op_table(scene: _Scene, index: int) -> OpTable:
     differentiable = is_differentiable(scene.program, op, scene.training)
     known: dict[tuple[int, int], tuple[float, float]] = {}
     columns = np.zeros((4, len(scene.states[index])))
+    has_kernels = any(option.collectives for option in op.options)
     for row, state in enumerate(scene.states[index]):
         types = id(state.operand_types), id(state.result_types)  # equal ones are one object
         if types not in known:
             time = scene.prices.op_s(op, state.operand_types, state.result_types, differentiable)
             known[types] = (time.forward_s, time.backward_s)
         columns[:2, row] = known[types]
-        for run in kernel_runs(state, scene.mesh):
+        for run in kernel_runs(state, scene.mesh) if has_kernels else ():
             backward = run.phase == "backward"
             if not backward or scene.training.is_training:
                 columns[3 if backward else 2, row] += scene.prices.collective_s(run.kind, run.axis, run.num_bytes)
