@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.autograd import profiler
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,11 +33,13 @@ from autopar.errors import MeshError
 from autopar.placement import REPLICATE, Layout, Placement, shard
 
 __all__ = [
+    "AllocationEvent",
     "DispatchMode",
     "ModuleTables",
     "after_backward",
     "before_backward",
     "call_function",
+    "can_part",
     "compile_graph",
     "dtensor_like",
     "edge_of",
@@ -71,6 +77,7 @@ __all__ = [
     "start_reduce_scatter",
     "start_send",
     "storage_key",
+    "stride_as_parts",
     "takes_device",
     "tensor_norms",
     "to_parted_placements",
@@ -216,6 +223,32 @@ def to_parted_placements(layout: Layout, mesh: tuple[int, ...], dim: int, parts:
             found[axis] = _StridedShard(dim, split_factor=pieces)
             pieces *= mesh[axis]
     return tuple(found)
+
+
+def can_part(layout: Layout, mesh: tuple[int, ...], dim: int) -> bool:
+    """Whether this torch reads `to_parted_placements`: before 2.13 it takes several axes on `dim` in another order."""
+    num_axes = sum(p.is_shard and p.dim == dim and size > 1 for p, size in zip(layout, mesh, strict=True))
+    return _READS_PARTS or num_axes <= 1
+
+
+def stride_as_parts(x: DTensor) -> DTensor:
+    """`x`, which is laid out by `to_parted_placements`, without gradient, read so by every torch.
+
+    Before 2.13 torch takes such placements for the order of axes that cut a tensor once, and fails on others.
+    """
+    if _READS_PARTS:
+        return x
+    spec = dataclasses.replace(
+        x._spec,  # pyright: ignore[reportPrivateUsage]
+        shard_order=None,  # pyright: ignore[reportArgumentType]  (it follows from the placements)
+        use_strided_shard_as_shard_order=False,
+    )
+    return DTensor(local_tensor(x).detach(), spec, requires_grad=False)
+
+
+_READS_PARTS = hasattr(
+    importlib.import_module("torch.distributed.tensor._dtensor_spec"), "_StridedShardNotDecodableError"
+)
 
 
 def make_dtensor(
@@ -478,3 +511,78 @@ def whole_initializers(note: Callable[..., Tensor]) -> Generator[None]:
         yield
     finally:
         module._no_grad_trunc_normal_ = original
+
+
+class AllocationEvent(NamedTuple):
+    """Memory that torch's CPU allocator gave out, or took back (then `num_bytes` is negative)."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+
+
+def record_allocations() -> Callable[[], list[AllocationEvent] | None] | None:
+    """Have torch's profiler write down, from now on, what this thread's ops and their backward allocate on the CPU.
+
+    Returns:
+        A function that ends it, in the same thread, and gives the events in order of time; None of them if another
+        profiler took this one's place.  None at once where one is at work already.
+    """
+    untyped: Any = profiler
+    if untyped._is_profiler_enabled or torch.autograd._profiler_enabled():  # pyright: ignore
+        return None
+    ours = untyped.profile(profile_memory=True)
+    with _quiet_start():
+        older = torch.empty(1)
+        ours.__enter__()
+        del older  # the allocator warns of memory from before that is given back, the first time only
+    # Who starts a profiler now takes this one's place, and says so here.
+    untyped._is_profiler_enabled = False
+
+    def end() -> list[AllocationEvent] | None:
+        if untyped._is_profiler_enabled or not torch.autograd._profiler_enabled():  # pyright: ignore
+            return None
+        with _quiet_start():
+            ours.__exit__(None, None, None)
+        events: list[AllocationEvent] = []
+        waiting: list[Any] = list(ours.kineto_results.experimental_event_tree())
+        while waiting:
+            event = waiting.pop()
+            waiting += event.children
+            fields = event.extra_fields
+            size = getattr(fields, "alloc_size", 0)
+            if size and fields.device.type == "cpu":
+                events.append(AllocationEvent(event.start_time_ns, fields.ptr, size))
+        return sorted(events, key=lambda e: e.time_ns)
+
+    return end
+
+
+_CHATTER = (
+    b"profiler_start",
+    b"profiler_stop",
+    b"Memory block of unknown size",
+    b"gpuGetDeviceCount",
+    b"External init callback",
+)
+
+
+@contextmanager
+def _quiet_start() -> Generator[None]:
+    """Inside, what torch's profiler says of itself on the process's stderr is left out, for some milliseconds."""
+    try:
+        own = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+            said.seek(0)
+            kept = [line for line in said.readlines() if not any(each in line for each in _CHATTER)]
+            if kept:
+                os.write(2, b"".join(kept))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communicator import Communicator
-from autopar.lower.compat import to_parted_placements, to_torch_placements
+from autopar.lower.compat import can_part, stride_as_parts, to_parted_placements, to_torch_placements
 from autopar.lower.compiled import compile_program
 from autopar.lower.failures import naming_failures
 from autopar.lower.layer_ops import LayerContext
@@ -196,7 +196,7 @@ class Executor:
         fine = refine_layout(layout, lies.mesh, self.store.mesh)
         shape = torch.Size(self.executable.program.type_of(name).shape)
         is_parted = self.num_microbatches > 1 and lies.time.is_shard
-        return DTensor.from_local(
+        made = DTensor.from_local(
             value,
             self.store.device_mesh,
             to_parted_placements(fine, self.store.mesh, lies.time.dim, self.num_microbatches)
@@ -206,13 +206,21 @@ class Executor:
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
+        return stride_as_parts(made) if is_parted else made
 
     def stays_cut(self, name: str) -> bool:
         """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""
         program = self.executable.program
         if self.whole_outputs or not program.loss or name == program.loss:
             return False
-        return self._is_on_store_mesh(self.lies[name].mesh)
+        return self._is_on_store_mesh(self.lies[name].mesh) and self._can_be_cut(self.lies[name])
+
+    def _can_be_cut(self, lies: Lies) -> bool:
+        """Whether torch has words for how microbatches of what lies so join."""
+        if self.num_microbatches == 1 or not lies.time.is_shard:
+            return True
+        fine = refine_layout(lies.layout, lies.mesh, self.store.mesh)
+        return can_part(fine, self.store.mesh, lies.time.dim)
 
     def _lies_joined(self, name: str) -> Lies:
         """Where an output lies when its microbatches have been joined."""

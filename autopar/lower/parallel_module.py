@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.agreement import agree, agree_equal, digest_inputs
 from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator
-from autopar.lower.compat import local_tensor
+from autopar.lower.compat import leaves_of, local_tensor
 from autopar.lower.execution import Executor, check_plan
 from autopar.lower.first_steps import FirstSteps, StepComparison
 from autopar.lower.gradients import clip_gradients
@@ -136,7 +136,7 @@ class ParallelModule(nn.Module):
         object.__setattr__(self, _NOTHING, nn.Parameter(torch.empty(0, device=communicator.device)))
         self.whole_outputs = False
         self.training = module.training
-        self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
+        self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device, self._always_held)
 
     @property
     def plan(self) -> Plan:
@@ -152,7 +152,9 @@ class ParallelModule(nn.Module):
 
     @property
     def observed(self) -> StepComparison | None:
-        """A real step of this rank beside what the plan promised: known from the fourth training call on."""
+        """A real step of this rank beside what the plan promised: known from the fourth training call on (on a CPU
+        when the fourth step has ended).
+        """
         return self._first_steps.seen
 
     def on_observed(self, report: Callable[[StepComparison], None]) -> None:
@@ -172,10 +174,17 @@ class ParallelModule(nn.Module):
                 waits.
             MeshError: ranks got different batches (looked at in the first call).
         """
-        if self.training and torch.is_grad_enabled():
-            self._first_steps.begin_step()
-        else:
+        if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
+            return self._run(args, kwargs)
+        self._first_steps.begin_step(x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor))
+        try:
+            return self._run(args, kwargs)
+        except BaseException:
+            self._first_steps.interrupt()
+            raise
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         executor = self._current(has_target=kwargs.get("target") is not None)
         executor.whole_outputs = self.whole_outputs
         executable = executor.executable
@@ -190,6 +199,7 @@ class ParallelModule(nn.Module):
         self._update_buffers(executor, values)
         if executor.stages.is_pipeline and not self._trains():
             self._give_nothing_a_gradient(values)
+        self._first_steps.returns(values.values())
         return executable.unflatten_outputs(self._outputs(executor, values))
 
     def named_parameters(
@@ -277,6 +287,11 @@ class ParallelModule(nn.Module):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+    def _always_held(self) -> Iterator[Tensor]:
+        yield from (parameter for _, parameter in super().named_parameters())
+        yield from self.buffers()
+        yield from (constant for runner in self.layer_runners for _, constant in runner.constants)
 
     def _trains(self) -> bool:
         return any(parameter.requires_grad for _, parameter in super().named_parameters())

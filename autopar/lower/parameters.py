@@ -136,18 +136,20 @@ class Gathering:
         parameters: Sequence[Tensor],
         *,
         is_freed: bool = False,
+        is_shared: bool = False,
         prefetch: bool = False,
         values: Sequence[Tensor] | None = None,
         add: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None,
     ) -> None:
         """`parameters` are the stored DTensors, or plain tensors of the same local parts.
 
-        `values` are the copies if they are there already; `add` adds to their gradients what is to be reduced with
-        them.
+        `is_shared`: microbatches use the same copies, so the backward of one keeps them for the others.  `values` are
+        the copies if they are there already; `add` adds to their gradients what is to be reduced with them.
         """
         self.layer = layer
         self.parameters = parameters
         self.is_freed = is_freed
+        self._is_shared = is_shared
         self.before: Gathering | None = None
         self._add = add
         self._values: list[Tensor] | None = None if values is None else list(values)
@@ -176,6 +178,12 @@ class Gathering:
         if self.is_freed:
             self._values = None
             self._was_freed = True
+
+    def let_go(self) -> None:
+        """Backward is through: forget the copies, which a caller who keeps the loss would keep otherwise."""
+        self.free()
+        if not self._is_shared:
+            self._values = None
 
     def start_reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """Gradients of the copies set off; `finish_reduce` gives what becomes of them."""
@@ -244,7 +252,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
         gathering: Gathering = ctx.gathering
-        gathering.free()
+        gathering.let_go()
         gathering.start_reduce(gradients)
         # What autograd hands on is not looked at: tensors of the right form that are there anyway.
         return None, *(

@@ -101,14 +101,14 @@ class ProcessGroupCommunicator(BaseCommunicator):
         sent = self._carried(x)
         stack = sent.new_empty((axis.size, *sent.shape))
         work = compat.start_all_gather(stack, sent, group.process_group)
-        return _Received(work, stack, x, group.from_group).handle
+        return _Received(work, stack, x, group.from_group).to_handle()
 
     def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
         group = self._group(axis)
         sent = self._carried(stack if group.to_group is None else stack[group.to_group])
         received = torch.empty_like(sent)
         work = compat.start_all_to_all(received, sent, group.process_group)
-        return _Received(work, received, stack, group.from_group).handle
+        return _Received(work, received, stack, group.from_group).to_handle()
 
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
         if self._is_gloo:  # its own reduce-scatter is slower, and sums 16-bit floats in 16 bits
@@ -117,7 +117,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
         sent = stack if group.to_group is None else stack[group.to_group]
         result = torch.empty_like(sent[0])
         work = compat.start_reduce_scatter(result, sent, group.process_group)
-        return _Received(work, result, result, None).handle
+        return _Received(work, result, result, None).to_handle()
 
     def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
         if self._is_gloo and x.nbytes * axis.size <= _DIRECT_BYTES:
@@ -126,7 +126,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
             return self._start_reduce_in_parts(x, axis, op)
         result = x.clone()
         work = compat.start_all_reduce(result, op, self._group(axis).process_group)
-        return _Received(work, result, x, None).handle
+        return _Received(work, result, x, None).to_handle()
 
     def _start_reduce_in_parts(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
         """Each coordinate reduces a part of the elements in `reduce_stack`'s precision and hands it round."""
@@ -144,20 +144,20 @@ class ProcessGroupCommunicator(BaseCommunicator):
         group = self._group(axis)
         result = self._carried(x).clone()
         work = compat.start_broadcast(result, group.members[source], group.process_group)
-        return _Received(work, result, x, None).handle
+        return _Received(work, result, x, None).to_handle()
 
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         group = self._group(axis)
         work = compat.start_send(self._carried(x), group.members[to], group.process_group)
         sending = _Sending(work, x)
         self._sending = [*(other for other in self._sending if not other.is_done()), sending]
-        return sending.handle
+        return sending.to_handle()
 
     def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         group = self._group(axis)
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         work = compat.start_receive(self._carried(buffer), group.members[source], group.process_group)
-        return _Received(work, buffer, buffer, None).handle
+        return _Received(work, buffer, buffer, None).to_handle()
 
     def _carried(self, x: Tensor) -> Tensor:
         if not self._is_gloo or x.dtype in _GLOO_DTYPES:
@@ -172,7 +172,10 @@ class _Sending:
         self._work = work
         self._x = x
         self._is_waited_for = False
-        self.handle = Handle(self._finish, is_done=self.is_done)
+
+    def to_handle(self) -> Handle:
+        # nothing here refers to it: a circle would keep the buffers until Python looks for circles
+        return Handle(self._finish, is_done=self.is_done)
 
     def is_done(self) -> bool:
         # gloo calls a send completed only after it was waited for
@@ -192,7 +195,10 @@ class _Received:
         self._buffer = buffer
         self._dtype = like.dtype
         self._order = order
-        self.handle = Handle(self._finish, None if buffer.is_cuda else self._on_arrival)
+
+    def to_handle(self) -> Handle:
+        # nothing here refers to it: a circle would keep the buffers until Python looks for circles
+        return Handle(self._finish, None if self._buffer.is_cuda else self._on_arrival)
 
     def _on_arrival(self, action: Callable[[], None]) -> None:
         compat.on_completion(self._work, action)

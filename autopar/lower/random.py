@@ -126,5 +126,5 @@ def resume_generator(state: Tensor, device: torch.device | str) -> Generator[Non
 def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
-    module = torch.get_device_module(device)
-    return module.default_generators[torch.empty(0, device=device).device.index]
+    index = torch.empty(0, device=device).device.index  # first of all: this is what makes the generators
+    return torch.get_device_module(device).default_generators[index]

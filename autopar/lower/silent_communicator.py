@@ -27,17 +27,23 @@ class SilentCommunicator(TracedCommunicator):
     torch.Size([16, 3])
     """
 
-    def __init__(self, world_size: int, device: torch.device | str = "cpu", rank: int = 0) -> None:
-        """`rank` of `world_size`, with tensors on `device`."""
+    def __init__(
+        self, world_size: int, device: torch.device | str = "cpu", rank: int = 0, *, is_keeping: bool = True
+    ) -> None:
+        """`rank` of `world_size`, with tensors on `device`; unless `is_keeping` results are made anew each time."""
         super().__init__(rank, world_size, torch.device(device))
+        self._is_keeping = is_keeping
         self._known: dict[tuple[object, ...], Tensor] = {}
 
     def prepare(self, axes: Iterable[Axis]) -> None:
         """Nothing to prepare."""
 
     def traced(self) -> SilentCommunicator:
-        """See `Communicator.traced`; nothing that is kept here may come from tracing."""
-        return SilentCommunicator(self.world_size, self.device, self.rank)
+        """See `Communicator.traced`.
+
+        A program is traced several times over: what one pass made would be a constant to the next.
+        """
+        return SilentCommunicator(self.world_size, self.device, self.rank, is_keeping=False)
 
     def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
         """None: what a collective gives is made up."""
@@ -95,9 +101,11 @@ class SilentCommunicator(TracedCommunicator):
 
     def _give(self, how: Sequence[object], x: Tensor, make: Callable[[], Tensor]) -> Handle:
         key = (*how, x.shape, x.dtype)
-        if key not in self._known:
-            self._known[key] = make()
-        found = self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = make()
+        if self._is_keeping:
+            self._known[key] = found
         return Handle(lambda: found)
 
 

@@ -67,7 +67,7 @@ class StepGradients:
             self._leaves[index] = _leaves(map(local_part_of, stored), stored)
         if zero == 2:
             if index not in self._gathered:
-                self._gathered[index] = Gathering(runner.parameters, self._leaves[index], prefetch=True)
+                self._gathered[index] = Gathering(runner.parameters, self._leaves[index], is_shared=True, prefetch=True)
             return LayerUse.of(self._gathered[index])
         return LayerUse.of(Gathering(runner.parameters, self._leaves[index], is_freed=True, prefetch=True))
 

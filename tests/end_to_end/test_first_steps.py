@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from autopar import api
 from autopar.arguments import training_spec
@@ -13,9 +18,10 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.observed import MEMORY_ERROR, corrections, step_key
 from autopar.cost.profile import ObservedStep
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, InputShapeError
 from autopar.lower import ParallelModule
-from autopar.lower.compat import run_backward
+from autopar.lower.allocation_watch import peak_of_events
+from autopar.lower.compat import AllocationEvent, record_allocations, run_backward
 from autopar.lower.first_steps import FirstSteps, StepComparison
 from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
@@ -23,7 +29,8 @@ from autopar.rehearsal import loss_of, run_ranks
 from autopar.search import SearchRequest, search
 from autopar.search.simulation import simulate_step
 from autopar.trace import Traced
-from tests.models import make_plain_gpt
+from tests.end_to_end.harness import launch, parallelize
+from tests.models import make_flat, make_plain_gpt
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +120,114 @@ def test_a_watch_begins_anew_behind_other_calls(planned: tuple[Traced, Plan]) ->
     for _ in range(3):
         watch.begin_step()
     watch.interrupt()
-    for _ in range(3):
+    for _ in range(4):  # the fourth is watched: known when the next one begins
         watch.begin_step()
     assert watch.seen is None
     watch.begin_step()
     assert watch.seen is not None
+
+
+def test_a_watched_step_ends_where_the_optimizer_has_stepped() -> None:
+    model, inputs = make_flat(batch=8192)  # what kernels take for themselves is small beside it
+    traced, training = api.trace_model(model, inputs), training_spec(model, "adamw").on_device(_prices().device)
+    plan = search(traced.program, 1, _prices(), SearchRequest(8e9, training))
+
+    def train(parallel: ParallelModule) -> tuple[bool, StepComparison | None]:
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        for _ in range(3):
+            _train(parallel, optimizer, inputs)
+        run_backward(loss_of(parallel(**inputs)))
+        was_watched = record_allocations() is None
+        optimizer.step()
+        return was_watched, parallel.observed
+
+    [(was_watched, seen)] = run_ranks(model, traced, plan, inputs, train)
+    assert was_watched
+    assert seen is not None
+    assert seen.measured_bytes == pytest.approx(plan.peak_memory_bytes, rel=0.01)
+
+
+def test_a_failing_step_leaves_no_profiler(planned: tuple[Traced, Plan]) -> None:
+    model, inputs = make_plain_gpt()
+    plan = search(planned[0].program, 1, _prices(), SearchRequest(8e9))
+
+    def train(parallel: ParallelModule) -> tuple[bool, str]:
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        for _ in range(3):
+            _train(parallel, optimizer, inputs)
+        with pytest.raises(InputShapeError):
+            parallel(**(inputs | {"targets": inputs["targets"][:3]}))
+        end = record_allocations()
+        is_free = end is not None and end() is not None
+        with torch.profiler.profile() as own:
+            for _ in range(4):
+                _train(parallel, optimizer, inputs)
+        assert any(event.name == "aten::addmm" for event in own.events() or ())
+        return is_free, parallel.observed.memory_note if parallel.observed else ""
+
+    assert run_ranks(model, planned[0], plan, inputs, train) == [(True, "another profiler was running")]
+
+
+def test_what_went_unseen_is_not_counted_twice() -> None:
+    events = [
+        AllocationEvent(1, 7, 50),
+        AllocationEvent(3, 7, 60),
+        AllocationEvent(4, 9, -30),
+        AllocationEvent(5, 8, 9),
+    ]
+    gone = [AllocationEvent(2, 0, -40)]
+    assert peak_of_events(100, events, []) == 169
+    assert peak_of_events(100, events, gone) == 150  # 100 + 50; then 60 + 60 + 9
+
+
+def _train(parallel: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
+    optimizer.zero_grad()
+    run_backward(loss_of(parallel(**inputs)))
+    optimizer.step()
+
+
+def check_next_plan(folder: str, constraints: tuple[str, ...], *, is_compiled: bool) -> None:
+    """A plan for another optimizer says too little; the real step says so, and the next plan says more."""
+    api._CACHE = Path(folder) / "cache"
+    model, inputs = make_plain_gpt(layers=4)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("autopar").addHandler(handler)
+    planned = partial(parallelize, model, inputs, constraints=constraints, profile=None, compile=is_compiled)
+    right = planned(optimizer="adamw").plan.peak_memory_bytes
+    parallel = planned(optimizer="sgd")
+    first = parallel.plan.peak_memory_bytes
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    for _ in range(5):
+        _train(parallel, optimizer, inputs)
+    seen = parallel.observed
+    assert seen is not None
+    ratio = seen.measured_bytes / seen.predicted_bytes
+    assert seen.is_large
+    assert ratio > 1.05
+    if not is_compiled:  # a compiler saves less than the plan counts
+        most = torch.tensor(seen.measured_bytes, dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        assert most.item() == pytest.approx(right, rel=0.1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert any("The peak is above" in line for line in said)
+        [path] = api._CACHE.glob("*.json")
+        [step] = Profile.load(path).steps.values()
+        assert step.measured_bytes / step.predicted_bytes == pytest.approx(ratio)
+    again = planned(optimizer="sgd")
+    if dist.get_rank() == 0:
+        assert again.plan.peak_memory_bytes == pytest.approx(first * ratio)
+
+
+@pytest.mark.slow
+def test_a_real_step_above_its_prediction_raises_the_next(tmp_path: Path) -> None:
+    pipeline = ("pipeline=2", "schedule=1f1b", "microbatches=2", "recompute=none")
+    flat = ("data=2", "zero=1", "microbatches=1", "recompute=none")
+    launch(
+        2,
+        partial(check_next_plan, str(tmp_path / "flat"), flat, is_compiled=False),
+        partial(check_next_plan, str(tmp_path / "pipeline"), pipeline, is_compiled=False),
+        partial(check_next_plan, str(tmp_path / "compiled"), flat, is_compiled=True),
+    )
