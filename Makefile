@@ -10,6 +10,8 @@ READY := $(VENV)/.ready
 JOBS := 2
 # One thread a process: the tests and the demo run several processes on few cores.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Neighbouring tests share models that are traced once a process, so each process gets one half, and then what is left.
+PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: setup browser check test lint unit slow format demo bench clean
 
@@ -37,15 +39,14 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(RUN) $(BIN)/pytest -q -n $(JOBS) -m "not slow"
+	$(PYTEST) -m "not slow"
 
 slow: $(READY)
-	$(RUN) $(BIN)/pytest -q -n $(JOBS) -m slow
+	$(PYTEST) -m slow
 
-# The fast part: under three minutes.
-check:
-	$(MAKE) lint
-	$(MAKE) unit
+# The fast part, linters beside tests: under three minutes.
+check: $(READY)
+	$(MAKE) --jobs 2 lint unit
 
 # Everything: under twenty minutes on two cores.
 test:

@@ -1,5 +1,6 @@
 """What every test shares: one thread a process, one seed a test."""
 
+import gc
 import os
 import random
 
@@ -19,6 +20,12 @@ def pytest_configure():
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Let the garbage collector leave alone what is there before the first test: modules, hundreds of MB of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,14 @@ Nothing here may start a thread: threads don't survive a fork.
 """
 
 # ruff: noqa: F401
+import threading
+
+import torch
 import torch._inductor.codecache
 import torch.distributed.checkpoint
 import torch.distributed.pipelining
 import torch.export.pt2_archive
+import tqdm
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
 
@@ -15,3 +19,10 @@ import autopar.api
 import autopar.verify
 import tests.end_to_end.harness
 import tests.models
+import tests.shared_traces
+
+tqdm.tqdm.monitor_interval = 0  # torch.export's progress bar would start a thread
+
+# What a first trace loads and sets up is most of what it takes.
+autopar.api.trace_model(*tests.models.make("flat"))
+assert threading.active_count() == 1

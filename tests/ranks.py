@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
     # Imports are most of what a short test costs: one process does them, and ranks are forked from it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
+    traces = _folder_of_traces().name
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
-            context.Process(target=_run_rank, args=(function, rank, world, args, folder, timeout_s), daemon=True)
+            context.Process(
+                target=_run_rank, args=(function, rank, world, args, folder, traces, timeout_s), daemon=True
+            )
             for rank in range(world)
         ]
         try:
@@ -89,13 +93,28 @@ def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s
     return printed
 
 
+@cache
+def _folder_of_traces() -> tempfile.TemporaryDirectory[str]:
+    """Where the ranks that this process starts share their traces, until it ends."""
+    return tempfile.TemporaryDirectory(prefix="traces-")
+
+
 def _run_rank(
-    function: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: str, timeout_s: float
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    folder: str,
+    traces: str,
+    timeout_s: float,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.shared_traces import share_traces
+
     torch.set_num_threads(1)
+    share_traces(Path(traces))
     torch.manual_seed(0)
     try:
         dist.init_process_group(

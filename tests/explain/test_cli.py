@@ -108,6 +108,7 @@ def test_a_sweep_has_a_plan_for_each_value(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+@pytest.mark.slow
 def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--save", str(path))

@@ -24,6 +24,7 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_is_edited_checked_and_back_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     text = ask(capsys, "--edit", path)

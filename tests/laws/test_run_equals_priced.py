@@ -60,6 +60,7 @@ def test_the_law_notices_a_message_left_out() -> None:
         assert volume_run(run) != pytest.approx(volume_priced(rest)), purpose
 
 
+@pytest.mark.slow
 def test_what_a_plan_pays_for_collectives_is_the_price_of_that_list() -> None:
     """Layer costs and boundary moves add up to `plan_collectives`, priced one by one."""
     who, prices = subject("llama", torch.float32), quick_prices(4)

@@ -72,6 +72,7 @@ def test_a_tied_gradient_that_is_not_summed_over_groups(monkeypatch: pytest.Monk
     assert "All ops agree, with pipeline stages, too, but replicas of transformer.wte.weight" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_tied_gradient_that_is_halved_on_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal on its groups, and wrong: as a mean over groups would be."""
     rehearsal = Rehearsal("gpt2", "gpipe")

@@ -118,7 +118,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(capsys, tmp_path, monkeypatc
 
 
 def _measure_links(path: str) -> tuple[int, str]:
-    asked = ["--device", "cpu", "--output", path, "--quick", "--budget", "2"]
+    asked = ["--device", "cpu", "--output", path, "--quick", "--budget", "6"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = cli.main([*asked, "--only", "collective/send/*", "--only", "interference/all_gather/*"])
     return status, printed.getvalue()

@@ -65,6 +65,7 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     assert work["_shortest"] <= 230
 
 
+@pytest.mark.slow
 def test_work_does_not_grow_with_depth(count_work: Callable[[int], Counter[str]]) -> None:
     shallow, deep = count_work(3), count_work(24)
     for name in ("build_problem", "solve_problem", "fastest_paths"):

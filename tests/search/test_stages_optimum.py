@@ -50,6 +50,7 @@ def test_small_problems_are_solved_as_by_brute_force(
             assert found.lower_s <= best_s * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_best_of_all_shapes_and_microbatches_is_found() -> None:
     whole = make_problem(5, 6, 2, 1)
     best_s, found_s = np.inf, np.inf

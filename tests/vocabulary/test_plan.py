@@ -13,6 +13,7 @@ from autopar.plan import FORMAT_VERSION, LayerCost, Plan
 from tests.vocabulary.plans import plans, small_plan
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(plans())
 def test_json_round_trip(plan: Plan):
