@@ -475,10 +475,15 @@ def gradients_of(
     return list(untyped.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True))
 
 
-def run_backward_from(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Backward from several places with these gradients, adding up in the leaves' ``grad``."""
+def run_backward_from(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor] | None = None
+) -> None:
+    """Backward from several places with these gradients, adding up in the leaves' ``grad``.
+
+    With `leaves` only in theirs; the graph then stays for another pass.
+    """
     untyped: Any = torch.autograd
-    untyped.backward(list(roots), list(gradients))
+    untyped.backward(list(roots), list(gradients), retain_graph=leaves is not None, inputs=leaves)
 
 
 def is_random(function: Any) -> bool:

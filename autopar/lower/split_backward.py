@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autopar.lower.compat import before_backward, edge_of, gradients_of, is_custom_node
+from autopar.lower.compat import before_backward, edge_of, gradients_of, is_custom_node, run_backward_from
 
 __all__ = ["SplitBackward"]
 
@@ -69,8 +69,7 @@ class SplitBackward:
         for parameter, gradient in zip(self._parameters, self._found, strict=False):
             _add(parameter, gradient)
         for branch in self._branches:
-            for parameter, gradient in zip(branch.leaves, branch.run(), strict=True):
-                _add(parameter, gradient)
+            branch.run()
         self._branches, self._found, self._parameters = [], [], []
 
 
@@ -98,9 +97,10 @@ class _Branch:
 
         return keep
 
-    def run(self) -> list[Tensor | None]:
-        """The gradients of the leaves."""
-        return _gradients(self._begin, self.leaves) if self._begin and self.leaves else [None] * len(self.leaves)
+    def run(self) -> None:
+        """Add the gradients of the leaves to their ``grad``."""
+        if self._begin and self.leaves:
+            run_backward_from([root for root, _ in self._begin], [gradient for _, gradient in self._begin], self.leaves)
 
 
 def _at_once(branches: Mapping[Node, _Branch], beside: _Branch) -> list[Tensor]:

@@ -6,6 +6,7 @@ Seconds of a step with M microbatches::
     + M * sum over values   collectives source -> copy and copy -> each reader, forward, backward, recomputed
     +     sum over params   collectives storage -> copy, as often as the ZeRO level says (`parameter_times`)
     + M * sum over kernels  the collectives inside special kernels
+    + (M - 1) * sum over params   adding up its gradients (`gradient_sums`)
     +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
 
 Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `layer_memory`.
@@ -21,6 +22,7 @@ from autopar.placement import Axis, Step, local_shape
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Program, is_cheap
 from autopar.search.flows import Flow
+from autopar.search.gradient_sums import gradient_sums_s
 from autopar.search.layer_memory import held_memory
 from autopar.search.liveness import running_memory
 from autopar.search.op_states import kernel_runs
@@ -230,7 +232,7 @@ def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> 
 def add_storage(running: LayerCost, storage: LayerCost) -> LayerCost:
     """The whole cost from its two parts, `running_costs` and `storage_cost`."""
     return LayerCost(
-        running.forward_s, running.backward_s, running.recompute_s, running.activation_comm_s,
+        running.forward_s, running.backward_s + storage.backward_s, running.recompute_s, running.activation_comm_s,
         running.parameter_comm_s + storage.parameter_comm_s, storage.optimizer_s, storage.parameter_bytes,
         storage.gradient_bytes, storage.optimizer_bytes, running.saved_bytes,
         running.transient_bytes + storage.transient_bytes, running.forward_comm_s + storage.forward_comm_s,
@@ -287,7 +289,7 @@ def storage_cost(
     placed: PlacedLayer, stored: Iterable[PricedCollective], prices: Prices, training: TrainingSpec
 ) -> LayerCost:
     """The part of `placed_cost` that depends on storage and ZeRO level: gathers and reductions of parameters (`stored`,
-    as `stored_collectives` lists them), the optimizer, and the memory of parameters.
+    as `stored_collectives` lists them), sums of their gradients, the optimizer, and the memory of parameters.
     """
     training = own_training(placed.program, placed.layer, training)
     count = placed.view.num_microbatches
@@ -302,11 +304,13 @@ def storage_cost(
         else:
             once_s += run.times * each_s
     memory = held_memory(placed, training)
+    sums_s = gradient_sums_s(placed, prices, training)
     return LayerCost(
+        backward_s=sums_s,
         parameter_comm_s=seconds,
         forward_comm_s=ahead_s,
         step_comm_s=once_s,
-        weight_s=weight_s,
+        weight_s=weight_s + sums_s,
         optimizer_s=optimizer_s(placed, prices, training),
         parameter_bytes=memory.parameter_bytes,
         gradient_bytes=memory.gradient_bytes,

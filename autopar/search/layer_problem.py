@@ -8,7 +8,7 @@ one or two variables:
 
 * op: seconds forward (twice if recomputed) and backward, and the collectives of its special kernel;
 * source -> copy, copy -> reader: the collectives of that reshard, forward, backward, recomputed;
-* parameter's copy: gathers, gradient reductions and the optimizer, for the storage that follows from it;
+* parameter's copy: gathers, gradient reductions, sums of gradients and the optimizer, for the storage that follows;
 
 plus ``memory_weight_s_per_byte * bytes``, where bytes are the parameters' persistent bytes and, for
 activations, each saving reader's share of the tensor that it reads (`_saved_shares`): exactly the saved bytes

@@ -17,6 +17,7 @@ from autopar.program import Layer, Op, Program, is_cheap
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import Table
 from autopar.search.flows import Flow, TimeView, is_alias
+from autopar.search.gradient_sums import gradient_sum_s
 from autopar.search.layer_cost import is_rerun, parameter_times, updates
 from autopar.search.layer_memory import parameter_memory
 from autopar.search.op_states import OpState
@@ -171,6 +172,10 @@ def _parameter_seconds(
     for step in stored_steps(name, stored, copy, problem.mesh, problem.shared_storage):
         seconds += _price(price, step.forward, step.axis, tensor.num_bytes * step.fraction, gathers)
         seconds += _price(price, step.backward, step.axis, gradient_bytes * step.fraction, reduces if trains else 0)
+    if trains:
+        where = problem.shared_storage.get(name, (problem.mesh, stored))
+        read, count = (problem.mesh, copy), problem.num_microbatches
+        seconds += gradient_sum_s(flow.value, read, where, zero, count, prices, training)
     if name in problem.shared_storage:
         return seconds
     elements = math.prod(local_shape(tensor.shape, stored, problem.mesh))

@@ -228,3 +228,27 @@ def test_what_no_parameter_flows_into_crosses_whole() -> None:
     assert arrival_layout(program, table, policy, (4,)) == (REPLICATE,)
     assert arrival_layout(replace(program, loss=table), product, policy, (4,)) == (shard(0),)
     assert arrival_layout(program, product, policy, (4,)) == (REPLICATE,)  # the loss
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_microbatch_but_the_first_adds_its_gradients(zero: int, num_microbatches: int) -> None:
+    program = decoder_layer(8, 64, hidden=32, ffn=128, heads=4, kv_heads=2)
+    (layer,), prices, training, mesh = program.layers, TablePrices(), TrainingSpec(), (2,)
+    problem = build_problem(program, layer, mesh, num_microbatches=num_microbatches, prices=prices, training=training)
+    solutions = solve_problem(problem, zero=zero, shard_axes=(0,))
+    cost = solutions.cost(0, 0)
+    strategy, placed = solutions.strategy(0, 0), solutions.placed(0, 0)
+    computing = sum(
+        prices.op_s(op, state.operand_types, state.result_types, differentiable=True).backward_s
+        for op, state in zip(layer.ops, placed.states, strict=True)
+        if any(program.values[name].requires_grad for name in op.results)
+    )
+    lying = strategy.copies if zero < 2 else tuple(zip(layer.held, strategy.storage, strict=True))
+    sums = 0.0
+    for name, layout in lying:
+        if program.values[name].role == "parameter":
+            part = TensorType(local_shape(program.type_of(name).shape, layout, mesh), "bfloat16")
+            add = Op("add", "aten.add.Tensor", (Ref("a"), Ref("b")), (), ("c",))
+            sums += prices.op_s(add, (part, part), (part,), differentiable=False).forward_s
+    assert cost.backward_s == pytest.approx(num_microbatches * computing + (num_microbatches - 1) * sums, rel=1e-12)

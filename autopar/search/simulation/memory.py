@@ -328,11 +328,8 @@ class _Walk:
     def _weights(self, action: Action) -> None:
         for index in reversed(self.known.ranges[action.stage]):
             holdings = self.known.holdings[index]
-            # Parameter by parameter, a sum is made anew beside the old one.
-            self._note(
-                ("backward", action.stage, index, action.microbatch), holdings.largest_bytes,
-                gradients=holdings.largest_bytes if index in self.has_sum else 0.0,
-            )  # fmt: skip
+            # Parameter by parameter, a gradient is added to those that are there.
+            self._note(("backward", action.stage, index, action.microbatch), holdings.largest_bytes)
             self.branches.pop((action.microbatch, index), None)
             self._drop(index, action.microbatch)
             self._settle(index, reduces=False)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from autopar.placement import Axis
 from autopar.program import Layer, Program
+from autopar.search.gradient_sums import gradient_sums_s
 from autopar.search.hiding import in_one_buffer
 from autopar.search.layer_cost import (
     PricedCollective,
@@ -138,12 +139,16 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
     ahead_s, rerun_s, back_s, weight_s = _op_seconds(placed, prices, training)
     inputs_s = [whole - part for whole, part in zip(back_s, weight_s, strict=True)]
     stored = list(stored_collectives(placed, training))
+    sum_s = gradient_sums_s(placed, prices, training) / placed.view.num_microbatches
     return LayerWork(
         forward=_in_order("forward", ahead_s, [run for run in runs if run.phase == "forward"], prices),
         again=_in_order("recompute", rerun_s, [run for run in runs if run.phase == "recompute"], prices),
-        backward=_in_order("backward", back_s, back, prices),
+        backward=(*_in_order("backward", back_s, back, prices), *_computing("backward", sum_s)),
         inputs=_in_order("backward", inputs_s, [run for run in back if run.purpose != "parameter"], prices),
-        weights=_in_order("weight", weight_s, [run for run in back if run.purpose == "parameter"], prices),
+        weights=(
+            *_in_order("weight", weight_s, [run for run in back if run.purpose == "parameter"], prices),
+            *_computing("weight", sum_s),
+        ),
         gathers=_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
         reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
         gathers_each=placed.zero == 3,
@@ -151,6 +156,10 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         reduces_each=placed.zero >= 2,
         is_rerun=placed.recompute == "full",
     )
+
+
+def _computing(category: str, seconds: float) -> tuple[Item, ...]:
+    return (Item(category, "", seconds),) if seconds else ()
 
 
 def _travelling_together(program: Program, runs: Sequence[PricedCollective], prices: Prices) -> tuple[Item, ...]:
@@ -199,15 +208,12 @@ def _in_order(
     waiting_s = 0.0
     for position in positions:
         for run in at.get(position, ()):
-            if waiting_s:
-                found.append(Item(category, "", waiting_s))
-                waiting_s = 0.0
+            found += _computing(category, waiting_s)
+            waiting_s = 0.0
             found.append(collective_item(run, prices))
         op = position - 1 if is_backward else position
         waiting_s += seconds[op] if 0 <= op < len(seconds) else 0.0
-    if waiting_s:
-        found.append(Item(category, "", waiting_s))
-    return tuple(found)
+    return (*found, *_computing(category, waiting_s))
 
 
 def value_names(layer: Layer, other: Layer) -> dict[str, str]:
