@@ -4,7 +4,7 @@ A search minimises sums of seconds; what communication hides beside compute is o
 Everything without stages that may turn out fastest is: the paths that no other beats in memory and seconds, be it their
 sum or what is left of it by estimate (`hiding`).  Which ones
 these are doesn't depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
-at does depend on it; of them the one with the least sum is simulated, or if its step holds too much, the next.
+at does depend on it; of them those with the least sums are simulated, a few where that takes no time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from autopar.search.request import SearchRequest
 from autopar.search.simulation import simulate_step
 from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_staged
+from autopar.search.stages.estimates import num_actions
+from autopar.search.stages.prediction import pipeline_step_s
 from autopar.search.stages.solve import Found, Staged
 from autopar.search.training import TrainingSpec
 from autopar.search.trials import Trial
@@ -30,6 +32,9 @@ from autopar.search.trials import Trial
 __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
+_PIPELINES = 3  # that are simulated, where that takes no time
+_SMALL = 6000  # actions of such a pipeline
+_CROWDED = 16  # pipelines whose schedules are looked at again if their groups share cores
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +83,17 @@ def best_final(
     best: Final | None = None
     too_large: list[float] = []
     allowed_bytes = (limit_bytes + batch_bytes) * request.memory_factor
-    has_pipeline = False
+    num_pipelines = 0
     flats = list(_flat_draws(trials, limit_bytes))
     draws = [*flats, *_pipeline_draws(found, limit_bytes)]
     for draw in sorted(draws, key=lambda draw: draw.visible_s):
-        if best is None or (draw.least_s <= best.plan.step_time_s and not (draw.staged and has_pipeline)):
+        is_late = draw.staged is not None and num_pipelines >= (_PIPELINES if _is_small(draw.staged) else 1)
+        if best is None or (draw.least_s <= best.plan.step_time_s and not is_late):
             final = draw.simulate()
             if final.plan.peak_memory_bytes > allowed_bytes:
                 too_large.append(final.plan.peak_memory_bytes)
                 continue
-            has_pipeline = has_pipeline or draw.staged is not None
+            num_pipelines += draw.staged is not None
             if request.on_final is not None:
                 request.on_final(final.plan)
             best = final if best is None or final.order < best.order else best
@@ -141,12 +147,26 @@ def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float
 
 
 def _pipeline_draws(found: Found | None, limit_bytes: float) -> Iterator[_Draw]:
-    for staged in found.simulated if found else ():
-        if staged.peak_bytes > limit_bytes:
-            continue
+    fitting = [staged for staged in found.simulated if staged.peak_bytes <= limit_bytes] if found else []
+    for number, staged in enumerate(sorted(fitting, key=lambda staged: staged.step_s)):
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
-        least_s = staged.step_s - sum(cost.parameter_comm_s for cost in costs)
-        yield _Draw(least_s, staged.step_s, None, 0, staged)
+        step_s = _crowded_s(staged) if number < _CROWDED and _is_small(staged) else staged.step_s
+        yield _Draw(step_s - sum(cost.parameter_comm_s for cost in costs), step_s, None, 0, staged)
+
+
+def _is_small(staged: Staged) -> bool:
+    return num_actions(staged.shape) <= _SMALL
+
+
+def _crowded_s(staged: Staged) -> float:
+    """The pipeline's seconds, where groups that share cores go on faster while others wait."""
+    task = staged.setting.task
+    if task.prices.crowding <= 1.0:
+        return staged.step_s
+    assert task.request.schedules is not None
+    shape = staged.shape
+    actions = task.request.schedules(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    return pipeline_step_s(actions, staged.stages, task.prices.crowding)
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:
