@@ -29,7 +29,7 @@ class RanksError(AssertionError):
     """A rank raised, died, or did not end in time; the message holds every rank's traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 100) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 400) -> list[Any]:
     """Call ``function(*args)`` on each of `world` processes that share a gloo process group.
 
     `function` must be importable (top level of a module), `args` and its results picklable.  The first rank
@@ -64,7 +64,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: f
         return _collect(Path(folder), [process.exitcode for process in processes], reason)
 
 
-def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 100) -> str:
+def run_script(path: str | Path, world: int, args: Sequence[str] = (), timeout_s: float = 400) -> str:
     """Run a script of this repository under torchrun with `world` processes.
 
     Returns:

@@ -48,7 +48,7 @@ def train_everything() -> dict[str, dict[str, float]]:
 @pytest.fixture(scope="module")
 def trained() -> dict[str, dict[str, float]]:
     """The worse of the two ranks; only rank 0 searches."""
-    first, second = run_ranks(train_everything, 2, timeout_s=300)
+    first, second = run_ranks(train_everything, 2, timeout_s=400)
     return {name: {key: max(found[key], second[name][key]) for key in found} for name, found in first.items()}
 
 
@@ -216,7 +216,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.slow
 def test_runs_in_other_ways_as_a_single_device() -> None:
-    found, other = run_ranks(run_in_other_ways, 2, timeout_s=300)
+    found, other = run_ranks(run_in_other_ways, 2, timeout_s=400)
     assert found == other
     silent, differentiable, *grads = found["_eval"]
     assert max(silent, differentiable) < 1e-6
@@ -328,7 +328,7 @@ def test_torch_finds_the_backend_by_its_name() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_as_a_single_device() -> None:
-    printed = run_script(EXAMPLE, 2, ["--steps", "4", "--sequence-length", "32"], timeout_s=200)
+    printed = run_script(EXAMPLE, 2, ["--steps", "4", "--sequence-length", "32"], timeout_s=400)
     assert "Largest difference of all 4 steps" in printed
     assert float(printed.rsplit("steps: ", 1)[1].split()[0]) < 1e-4
 

@@ -31,7 +31,7 @@ LOSS_TOLERANCE = 1e-6  # of float32, relative
 GRADIENT_TOLERANCE = 1e-4  # of float32, relative to the gradient's largest entry
 
 
-def launch(world: int, *checks: Check, timeout_s: float = 110) -> None:
+def launch(world: int, *checks: Check, timeout_s: float = 400) -> None:
     """Run `checks` one after the other on each of `world` gloo processes.
 
     Raises:
