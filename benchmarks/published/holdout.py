@@ -1,8 +1,9 @@
 """Calibration without a source, and its error there: what to expect of rows that nobody has seen.
 
 Constants are fitted one after the other, each to the smallest mean absolute error over the rows that it matters for,
-twice around, from what one would take without any rows.  A constant that no remaining row tells anything about keeps
-that value.
+twice around, from what one would take without any rows; from the first to the last and the other way, and the way
+that ends with the smaller error over these rows counts.  A constant that no remaining row tells anything about keeps
+its value.
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ class Fitter:
         """All constants, fitted to these rows."""
         rows = [self._known[run.id] for run in runs]
         presets = sorted({name for known in self._known.values() for name in known.names if name not in PRIORS})
+        names = (*presets, *PRIORS)
+
+        def total(fitted: Fitted) -> float:
+            return sum(abs(self.error(known.run, fitted)) for known in rows)
+
+        return min((self._descended(order, rows, presets) for order in (names, names[::-1])), key=total)
+
+    def _descended(self, order: tuple[str, ...], rows: list[_Known], presets: list[str]) -> dict[str, float]:
         fitted = dict(PRIORS) | dict.fromkeys(presets, _SUSTAINED_PRIOR)
-        for name in (*presets, *PRIORS) * 2:
+        for name in order * 2:
             matter = [known.run for known in rows if name in known.names]
             if matter:
                 fitted[name] = self._best(name, matter, fitted)

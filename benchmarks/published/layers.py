@@ -86,14 +86,21 @@ class Pricer:
         run = self.run
         columns = run.vocabulary // run.tensor
         logits, single = _type(self.dtype, self.tokens, columns), _type("float32", self.tokens, columns)
-        loss = (single, _type("int64", self.tokens))
-        cast = [] if self.stack.fuses else [self._priced("bytes", _CAST, (logits,), single)]
+        cast = self._priced("bytes", _CAST, (logits,), single)
         return [
             *self._norm(),
             self._product("head", self.dtype, self.tokens, run.hidden, columns),
-            *cast,
-            self._priced("bytes", _LOSS, loss, _type("float32", self.tokens)),
+            *([] if self.stack.fuses and not self.stack.splits_loss else [cast]),
+            self._loss(single),
         ]
+
+    def _loss(self, logits: TensorType) -> Piece:
+        if not self.stack.splits_loss:
+            operands = (logits, _type("int64", self.tokens))
+            return self._priced("bytes", _LOSS, operands, _type("float32", self.tokens))
+        # Three kernels read and write all logits, two more only read them; a backward scales what was kept.
+        once_s = self._priced("bytes", _CAST, (logits,), logits).forward_s
+        return Piece("bytes", 4 * once_s, once_s)
 
     def _priced(self, tag: str, op: Op, operands: tuple[TensorType, ...], result: TensorType) -> Piece:
         taken = self.prices.op_s(op, operands, (result,), True)

@@ -85,7 +85,8 @@ class Run:
     @property
     def is_asynchronous(self) -> bool:
         """Whether the row says that tensor-parallel communication is cut into pieces."""
-        return re.search(r"async[ -_]?(tp|tensor)[^;,]*\bon\b", self.notes.lower()) is not None
+        said = r"async[ -_]?(tp|tensor)[^;,]*\bon\b|tp[-_]comm[-_]overlap(?![^;,]*\b(off|false|no)\b)"
+        return re.search(said, self.notes.lower()) is not None
 
     @property
     def num_microbatches(self) -> int:

@@ -34,6 +34,8 @@ class Stack:
         gathers_apart: how many gathers each layer's parameters are cut into.
         selects_blocks: selective recomputation takes some blocks whole, not some ops of each.
         broadcasts: each rank broadcasts the parameters that it has updated.
+        splits_loss: maximum, difference, exponential, sum and quotient of the float32 logits are a kernel each.
+        widens_gradients: gradients of parameters in bfloat16 are added up and reduced in float32.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Stack:
     gathers_apart: int = 1
     selects_blocks: bool = False
     broadcasts: bool = False
+    splits_loss: bool = False
+    widens_gradients: bool = False
 
 
 _TORCH = Stack(
@@ -70,13 +74,14 @@ _FMS = replace(
 _MEGATRON = Stack(
     "megatron", "Megatron",
     "Narayanan 2021 (arXiv:2104.04473): fused kernels, gradients reduced after the backward, sends scattered over "
-    "tensor ranks; its optimizer copies, unscales, clips and steps in kernels of their own (60 bytes)",
-    overlaps_data=False, state_bytes=60.0, splits_sends=True,
+    "tensor ranks; its optimizer copies, unscales, clips and steps in kernels of their own (60 bytes); "
+    "its arguments.py: gradients of bf16 in float32",
+    overlaps_data=False, state_bytes=60.0, splits_sends=True, widens_gradients=True,
 )  # fmt: skip
 _NEMO = Stack(
     "nemo", "NeMo|Megatron-Bridge|DGX Cloud",
     "the rows' own notes: overlapped gradients and parameters, gradients in bf16, tensor-parallel overlap",
-    attention="new", hides_tensor=True, sums_bytes=2.0,
+    since=2025, attention="new", hides_tensor=True, sums_bytes=2.0,
 )  # fmt: skip
 _STACKS = (
     _FMS,
@@ -91,17 +96,28 @@ _STACKS = (
           overlaps_data=False, stops_early=True),
     Stack("xla", "MaxText|XLA|JAX", "XLA's latency-hiding scheduler; the rows' own notes", attention="new",
           stops_early=True),
+    replace(_TORCH, name="automodel", pattern="AutoModel", source="its yaml files: torch's FSDP2, mostly compiled"),
+    replace(_NEMO, name="nemo without cuDNN", pattern=r"DGX Cloud.*(Grok-1|25\.02 Nemotron4-340B)", attention="flash2",
+            source="grok1/configure.sh and, for 340B, nemotron/configure.sh of dgxc-benchmarking: NVTE_FUSED_ATTN=0"),
     _NEMO,
-    replace(_NEMO, name="megatron-core", pattern="Megatron", since=2023,
-            source="Megatron-LM's options since 2023: overlap-grad-reduce, overlap-param-gather, tp-comm-overlap"),
+    replace(_NEMO, name="nemo before 2025", since=2023, attention="flash2", splits_loss=True,
+            source="conf/config.yaml of NeMo-Megatron-Launcher switches cuDNN's attention off (NVTE_FUSED_ATTN: 0); "
+            "Megatron's loss, fused by default since September 2024"),
+    replace(_NEMO, name="megatron-core", pattern="Megatron", since=2023, hides_tensor=False, splits_loss=True,
+            widens_gradients=True,
+            source="Megatron-LM's scripts since 2023: overlap-grad-reduce, overlap-param-gather; by default neither "
+            "tp-comm-overlap nor cross-entropy-loss-fusion; its arguments.py as before"),
     Stack("internevo", "InternEvo|InternLM", "InternEvo's hybrid_zero_optim.py: each rank broadcasts what it updated",
           fuses=False, broadcasts=True),
     replace(_MEGATRON, name="deepspeed", pattern="SC21.*ZeRO-3", gathers_apart=12, splits_sends=False,
             source="calibrated: each tensor of a layer is gathered by itself, and nothing is hidden (3 rows)"),
-    replace(_MEGATRON, name="bigscience", pattern="BigScience", splits_sends=False,
-            source="Megatron-DeepSpeed: as Megatron-LM, but sends whole activations"),
-    replace(_MEGATRON, name="megatron of 2022", since=2022, sums_bytes=2.0,
-            source="as of 2021, with Megatron-LM's gradient accumulation fusion: products add to the sum themselves"),
+    replace(_MEGATRON, name="bigscience", pattern="BigScience|Megatron( and |[- ])DeepSpeed", splits_sends=False,
+            widens_gradients=False,
+            source="Megatron-DeepSpeed: as Megatron-LM, but sends whole activations, and reduces bf16 as it is"),
+    replace(_MEGATRON, name="megatron of 2022", pattern="Megatron|NeMo", since=2022, sums_bytes=2.0,
+            splits_loss=True,
+            source="as of 2021, with Megatron-LM's gradient accumulation fusion: products add to the sum themselves; "
+            "its cross_entropy.py (of fp16 rows before, fp16-lm-cross-entropy may have halved its bytes)"),
     _MEGATRON,
 )  # fmt: skip
 
@@ -111,14 +127,21 @@ def stack_of(run: Run) -> Stack:
     found = next((s for s in _STACKS if re.search(s.pattern, run.source) and run.year >= s.since), None)
     if found is None:
         found = replace(_TORCH, name="other", source="none: taken as torch's own", fuses=False)
-    if found.name in ("torch", "fms-fsdp", "other"):
+    if found.name in ("torch", "fms-fsdp", "automodel", "other"):
         found = replace(found, fuses=run.is_compiled)
     if "triton" in run.attention:  # or flash attention, at a time when both were as fast as flash1
         found = replace(found, attention="flash1")
-    if re.search("cudnn|flash ?attention ?-?3|fa3", run.attention):
+    # "fused/flash" is either: Transformer Engine has both.
+    if re.search("cudnn(?!.*fused/flash)|flash ?attention ?-?3|fa3", run.attention):
         found = replace(found, attention="new")
+    if found.widens_gradients and run.dtype == "bfloat16":
+        found = replace(found, gradient_bytes=4, sums_bytes=found.sums_bytes + 4)
+    if re.search(r"(not|never|no|without) overlap", f"{run.zero}; {run.notes}".lower()):
+        found = replace(found, overlaps_data=False)
     if "pure" in run.precision.lower():  # parameters, gradients and states in 16 bits
-        found = replace(found, gradient_bytes=2, state_bytes=found.state_bytes / 2, copied_bytes=8.0)
+        found = replace(found, state_bytes=found.state_bytes / 2)
+        if not re.search(r"reduc\w+ in (fp|float)32", run.precision.lower()):
+            found = replace(found, gradient_bytes=2, copied_bytes=8.0)
     if "fp32 grad" in run.precision.lower():
         found = replace(found, sums_bytes=10.0)
     return found

@@ -167,6 +167,8 @@ class _Step:
         if not self.stack.overlaps_data:
             return reduce_s + gather_s
         count, taken = run.num_layers / run.num_stages, self.calibration.taken
+        if run.num_rounds > 1:  # a round's layers are done with once as many microbatches as stages are through it
+            count *= min(run.num_stages, run.num_microbatches)
         hidden_s = exposed_s(count * layer.backward_s, reduce_s, taken)
         return hidden_s + exposed_s(count * layer.forward_s, gather_s, taken)
 
