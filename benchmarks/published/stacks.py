@@ -83,6 +83,12 @@ _NEMO = Stack(
     "the rows' own notes: overlapped gradients and parameters, gradients in bf16, tensor-parallel overlap",
     since=2025, attention="new", hides_tensor=True, sums_bytes=2.0,
 )  # fmt: skip
+_MEGATRON_CORE = replace(
+    _NEMO, name="megatron-core", pattern="Megatron", since=2024, hides_tensor=False, splits_loss=True,
+    widens_gradients=True,
+    source="Megatron-LM's scripts since 2023: overlap-grad-reduce, overlap-param-gather; by default neither "
+    "tp-comm-overlap nor cross-entropy-loss-fusion; its arguments.py as before",
+)  # fmt: skip
 _STACKS = (
     _FMS,
     _TORCH,
@@ -103,10 +109,9 @@ _STACKS = (
     replace(_NEMO, name="nemo before 2025", since=2023, attention="flash2", splits_loss=True,
             source="conf/config.yaml of NeMo-Megatron-Launcher switches cuDNN's attention off (NVTE_FUSED_ATTN: 0); "
             "Megatron's loss, fused by default since September 2024"),
-    replace(_NEMO, name="megatron-core", pattern="Megatron", since=2023, hides_tensor=False, splits_loss=True,
-            widens_gradients=True,
-            source="Megatron-LM's scripts since 2023: overlap-grad-reduce, overlap-param-gather; by default neither "
-            "tp-comm-overlap nor cross-entropy-loss-fusion; its arguments.py as before"),
+    _MEGATRON_CORE,
+    replace(_MEGATRON_CORE, name="megatron of 2023", since=2023, attention="flash2", fuses=False,
+            source="as later, but transformer-impl was local by default: flash-attn; rotary, RMS norm by single ops"),
     Stack("internevo", "InternEvo|InternLM", "InternEvo's hybrid_zero_optim.py: each rank broadcasts what it updated",
           fuses=False, broadcasts=True),
     replace(_MEGATRON, name="deepspeed", pattern="SC21.*ZeRO-3", gathers_apart=12, splits_sends=False,
