@@ -17,13 +17,13 @@ from autopar.search.layer_cost import (
     TrainingSpec,
     is_differentiable,
     is_rerun,
-    layer_cost,
     optimizer_s_per_element,
     own_training,
     placed_collectives,
+    placed_cost,
 )
 from autopar.search.layer_memory import ParameterMemory, parameter_memory
-from autopar.search.placed import PlacedLayer, place
+from autopar.search.placed import PlacedLayer
 from autopar.search.prices import Prices
 
 __all__ = ["Choice", "SharedCost", "assemble_plan", "boundary_seconds", "first_readers", "layer_costs", "shared_costs"]
@@ -108,16 +108,8 @@ def layer_costs(choice: Choice) -> list[LayerCost]:
     """Per layer its cost by `layer_cost`, boundary moves included."""
     scene = choice.scene
     known = {
-        id(c): layer_cost(
-            scene.program,
-            c.layer,
-            c.strategy,
-            scene.num_microbatches,
-            scene.prices,
-            scene.training,
-            scene.shared,
-        )
-        for c in {id(candidate): candidate for candidate in choice.candidates}.values()
+        id(candidate): scene.find("cost", candidate, lambda placed: placed_cost(placed, scene.prices, scene.training))
+        for candidate in {id(candidate): candidate for candidate in choice.candidates}.values()
     }
     costs = [
         replace(
@@ -215,17 +207,24 @@ def _price_sources(choice: Choice, costs: list[LayerCost], training: TrainingSpe
     inside: defaultdict[str, float] = defaultdict(float)
     prices = choice.scene.prices
     counts = Counter(map(id, choice.candidates))
+
+    def sources(placed: PlacedLayer) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+        runs = placed_collectives(placed, training)
+        return list(_computing_s(choice.scene, placed, training)), [
+            (
+                prices.collective_source(run.kind, run.axis),
+                run.times * prices.collective_s(run.kind, run.axis, run.num_bytes),
+            )
+            for run in runs
+        ]
+
     for candidate in {id(c): c for c in choice.candidates}.values():
         times = counts[id(candidate)]
-        placed = place(
-            choice.scene.program, candidate.layer, candidate.strategy, choice.scene.num_microbatches,
-            choice.scene.shared,
-        )  # fmt: skip
-        for source, each in _computing_s(choice.scene, placed, training):
+        computing, communicating = choice.scene.find("sources", candidate, sources)
+        for source, each in computing:
             seconds[source] += times * each
-        for run in placed_collectives(placed, training):
-            each = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
-            inside[prices.collective_source(run.kind, run.axis)] += times * each
+        for source, each in communicating:
+            inside[source] += times * each
     communication_s = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)
     if not any(inside.values()):
         group = choice.world_size // (1 + max(choice.group_of, default=0))

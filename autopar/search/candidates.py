@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from autopar.search.layer_cost import (
     storage_cost,
     stored_collectives,
 )
+from autopar.search.layer_facts import LayerFacts
 from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
 from autopar.search.placed import PlacedLayer
 from autopar.search.prices import Prices
@@ -43,6 +44,7 @@ from autopar.search.storage import storage_layout
 __all__ = ["Candidate", "Scene", "layer_candidates"]
 
 Array = npt.NDArray[np.float64]
+Fact = TypeVar("Fact")
 
 # Per mesh axis the degree that it must serve ("" for none that is demanded).
 Roles = tuple[str, ...]
@@ -98,6 +100,7 @@ class Scene:
         shared: where parameters that several layers read are stored.
         memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
         in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline.
+        facts: what the search knows of layers under strategies.
     """
 
     program: Program
@@ -108,6 +111,12 @@ class Scene:
     shared: SharedStorage
     memory_price_s_per_byte: float
     in_flight: int = 1
+    facts: LayerFacts = field(default_factory=LayerFacts, repr=False, compare=False)
+
+    def find(self, what: str, candidate: Candidate, make: Callable[[PlacedLayer], Fact]) -> Fact:
+        """What `make` gives for the candidate, as `LayerFacts.find`."""
+        count = self.num_microbatches
+        return self.facts.find(what, self.program, candidate.layer, candidate.strategy, count, self.shared, make)
 
 
 def layer_candidates(

@@ -18,6 +18,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import ScheduleSource
 from autopar.search.assembly import assemble_plan
+from autopar.search.layer_facts import LayerFacts
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
 from autopar.search.simulation import simulate_step
@@ -51,20 +52,30 @@ class Final:
 
 
 def credit_overlap(
-    program: Program, plan: Plan, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
+    program: Program,
+    plan: Plan,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    facts: LayerFacts | None = None,
 ) -> Plan:
-    """`plan`, whose step time is a sum, with the simulated step time and the difference as `overlapped_s`."""
-    step_s = simulate_step(program, plan, prices, training, schedules, detail="none").step_s
+    """`plan`, whose step time is a sum, with the simulated step time and the difference as `overlapped_s`.
+
+    `facts` are those of a search with the same arguments.
+    """
+    step_s = simulate_step(program, plan, prices, training, schedules, detail="none", facts=facts).step_s
     hidden_s = plan.step_time_s - step_s
     if abs(hidden_s) <= _NOTHING * plan.step_time_s:
         return plan
     return replace(plan, step_time_s=step_s, overlapped_s=hidden_s)
 
 
-def simulated(program: Program, plan: Plan, prices: Prices, request: SearchRequest) -> Plan:
+def simulated(
+    program: Program, plan: Plan, prices: Prices, request: SearchRequest, facts: LayerFacts | None = None
+) -> Plan:
     """`plan`, whose seconds and bytes are sums, with those of a simulated step."""
-    plan = credit_overlap(program, plan, prices, request.training, request.schedules)
-    plan = with_memory(program, plan, request.training, request.schedules, request.memory_factor)
+    plan = credit_overlap(program, plan, prices, request.training, request.schedules, facts)
+    plan = with_memory(program, plan, request.training, request.schedules, request.memory_factor, facts)
     return replace(plan, memory_error=request.memory_error)
 
 
@@ -126,7 +137,7 @@ class _Draw:
             task = self.staged.setting.task
             assert task.request.schedules is not None
             plan = assemble_staged(self.staged, task.request.schedules)
-        return Final(simulated(task.program, plan, task.prices, task.request), task.notes)
+        return Final(simulated(task.program, plan, task.prices, task.request, task.facts), task.notes)
 
 
 def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:

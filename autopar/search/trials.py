@@ -23,6 +23,7 @@ from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths, 
 from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
 from autopar.search.layer_cost import SharedStorage, is_differentiable
+from autopar.search.layer_facts import LayerFacts
 from autopar.search.meshes import mesh_shapes
 from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
@@ -64,6 +65,7 @@ class Task:
         self.num_groups = num_groups
         self.notes: list[str] = []
         self.settled: dict[int, LayerDemands] = {}
+        self.facts = LayerFacts()
 
     @property
     def pipeline_axis(self) -> Axis:
@@ -286,7 +288,7 @@ def make_setting(
     """The setting, or None as `make_trial`."""
     scene = Scene(
         task.program, task.prices, task.request.training, count, factors, shared, task.memory_price_s_per_byte,
-        min(count, task.num_groups),
+        min(count, task.num_groups), task.facts,
     )  # fmt: skip
     by_class = {first: _class_candidates(task, scene, first, cache) for first in dict.fromkeys(task.classes)}
     if not all(by_class.values()):

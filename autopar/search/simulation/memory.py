@@ -31,9 +31,10 @@ from autopar.placement import local_shape
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource
+from autopar.search.layer_facts import LayerFacts
 from autopar.search.layer_holdings import Holdings, layer_holdings
 from autopar.search.liveness import input_key
-from autopar.search.placed import SharedStorage, place
+from autopar.search.placed import SharedStorage
 from autopar.search.training import TrainingSpec
 from autopar.timeline import Event, MemoryPoint
 
@@ -55,7 +56,12 @@ class Moment(NamedTuple):
 
 
 def step_memory(
-    program: Program, plan: Plan, training: TrainingSpec, schedules: ScheduleSource | None, overhead_bytes: float = 0.0
+    program: Program,
+    plan: Plan,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    overhead_bytes: float = 0.0,
+    facts: LayerFacts | None = None,
 ) -> tuple[tuple[Moment, ...], ...]:
     """Per device group, the moments of one step in order.
 
@@ -65,8 +71,9 @@ def step_memory(
         training: how it is trained.
         schedules: where action lists come from; needed for a plan with stages.
         overhead_bytes: of communicators and allocator, all the time.
+        facts: those of a search with the same arguments.
     """
-    known = _Known(program, plan, training)
+    known = _Known(program, plan, training, facts or LayerFacts())
     if plan.stages:
         assert schedules is not None
         actions = schedules(plan.schedule, plan.num_groups, len(plan.stages), plan.num_microbatches)
@@ -85,10 +92,16 @@ def peak_bytes(memory: Iterable[Moment]) -> float:
 
 
 def with_memory(
-    program: Program, plan: Plan, training: TrainingSpec, schedules: ScheduleSource | None, factor: float = 1.0
+    program: Program,
+    plan: Plan,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    factor: float = 1.0,
+    facts: LayerFacts | None = None,
 ) -> Plan:
     """`plan` with the peaks of its walk, `factor` times: what real steps took more than was predicted."""
-    peaks = [factor * peak_bytes(moments) for moments in step_memory(program, plan, training, schedules)]
+    walks = step_memory(program, plan, training, schedules, facts=facts)
+    peaks = [factor * peak_bytes(moments) for moments in walks]
     stages = tuple(replace(stage, peak_memory_bytes=peaks[stage.group]) for stage in plan.stages)
     return replace(plan, peak_memory_bytes=max(peaks), stages=stages)
 
@@ -96,7 +109,7 @@ def with_memory(
 class _Known:
     """What all groups share: the layers' holdings, and how values cross from layer to layer."""
 
-    def __init__(self, program: Program, plan: Plan, training: TrainingSpec) -> None:
+    def __init__(self, program: Program, plan: Plan, training: TrainingSpec, facts: LayerFacts) -> None:
         self.program, self.plan, self.training = program, plan, training
         values = {name: value for value, name in program.parameters.items()}
         self.shared: SharedStorage = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
@@ -109,8 +122,11 @@ class _Known:
             key = layer.kind, planned.strategy, tuple(name in self.shared for name in layer.held)
             if key not in found:
                 first = layer if layer is program.kinds[layer.kind] else program.kinds[layer.kind]
-                placed = place(program, first, plan.strategies[planned.strategy], plan.num_microbatches, self.shared)
-                found[key] = layer_holdings(placed, training)
+                strategy = plan.strategies[planned.strategy]
+                found[key] = facts.find(
+                    "holdings", program, first, strategy, plan.num_microbatches, self.shared,
+                    lambda placed: layer_holdings(placed, training),
+                )  # fmt: skip
             self.holdings.append(found[key])
         self.producer: dict[str, tuple[int, int]] = {}
         self.last_reader: dict[str, int] = {}

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource, StageTimes, Timeline, simulate_schedule
+from autopar.search.layer_facts import LayerFacts
 from autopar.search.prices import Prices
 from autopar.search.simulation.memory import step_memory, timed_memory
 from autopar.search.simulation.steps import StepWork, step_work
@@ -50,6 +51,7 @@ def simulate_step(
     *,
     detail: str = "",
     overhead_bytes: float = 0.0,
+    facts: LayerFacts | None = None,
 ) -> StepTimeline:
     """One training step by `plan`, as it is expected to pass.
 
@@ -63,18 +65,19 @@ def simulate_step(
             stage computes for one microbatch, one for all its collectives, one for each transfer.  ``"none"``: no
             events, only the seconds.  ``""``: layers, as long as these are at most `MAX_EVENTS` events.
         overhead_bytes: what communicators and the allocator take of a device, beside what the plan may use.
+        facts: those of a search with the same arguments.
 
     Returns:
         The step's seconds, the same for every `detail`; the events and the memory of every device group.
     """
-    simulation = _Simulation(step_work(program, plan, prices, training, schedules))
+    simulation = _Simulation(step_work(program, plan, prices, training, schedules, facts))
     step_s = simulation.run()
     if not detail:
         detail = "layers" if simulation.num_events <= MAX_EVENTS else "actions"
     events = () if detail == "none" else tuple(simulation.events(by_action=detail == "actions"))
     if not events:
         return StepTimeline(step_s, ())
-    memory = step_memory(program, plan, training, schedules, overhead_bytes)
+    memory = step_memory(program, plan, training, schedules, overhead_bytes, facts)
     return StepTimeline(
         step_s, events, timed_memory(memory, events, step_s), plan.memory_limit_bytes + overhead_bytes
     )  # fmt: skip

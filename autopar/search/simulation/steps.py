@@ -13,7 +13,7 @@ from autopar.search.assembly import shared_costs
 from autopar.search.candidates import Scene
 from autopar.search.crossings import find_crossings
 from autopar.search.layer_cost import PricedCollective, SharedStorage, TrainingSpec, optimizer_s
-from autopar.search.placed import place
+from autopar.search.layer_facts import LayerFacts
 from autopar.search.plan_collectives import (
     crossing_collectives,
     own_strategy,
@@ -67,10 +67,15 @@ class StepWork:
 
 
 def step_work(
-    program: Program, plan: Plan, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
+    program: Program,
+    plan: Plan,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    facts: LayerFacts | None = None,
 ) -> StepWork:
     """The work of `plan`, by the plan's own decisions."""
-    maker = _Maker(program, plan, prices, training)
+    maker = _Maker(program, plan, prices, training, facts or LayerFacts())
     count, groups = plan.num_microbatches, tuple(stage.group for stage in plan.stages) or (0,)
     ranges = tuple(range(stage.start, stage.stop) for stage in plan.stages) or (range(len(plan.layers)),)
     if plan.stages:
@@ -112,7 +117,8 @@ def step_work(
 class _Maker:
     """Makes the parts of a `StepWork`."""
 
-    def __init__(self, program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> None:
+    def __init__(self, program: Program, plan: Plan, prices: Prices, training: TrainingSpec, facts: LayerFacts) -> None:
+        self.facts = facts
         self.program = program
         self.plan = plan
         self.prices = prices
@@ -214,7 +220,11 @@ class _Maker:
         key = (layer.kind, self.plan.layers[index].strategy, *(self.shared.get(name) for name in layer.held))
         if key not in self._known:
             own: LayerStrategy = own_strategy(self.program, layer, strategy)
-            placed = place(self.program, layer, own, self.count, self.shared)
-            work = layer_work(placed, self.prices, self.training)
-            self._known[key] = layer, work, optimizer_s(placed, self.prices, self.training)
+            work, seconds = self.facts.find(
+                "work", self.program, layer, own, self.count, self.shared,
+                lambda placed: (
+                    layer_work(placed, self.prices, self.training), optimizer_s(placed, self.prices, self.training)
+                ),
+            )  # fmt: skip
+            self._known[key] = layer, work, seconds
         return self._known[key]
