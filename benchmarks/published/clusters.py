@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost import ClusterPrices
-from benchmarks.published.calibration import Calibration
+from benchmarks.published.calibration import OF_INFINIBAND, Calibration
 from benchmarks.published.runs import Run, UnpricedRowError
 
 __all__ = ["preset_of", "prices_of"]
 
+# Four of them on a board, GH200 too: each pair has NVLink wires of its own, without a switch (NVIDIA's descriptions of
+# HGX A100 4-GPU and HGX H100 4-GPU).
+_WITHOUT_SWITCH = ("a100-40gb", "a100-80gb", "h100", "h200", "h100-500w")
 _RACK_DEVICES = 64  # of the 72 that share NVLink in an NVL72 rack, jobs of a power of two use so many
 
 
@@ -96,6 +99,8 @@ def prices_of(run: Run, calibration: Calibration) -> ClusterPrices:
     if share != 1.0:
         fraction = (fraction or Cluster.of(kind.preset).device.sustained_fraction) * share
     ring = calibration.omni_path if "omni-path" in run.interconnect.lower() else 1.0
+    if _ON_ETHERNET.search(run.interconnect.lower()) and "EFA" not in Cluster.of(kind.preset).between.name:
+        ring *= OF_INFINIBAND
     per_node = _RACK_DEVICES if re.search(r"nvl ?72", run.gpu.lower()) else run.devices_per_node
     num_nodes = max(1, math.ceil(run.num_devices / per_node))
     gigabits = _gigabits_per_device(run.interconnect, run.devices_per_node, kind.nic_gbits)
@@ -145,7 +150,9 @@ def _prices(key: _Key) -> ClusterPrices:
         flops_per_s={dtype: rate * kind.rate for dtype, rate in device.flops_per_s.items()},
     )
     within = cluster.within if isinstance(kind.within, str) else _times(cluster.within, kind.within)
-    between = _scaled(cluster.between, key.gigabits, key.ring) if key.gigabits else cluster.between
+    if key.per_node == 4 and kind.preset in _WITHOUT_SWITCH and not isinstance(kind.within, str):
+        within = replace(within, is_mesh=True, all_reduce_bytes_per_s=within.gather_bytes_per_s)
+    between = _scaled(cluster.between, key.gigabits, key.ring)
     return ClusterPrices(replace(cluster, device=device, within=within, between=between))
 
 
@@ -157,6 +164,7 @@ def _in_four_bits(device: Device) -> Device:
     return replace(device, flops_per_s={**device.flops_per_s, "float8_e4m3fn": peak})
 
 
+_ON_ETHERNET = re.compile(r"^(?!.*(infiniband|\bib\b|omni)).*(roce|rdma|efa\b|slingshot|ethernet)")
 _NAMED_RATES = {"xdr": 800.0, "ndr": 400.0, "hdr": 200.0, "edr": 100.0}
 
 
@@ -204,8 +212,8 @@ def _times(link: Link, scale: float) -> Link:
 
 
 def _scaled(link: Link, gigabits: float, ring: float) -> Link:
-    """`link` at another nominal rate: the same part of it is reached, by collectives only `ring` of that."""
+    """`link` at another nominal rate (0: its own): the same part is reached, by collectives only `ring` of that."""
     nominal = 50e9 if link.all_reduce_bytes_per_s > 30e9 else 25e9
-    scale = gigabits / 8 * 1e9 / nominal
+    scale = gigabits / 8 * 1e9 / nominal if gigabits else 1.0
     slower = _times(link, scale * ring)
     return replace(slower, exchange_bytes_per_s=link.exchange_bytes_per_s * scale)

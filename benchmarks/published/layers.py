@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from autopar.cost import ClusterPrices
 from autopar.program import Op, Ref, TensorType
-from benchmarks.published.calibration import Calibration
+from benchmarks.published.calibration import QUANTISING_S, Calibration
 from benchmarks.published.runs import Run, UnpricedRowError
 from benchmarks.published.stacks import Stack
 
@@ -141,7 +141,7 @@ class Pricer:
         is_current = in_blocks or re.search("tensor|cs|float8", self.precision) is not None
         x, twice = _type(self.dtype, rows, width), _type(self.dtype, 2, rows, width)
         written = _type("float8_e4m3fn", 2, rows, width)
-        seconds = self.prices.op_s(_CAST, (twice if is_current else x,), (written,), False).forward_s
+        seconds = self.prices.op_s(_CAST, (twice if is_current else x,), (written,), False).forward_s + QUANTISING_S
         return seconds + (self.prices.op_s(_CAST, (x,), (x,), False).forward_s if in_blocks else 0.0)
 
     def _elementwise(self, op: Op, rows: int, width: int, num_operands: int = 1) -> list[Piece]:
@@ -185,15 +185,17 @@ class Pricer:
         ]
 
     def _feed_forward(self) -> list[Piece]:
-        """With experts, their products on this device's share of the tokens, which are sorted there and back."""
+        """With experts, a product for each that is here, on its part of the tokens; those are sorted there and back."""
         run = self.run
         tokens, width = self.tokens * run.routed[0], run.ffn // run.tensor
         sorting = self._elementwise(_ACTIVATION, tokens, run.hidden) if run.routed[1] > 1 else []
         gate = self._elementwise(_GATE, tokens, width, 2) * (1 if self.stack.fuses else 2)
+        here = max(1, run.routed[1] // run.experts)
+        each = max(1, tokens // here)
         return [
             *sorting,
-            *self._linear("up", tokens, run.hidden, width * (2 if run.is_gated else 1)),
+            *self._linear("up", each, run.hidden, width * (2 if run.is_gated else 1)) * here,
             *(gate if run.is_gated else self._elementwise(_ACTIVATION, tokens, width)),
-            *self._linear("down", tokens, width, run.hidden),
+            *self._linear("down", each, width, run.hidden) * here,
             *sorting,
         ]

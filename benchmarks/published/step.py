@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from autopar.cost.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 from autopar.placement import Axis
-from benchmarks.published.calibration import CALIBRATED, Calibration
+from benchmarks.published.calibration import BETWEEN_STEPS_S, CALIBRATED, Calibration
 from benchmarks.published.clusters import prices_of
 from benchmarks.published.layers import Pricer
 from benchmarks.published.recomputation import recomputed_s
@@ -66,7 +66,7 @@ class _Step:
             computed_s = self.run.num_microbatches * self._sharded_s(layer, head_s)
         else:
             computed_s = self._stages_s(layer, head_s) + self._gradients_s(layer)
-        return computed_s + self._summing_s() + self._optimizer_s()
+        return computed_s + self._summing_s() + self._optimizer_s() + self._gap_s()
 
     def _collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
         return self.prices.collective_s(kind, axis, num_bytes) if axis.size > 1 else 0.0
@@ -180,6 +180,10 @@ class _Step:
 
     def _optimizer_s(self) -> float:
         return self.prices.optimizer_s(self.parameters_here / self.shard.size, self.stack.state_bytes)
+
+    def _gap_s(self) -> float:
+        """Between two steps, ranks of several nodes wait for the last of them: for norm and loss, and for the batch."""
+        return BETWEEN_STEPS_S if self.run.num_devices > self.run.devices_per_node else 0.0
 
 
 def _layers_of_stages(num_layers: int, num_stages: int, num_rounds: int) -> list[int]:

@@ -155,6 +155,8 @@ _NEMO = _MEGATRON | {"source": "NeMo 24.09", "tp": "1", "pp": "1", "dp": "128", 
         (_NEMO | {"attention": "cuDNN"}, _NEMO | {"attention": "cuDNN fused/flash (TE)"}),
         ({"precision": "pure bf16"}, {"precision": "pure bf16, gradients reduced in fp32"}),
         ({"precision": "pure bf16, gradients reduced in fp32"}, {}),
+        ({"interconnect": "8x400 Gb/s InfiniBand per node"}, {"interconnect": "8x400 Gb/s RoCE per node"}),
+        (_MEGATRON | {"tp": "2", "dp": "32"}, _MEGATRON | {"tp": "2", "dp": "32", "gpus_per_node": "4"}),  # no switch
     ],
 )
 def test_what_rows_say_of_their_stack(tmp_path, quick, slow):
