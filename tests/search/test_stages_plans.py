@@ -13,7 +13,7 @@ from autopar.lower.schedules import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import LayerCost, Plan, Stage
 from autopar.program import Layer, Program
-from autopar.schedule import peak_held
+from autopar.schedule import SCHEDULES, peak_held
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
 from autopar.search.stages.prediction import pipeline_step_s
 from tests.search.across_programs import decoder_model
@@ -93,6 +93,26 @@ def test_what_is_demanded_is_done() -> None:
     named = run(model(), "cuts=blocks.1,blocks.3,head", "pipeline=4")
     assert [stage.start for stage in named.stages] == [0, 2, 4, 5]
     assert not run(model(), "pipeline=1").stages
+
+
+@pytest.mark.parametrize("crowding", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("constraints", "schedules"),
+    [
+        (("pipeline=2", "microbatches=2"), SCHEDULES),
+        (("pipeline=4",), ("gpipe", "1f1b", "interleaved_zero_bubble")),
+    ],
+    ids=str,
+)
+def test_no_schedule_is_faster_than_the_chosen_one(
+    constraints: tuple[str, ...], schedules: tuple[str, ...], crowding: float
+) -> None:
+    prices = replace(PRICES, crowding=crowding)
+    request = SearchRequest(max_microbatches=4, schedules=schedule_actions)
+    chosen = search(model(5), 4, prices, replace(request, constraints=constraints))
+    for schedule in schedules:
+        forced = replace(request, constraints=(*constraints, f"schedule={schedule}"))
+        assert chosen.step_time_s <= 1.001 * search(model(5), 4, prices, forced).step_time_s, schedule
 
 
 def test_a_mesh_is_that_of_one_group() -> None:

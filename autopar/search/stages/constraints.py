@@ -59,8 +59,7 @@ class PipelineDemands:
             if self.schedule and schedule != self.schedule:
                 continue
             for stages in (self.stages,) if self.stages else range(groups, (_MAX_ROUNDS + 1) * groups, groups):
-                fits = stages <= num_layers and not schedule_problem(schedule, groups, stages, num_microbatches)
-                if fits and not (schedule == "interleaved_zero_bubble" and stages == groups and not self.schedule):
+                if stages <= num_layers and not schedule_problem(schedule, groups, stages, num_microbatches):
                     yield Shape(schedule, groups, stages, num_microbatches)
 
 
