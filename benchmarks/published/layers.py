@@ -157,7 +157,7 @@ class Pricer:
 
     def _norm(self) -> list[Piece]:
         """Layer norm is one kernel everywhere; root mean square norm, with gated models, is written out in float32."""
-        if self.run.is_gated:
+        if self.run.is_gated and not self.stack.fuses_norms:
             return self._in_single(_NORM, self.local_tokens, self.run.hidden, 4)
         return self._elementwise(_NORM, self.local_tokens, self.run.hidden)
 

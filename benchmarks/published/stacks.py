@@ -20,6 +20,7 @@ class Stack:
         since: the first year of its rows.
         source: where its habits are known from.
         fuses: chains of elementwise ops are one kernel each (a compiler, or fused layers written by hand).
+        fuses_norms: norms are one kernel each, even where other chains aren't.
         attention: ``"new"`` kernels written for the newest devices (cuDNN), ``"flash2"``, or ``"flash1"``, which takes
             twice as long as flash2 (abstract of FlashAttention-2, arXiv:2307.08691).
         overlaps_data: gradients are reduced, and parameters gathered, beside compute.
@@ -43,6 +44,7 @@ class Stack:
     source: str
     since: int = 0
     fuses: bool = True
+    fuses_norms: bool = False
     attention: str = "flash2"
     overlaps_data: bool = True
     hides_tensor: bool = False
@@ -110,8 +112,9 @@ _STACKS = (
             source="conf/config.yaml of NeMo-Megatron-Launcher switches cuDNN's attention off (NVTE_FUSED_ATTN: 0); "
             "Megatron's loss, fused by default since September 2024"),
     _MEGATRON_CORE,
-    replace(_MEGATRON_CORE, name="megatron of 2023", since=2023, attention="flash2", fuses=False,
-            source="as later, but transformer-impl was local by default: flash-attn; rotary, RMS norm by single ops"),
+    replace(_MEGATRON_CORE, name="megatron of 2023", since=2023, attention="flash2", fuses=False, overlaps_data=False,
+            source="as later, but transformer-impl was local by default: flash-attn; rotary, RMS norm by single ops; "
+            "overlap-grad-reduce was new, and off unless asked for (MegaScale's Table 3 counts it as its own gain)"),
     Stack("internevo", "InternEvo|InternLM", "InternEvo's hybrid_zero_optim.py: each rank broadcasts what it updated",
           fuses=False, broadcasts=True),
     replace(_MEGATRON, name="deepspeed", pattern="SC21.*ZeRO-3", gathers_apart=12, splits_sends=False,
@@ -134,19 +137,36 @@ def stack_of(run: Run) -> Stack:
         found = replace(_TORCH, name="other", source="none: taken as torch's own", fuses=False)
     if found.name in ("torch", "fms-fsdp", "automodel", "other"):
         found = replace(found, fuses=run.is_compiled)
-    if "triton" in run.attention:  # or flash attention, at a time when both were as fast as flash1
-        found = replace(found, attention="flash1")
+    return _in_precision_of(run, _with_kernels_of(run, _overlapped_as(run, found)))
+
+
+def _with_kernels_of(run: Run, stack: Stack) -> Stack:
+    if re.search(r"rms[ _-]?(norm)?[ _-]?kernel|fused[ _-]rms", run.notes.lower()):
+        stack = replace(stack, fuses_norms=True)
     # "fused/flash" is either: Transformer Engine has both.
     if re.search("cudnn(?!.*fused/flash)|flash ?attention ?-?3|fa3", run.attention):
-        found = replace(found, attention="new")
-    if found.widens_gradients and run.dtype == "bfloat16":
-        found = replace(found, gradient_bytes=4, sums_bytes=found.sums_bytes + 4)
-    if re.search(r"(not|never|no|without) overlap", f"{run.zero}; {run.notes}".lower()):
-        found = replace(found, overlaps_data=False)
-    if "pure" in run.precision.lower():  # parameters, gradients and states in 16 bits
-        found = replace(found, state_bytes=found.state_bytes / 2)
-        if not re.search(r"reduc\w+ in (fp|float)32", run.precision.lower()):
-            found = replace(found, gradient_bytes=2, copied_bytes=8.0)
-    if "fp32 grad" in run.precision.lower():
-        found = replace(found, sums_bytes=10.0)
-    return found
+        return replace(stack, attention="new")
+    # Triton's, or flash attention, at a time when both were as fast as flash1.
+    if re.search(r"triton|flash[ _-]?attention[ _-]?v?1\b", run.attention):
+        return replace(stack, attention="flash1")
+    return stack
+
+
+def _overlapped_as(run: Run, stack: Stack) -> Stack:
+    said = f"{run.zero}; {run.notes}".lower()
+    if re.search(r"(not|never|no|without) overlap", said):
+        return replace(stack, overlaps_data=False)
+    if re.search(r"overlapped(?! (with|by))|overlap[ -]grad", said):
+        return replace(stack, overlaps_data=True)
+    return stack
+
+
+def _in_precision_of(run: Run, stack: Stack) -> Stack:
+    precision = run.precision.lower()
+    if stack.widens_gradients and run.dtype == "bfloat16":
+        stack = replace(stack, gradient_bytes=4, sums_bytes=stack.sums_bytes + 4)
+    if "pure" in precision:  # parameters, gradients and states in 16 bits
+        stack = replace(stack, state_bytes=stack.state_bytes / 2)
+        if not re.search(r"reduc\w+ in (fp|float)32", precision):
+            stack = replace(stack, gradient_bytes=2, copied_bytes=8.0)
+    return replace(stack, sums_bytes=10.0) if "fp32 grad" in precision else stack

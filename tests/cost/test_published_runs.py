@@ -19,7 +19,7 @@ PRICED = price_rows(TABLE)
 
 def test_all_rows_within_a_few_percent():
     assert (len(PRICED.outcomes), PRICED.skipped) == (374, [])
-    assert PRICED.mean_absolute_error < 0.06  # 4.9 %
+    assert PRICED.mean_absolute_error < 0.06  # 4.6 %
 
 
 # Mean absolute error that each source and each kind of GPU stays under; about twice of what was reached.
@@ -48,12 +48,12 @@ def test_each_gpu(gpu):
 def test_sources_that_nothing_was_fitted_to():
     held = [outcome for group in hold_out(PRICED.outcomes).values() for outcome in group]
     assert len(held) == len(PRICED.outcomes)
-    assert mean_absolute(held) < 0.08  # 6.9 %
+    assert mean_absolute(held) < 0.08  # 6.2 %
 
 
 @pytest.mark.parametrize(
     ("name", "count", "bound"),
-    [("first", 408, 0.065), ("second", 134, 0.13)],  # 6.8 % and 18.9 % as found, 6.1 % and 12.3 % since
+    [("first", 408, 0.065), ("second", 134, 0.12), ("third", 67, 0.135)],  # 5.9, 11.0 and 12.7 % since they were found
 )
 def test_runs_that_were_read_after_the_constants_were_fitted(name, count, bound):
     unseen = price_rows(TABLE.parent / "unseen" / f"{name}.csv")
@@ -149,6 +149,9 @@ _NEMO = _MEGATRON | {"source": "NeMo 24.09", "tp": "1", "pp": "1", "dp": "128", 
     [
         (_MEGATRON | {"notes": "tp-comm-overlap on"}, _MEGATRON),
         (_MEGATRON, _MEGATRON | {"notes": "gradients not overlapped"}),
+        (_MEGATRON | {"year": "2023", "notes": "overlapped gradients"}, _MEGATRON | {"year": "2023"}),
+        ({"compile": "n", "notes": "RMS kernel"}, {"compile": "n"}),
+        (_NEMO | {"attention": "flash attention 2"}, _NEMO | {"attention": "flash attention 1.0.8"}),
         (_MEGATRON | {"precision": "fp16"}, _MEGATRON),  # gradients of bf16 are reduced in float32
         (_MEGATRON, _MEGATRON | {"year": "2023"}),
         (_NEMO | {"year": "2025"}, _NEMO),  # without cuDNN's attention before
