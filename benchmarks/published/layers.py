@@ -179,9 +179,23 @@ class Pricer:
         square = _type(self.dtype, batch, run.length, run.length)
         return [
             self._priced("attention", _BMM, (query, keys), square),
-            self._priced("attention", _SOFTMAX, (square,), square),
-            self._priced("attention", _DROPOUT, (square,), square),
+            *self._probabilities(square),
             self._priced("attention", _BMM, (square, query), query),
+        ]
+
+    def _probabilities(self, scores: TensorType) -> list[Piece]:
+        """Fused, scale and mask belong to the softmax; else they are kernels, and autocast has it in float32."""
+        if self.stack.fuses:
+            return [self._priced("attention", op, (scores,), scores) for op in (_SOFTMAX, _DROPOUT)]
+        single = _type("float32", *scores.shape)
+        scaled, masked = [self._priced("attention", _CAST, (scores,), scores)] * 2
+        return [
+            scaled,
+            masked,
+            self._priced("attention", _CAST, (scores,), single),
+            self._priced("attention", _SOFTMAX, (single,), single),
+            self._priced("attention", _DROPOUT, (single,), single),
+            self._priced("attention", _CAST, (single,), scores),
         ]
 
     def _feed_forward(self) -> list[Piece]:

@@ -151,6 +151,7 @@ _NEMO = _MEGATRON | {"source": "NeMo 24.09", "tp": "1", "pp": "1", "dp": "128", 
         (_MEGATRON, _MEGATRON | {"notes": "gradients not overlapped"}),
         (_MEGATRON | {"year": "2023", "notes": "overlapped gradients"}, _MEGATRON | {"year": "2023"}),
         ({"compile": "n", "notes": "RMS kernel"}, {"compile": "n"}),
+        ({"compile": "n"}, {"compile": "n", "attention": "unfused"}),
         (_NEMO | {"attention": "flash attention 2"}, _NEMO | {"attention": "flash attention 1.0.8"}),
         (_MEGATRON | {"precision": "fp16"}, _MEGATRON),  # gradients of bf16 are reduced in float32
         (_MEGATRON, _MEGATRON | {"year": "2023"}),
