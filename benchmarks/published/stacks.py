@@ -154,7 +154,7 @@ def _with_kernels_of(run: Run, stack: Stack) -> Stack:
 
 def _overlapped_as(run: Run, stack: Stack) -> Stack:
     said = f"{run.zero}; {run.notes}".lower()
-    if re.search(r"(not|never|no|without) overlap", said):
+    if re.search(r"(not|never|no|without)( \w+)? overlap", said):
         return replace(stack, overlaps_data=False)
     if re.search(r"overlapped(?! (with|by))|overlap[ -]grad", said):
         return replace(stack, overlaps_data=True)
