@@ -4,13 +4,14 @@ A search minimises sums of seconds; what communication hides beside compute is o
 Everything without stages that may turn out fastest is: the paths that no other beats in memory and seconds, be it their
 sum or what is left of it by estimate (`hiding`).  Which ones
 these are doesn't depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
-at does depend on it; of them those with the least sums are simulated, a few where that takes no time.
+at does depend on it; of them those with the least sums are simulated: the best of each of a few numbers of device
+groups and microbatches, where that takes no time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
@@ -24,6 +25,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.simulation import simulate_step
 from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_staged
+from autopar.search.stages.constraints import Shape
 from autopar.search.stages.estimates import num_actions
 from autopar.search.stages.prediction import pipeline_step_s
 from autopar.search.stages.solve import Found, Staged
@@ -34,8 +36,8 @@ __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 
 _NOTHING = 1e-12  # share of the step: less is rounding
 _PIPELINES = 3  # that are simulated, where that takes no time
+_DOUBT = 1.15  # prices may be so far off: who times layers wants those of pipelines that seem slower, too
 _SMALL = 6000  # actions of such a pipeline
-_CROWDED = 16  # pipelines whose schedules are looked at again if their groups share cores
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,17 +96,18 @@ def best_final(
     best: Final | None = None
     too_large: list[float] = []
     allowed_bytes = (limit_bytes + batch_bytes) * request.memory_factor
-    num_pipelines = 0
+    settings: set[tuple[int, int]] = set()
     flats = list(_flat_draws(trials, limit_bytes))
     draws = [*flats, *_pipeline_draws(found, limit_bytes)]
     for draw in sorted(draws, key=lambda draw: draw.visible_s):
-        is_late = draw.staged is not None and num_pipelines >= (_PIPELINES if _is_small(draw.staged) else 1)
-        if best is None or (draw.least_s <= best.plan.step_time_s and not is_late):
+        doubt = _DOUBT if draw.staged is not None and request.on_final is not None else 1.0
+        if best is None or (draw.least_s <= doubt * best.plan.step_time_s and not _is_late(draw.staged, settings)):
             final = draw.simulate()
             if final.plan.peak_memory_bytes > allowed_bytes:
                 too_large.append(final.plan.peak_memory_bytes)
                 continue
-            num_pipelines += draw.staged is not None
+            if draw.staged is not None:
+                settings.add(_setting_of(draw.staged))
             if request.on_final is not None:
                 request.on_final(final.plan)
             best = final if best is None or final.order < best.order else best
@@ -159,25 +162,39 @@ def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float
 
 def _pipeline_draws(found: Found | None, limit_bytes: float) -> Iterator[_Draw]:
     fitting = [staged for staged in found.simulated if staged.peak_bytes <= limit_bytes] if found else []
-    for number, staged in enumerate(sorted(fitting, key=lambda staged: staged.step_s)):
+    shares: dict[Shape, float] = {}
+    for staged in sorted(fitting, key=lambda staged: staged.step_s):
+        if staged.shape not in shares:
+            shares[staged.shape] = _crowded_share(staged)
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
-        step_s = _crowded_s(staged) if number < _CROWDED and _is_small(staged) else staged.step_s
+        step_s = staged.step_s * shares[staged.shape]
         yield _Draw(step_s - sum(cost.parameter_comm_s for cost in costs), step_s, None, 0, staged)
+
+
+def _setting_of(staged: Staged) -> tuple[int, int]:
+    return staged.shape.num_groups, staged.shape.num_microbatches
+
+
+def _is_late(staged: Staged | None, settings: Set[tuple[int, int]]) -> bool:
+    """Whether enough pipelines were simulated, which have these settings."""
+    if staged is None:
+        return False
+    return _setting_of(staged) in settings or len(settings) >= (_PIPELINES if _is_small(staged) else 1)
 
 
 def _is_small(staged: Staged) -> bool:
     return num_actions(staged.shape) <= _SMALL
 
 
-def _crowded_s(staged: Staged) -> float:
-    """The pipeline's seconds, where groups that share cores go on faster while others wait."""
+def _crowded_share(staged: Staged) -> float:
+    """What is left of the pipeline's seconds where groups that share cores go on faster while others wait."""
     task = staged.setting.task
-    if task.prices.crowding <= 1.0:
-        return staged.step_s
+    if task.prices.crowding <= 1.0 or not _is_small(staged):
+        return 1.0
     assert task.request.schedules is not None
     shape = staged.shape
     actions = task.request.schedules(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
-    return pipeline_step_s(actions, staged.stages, task.prices.crowding)
+    return pipeline_step_s(actions, staged.stages, task.prices.crowding) / staged.step_s
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:
