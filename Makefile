@@ -44,11 +44,11 @@ unit: $(READY)
 slow: $(READY)
 	$(PYTEST) -m slow
 
-# The fast part, linters beside tests: under three minutes.
+# The fast part, linters beside tests. The aim is three minutes.
 check: $(READY)
 	$(MAKE) --jobs 2 lint unit
 
-# Everything: under twenty minutes on two cores.
+# Everything. The aim is twenty minutes on two cores.
 test:
 	$(MAKE) check
 	$(MAKE) slow
