@@ -26,7 +26,7 @@ from autopar.search.simulation import simulate_step
 from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_staged
 from autopar.search.stages.constraints import Shape
-from autopar.search.stages.estimates import num_actions
+from autopar.search.stages.estimates import is_small
 from autopar.search.stages.prediction import pipeline_step_s
 from autopar.search.stages.solve import Found, Staged
 from autopar.search.training import TrainingSpec
@@ -37,7 +37,6 @@ __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 _NOTHING = 1e-12  # share of the step: less is rounding
 _PIPELINES = 3  # that are simulated, where that takes no time
 _DOUBT = 1.15  # prices may be so far off: who times layers wants those of pipelines that seem slower, too
-_SMALL = 6000  # actions of such a pipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,17 +178,13 @@ def _is_late(staged: Staged | None, settings: Set[tuple[int, int]]) -> bool:
     """Whether enough pipelines were simulated, which have these settings."""
     if staged is None:
         return False
-    return _setting_of(staged) in settings or len(settings) >= (_PIPELINES if _is_small(staged) else 1)
-
-
-def _is_small(staged: Staged) -> bool:
-    return num_actions(staged.shape) <= _SMALL
+    return _setting_of(staged) in settings or len(settings) >= (_PIPELINES if is_small(staged.shape) else 1)
 
 
 def _crowded_share(staged: Staged) -> float:
     """What is left of the pipeline's seconds where groups that share cores go on faster while others wait."""
     task = staged.setting.task
-    if task.prices.crowding <= 1.0 or not _is_small(staged):
+    if task.prices.crowding <= 1.0 or not is_small(staged.shape):
         return 1.0
     assert task.request.schedules is not None
     shape = staged.shape

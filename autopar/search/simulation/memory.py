@@ -116,18 +116,13 @@ class _Known:
         self.strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
         self.ranges = tuple(range(s.start, s.stop) for s in plan.stages) or (range(len(plan.layers)),)
         self.groups = tuple(stage.group for stage in plan.stages) or (0,)
-        found: dict[tuple[int, int, tuple[bool, ...]], Holdings] = {}
-        self.holdings: list[Holdings] = []
-        for layer, planned in zip(program.layers, plan.layers, strict=True):
-            key = layer.kind, planned.strategy, tuple(name in self.shared for name in layer.held)
-            if key not in found:
-                first = layer if layer is program.kinds[layer.kind] else program.kinds[layer.kind]
-                strategy = plan.strategies[planned.strategy]
-                found[key] = facts.find(
-                    "holdings", program, first, strategy, plan.num_microbatches, self.shared,
-                    lambda placed: layer_holdings(placed, training),
-                )  # fmt: skip
-            self.holdings.append(found[key])
+        self.holdings: list[Holdings] = [
+            facts.find(
+                "holdings", program, program.kinds[layer.kind], strategy, plan.num_microbatches, self.shared,
+                lambda placed: layer_holdings(placed, training),
+            )
+            for layer, strategy in zip(program.layers, self.strategies, strict=True)
+        ]  # fmt: skip
         self.producer: dict[str, tuple[int, int]] = {}
         self.last_reader: dict[str, int] = {}
         for index, layer in enumerate(program.layers):

@@ -12,7 +12,7 @@ from autopar.plan import Stage
 from autopar.schedule import ScheduleActions
 from autopar.search.stages.constraints import Shape
 
-__all__ = ["count_flights", "estimate_flights", "estimate_s", "fill_share", "num_actions"]
+__all__ = ["count_flights", "estimate_flights", "estimate_s", "fill_share", "is_small"]
 
 
 def count_flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:
@@ -99,6 +99,14 @@ def estimate_s(shape: Shape, stages: Sequence[Stage], in_flight: Sequence[int]) 
     return (shape.num_microbatches - 1) * period + fill_share(shape) * behind + max(once.values())
 
 
-def num_actions(shape: Shape) -> int:
+_SMALL = 6000  # actions
+
+
+def is_small(shape: Shape) -> bool:
+    """Whether simulating the schedule takes next to no time."""
+    return _num_actions(shape) <= _SMALL
+
+
+def _num_actions(shape: Shape) -> int:
     """About how many actions the schedule's lists have."""
     return 6 * shape.num_stages * shape.num_microbatches

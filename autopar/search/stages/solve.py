@@ -18,7 +18,7 @@ from autopar.schedule import ScheduleSource
 from autopar.search.chain import fastest_paths
 from autopar.search.stages.constraints import PipelineDemands, Shape
 from autopar.search.stages.cuts import Cut, Pool, choose_cuts, make_pool
-from autopar.search.stages.estimates import estimate_flights, estimate_s, num_actions
+from autopar.search.stages.estimates import estimate_flights, estimate_s, is_small
 from autopar.search.stages.exact import Exact
 from autopar.search.stages.paths import GroupSolver, Layout
 from autopar.search.stages.prediction import pipeline_step_s
@@ -38,7 +38,6 @@ _FEW_LAYERS = 8
 _FEW_CANDIDATES = 8
 _STEPS_FEW, _STEPS_MANY = 30_000, 300  # of branch and bound, with few candidates and with many
 _WORTH = 1.15  # what seems slower than the fastest by more is not looked at again
-_SMALL = 6000  # actions that are simulated at once
 _SETTLED = 4  # larger schedules that are simulated in the end, if one of them fits
 _DOUBT = 0.05  # how far estimates may be too high
 
@@ -110,7 +109,7 @@ class Found:
 
     def add(self, draft: Draft) -> None:
         """Simulate a draft, now if that takes no time."""
-        if num_actions(draft.shape) <= _SMALL:
+        if is_small(draft.shape):
             self._simulate(draft)
         else:
             self.drafts.append(draft)
@@ -172,13 +171,13 @@ def search_problem(
         cuts += [(cut.seconds, shape, cut) for cut in chosen[:_TRIED_CUTS]]
     least = min((seconds for seconds, _, _ in cuts), default=0.0)
     for seconds, shape, cut in cuts:
-        if seconds <= least * _WORTH or not np.isfinite(seconds) or num_actions(shape) <= _SMALL:
+        if seconds <= least * _WORTH or not np.isfinite(seconds) or is_small(shape):
             in_flight = estimate_flights(shape)
             path = solver.solve(Layout(shape, cut.bounds, in_flight), pools[shape.num_stages].paths[0].tolist())
             stages = measure(small, shape, cut.bounds, path)
             found.add(Draft(setting, small, rows, shape, cut.bounds, path, estimate_s(shape, stages, in_flight)))
     for shape in shapes:
-        if len(problem.tables) <= _FEW_LAYERS and num_actions(shape) <= _SMALL:
+        if len(problem.tables) <= _FEW_LAYERS and is_small(shape):
             _solve_exactly(setting, problem, small, rows, shape, given, found)
 
 
