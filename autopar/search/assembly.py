@@ -20,7 +20,6 @@ from autopar.search.layer_cost import (
     optimizer_s_per_element,
     own_training,
     placed_collectives,
-    placed_cost,
 )
 from autopar.search.layer_memory import ParameterMemory, parameter_memory
 from autopar.search.placed import PlacedLayer
@@ -105,17 +104,12 @@ def boundary_seconds(choice: Choice) -> list[tuple[float, float]]:
 
 
 def layer_costs(choice: Choice) -> list[LayerCost]:
-    """Per layer its cost by `layer_cost`, boundary moves included."""
-    scene = choice.scene
-    known = {
-        id(candidate): scene.find("cost", candidate, lambda placed: placed_cost(placed, scene.prices, scene.training))
-        for candidate in {id(candidate): candidate for candidate in choice.candidates}.values()
-    }
+    """Per layer its candidate's cost (that of `layer_cost`), boundary moves included."""
     costs = [
         replace(
-            known[id(candidate)],
-            activation_comm_s=known[id(candidate)].activation_comm_s + ahead_s + back_s,
-            forward_comm_s=known[id(candidate)].forward_comm_s + ahead_s,
+            candidate.cost,
+            activation_comm_s=candidate.cost.activation_comm_s + ahead_s + back_s,
+            forward_comm_s=candidate.cost.forward_comm_s + ahead_s,
         )
         for candidate, (ahead_s, back_s) in zip(choice.candidates, boundary_seconds(choice), strict=True)
     ]
