@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.cluster import Cluster
-    from autopar.lower.materialize import materialize
+    from autopar.lower.parameters.materialize import materialize
     from autopar.plan import Plan
     from autopar.rules import register_rule
     from autopar.verify import verify
@@ -18,7 +18,7 @@ __all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_ru
 _HOMES = {
     "Cluster": "autopar.cluster",
     "Plan": "autopar.plan",
-    "materialize": "autopar.lower.materialize",
+    "materialize": "autopar.lower.parameters.materialize",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.rules",

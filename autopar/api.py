@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
@@ -24,23 +23,24 @@ from autopar.cost.observed import Corrections, corrections, step_key
 from autopar.cost.profile import ObservedStep
 from autopar.cost.profile_file import update
 from autopar.errors import MeshError, PlanFormatError, ProfileError
-from autopar.fit import check_fit
 from autopar.lower import ParallelModule, lower
-from autopar.lower.agreement import agree, agree_equal, digest_state, share, share_asking
-from autopar.lower.communicator import Communicator, ProcessGroupCommunicator
+from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
+from autopar.lower.communication.consensus import agree, agree_equal, digest_state, share, share_asking
 from autopar.lower.compat import map_leaves
-from autopar.lower.first_steps import StepComparison
-from autopar.lower.materialize import Draws, Initializer, has_meta, record_draws
-from autopar.lower.predictions import Predictions
-from autopar.lower.random import generator_state
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.kernels.random import generator_state
+from autopar.lower.observe.first_steps import StepComparison
+from autopar.lower.observe.predictions import Predictions
+from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.timed_layers import LayerTimer, Measure, search_with_timed_layers
+from autopar.planning.timed_together import LayerAnswers, asking_all
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
-from autopar.search.prices import Prices
-from autopar.search.simulation import simulate_step
-from autopar.timed_layers import LayerTimer, Measure, search_with_timed_layers
-from autopar.timed_together import LayerAnswers, asking_all
+from autopar.step.plan_check import check_fit
+from autopar.step.prices import Prices
+from autopar.step.simulate import simulate_step
 from autopar.trace import (
     LossFunction,
     Traced,

@@ -34,6 +34,7 @@ from autopar.errors import PlanFormatError
 
 __all__ = [
     "BROADCAST",
+    "LOCAL",
     "PARTIAL",
     "REPLICATE",
     "Axis",
@@ -48,6 +49,7 @@ __all__ = [
     "refine_mesh",
     "reshard",
     "shard",
+    "tidy",
 ]
 
 
@@ -275,3 +277,14 @@ def _merge_axes(
             axes.append(axis)
             pairs.append(pair)
     return axes, pairs
+
+
+def tidy(layout: Layout) -> Layout:
+    """The layout in which a value that only the caller reads leaves: as it lies, but whole instead of
+    terms.
+    """
+    return tuple(placement if placement.is_shard else REPLICATE for placement in layout)
+
+
+# Movements inside one device.  They are priced at nothing: what they copy is small beside what they save.
+LOCAL = frozenset({"none", "slice", "pad", "mask"})

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which device group runs which action in which order, and when that is.
 
-The action lists themselves come from torch.distributed.pipelining (`lower/schedules.py` reads them from its schedule
-classes); the search simulates them here and the runtime executes the same lists.  No torch.
+The action lists themselves come from torch.distributed.pipelining (`lower/run/schedules.py` reads them from its
+schedule classes); the search simulates them here and the runtime executes the same lists.  No torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,9 +20,11 @@ __all__ = [
     "Action",
     "ScheduleActions",
     "ScheduleSource",
+    "Shape",
     "Span",
     "StageTimes",
     "Timeline",
+    "count_flights",
     "parse_action",
     "peak_held",
     "schedule_problem",
@@ -69,7 +71,7 @@ def parse_action(text: str) -> Action:
 
 
 class ScheduleSource(Protocol):
-    """Where action lists come from: `autopar.lower.schedules.schedule_actions`, or a test's table."""
+    """Where action lists come from: `autopar.lower.run.schedules.schedule_actions`, or a test's table."""
 
     def __call__(self, schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> ScheduleActions:
         """Per device group, everything that it does in one step, in order."""
@@ -431,3 +433,26 @@ class _Wirer:
         cost = len(_COSTS) * sent.stage + _COSTS[sent.kind]
         self.events.append((_TRANSFER, self.indices[received], link, cost, self.indices[sent]))
         return received
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a pipeline runs, apart from where it is cut."""
+
+    schedule: str
+    num_groups: int
+    num_stages: int
+    num_microbatches: int
+
+
+def count_flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:
+    """Per stage, the most microbatches between their forward and the end of their backward."""
+    held, most = Counter[int](), [0] * num_stages
+    for listed in actions:
+        for action in listed:
+            if action.kind == "F":
+                held[action.stage] += 1
+                most[action.stage] = max(most[action.stage], held[action.stage])
+            elif action.kind in ("B", "W"):
+                held[action.stage] -= 1
+    return tuple(most)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.lower.communicator import Handle, ProcessGroupCommunicator
-from autopar.lower.schedules import StageWork, run_schedule, schedule_actions
+from autopar.lower.communication.communicator import Handle, ProcessGroupCommunicator
+from autopar.lower.run.schedules import StageWork, run_schedule, schedule_actions
 from autopar.placement import Axis
 from autopar.schedule import SCHEDULES, ScheduleActions, StageTimes, simulate_schedule, stage_group
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.lower.communicator import Collective
+from autopar.lower.communication.communicator import Collective
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.layer_cost import PricedCollective
-from autopar.search.plan_collectives import plan_collectives
+from autopar.step.layer_cost import PricedCollective
+from autopar.step.plan_collectives import plan_collectives
 
 __all__ = ["assert_run_equals_priced", "of_groups", "volume_priced", "volume_run"]
 

@@ -16,13 +16,13 @@ from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower import ParallelModule
-from autopar.lower.communicator import Collective
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.communication.communicator import Collective
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
-from autopar.rehearsal import Run, join_runs, keep_double, keep_double_program, run_ranks, run_single, train
 from autopar.search import SearchRequest, search
 from autopar.trace import Traced
 from autopar.verify import VerificationReport, compare
+from autopar.verify.rehearsal import Run, join_runs, keep_double, keep_double_program, run_ranks, run_single, train
 from tests.collectives import assert_run_equals_priced
 from tests.models import make
 

@@ -14,7 +14,7 @@ from autopar.backend.planning import PlannedGraph, plan_graph
 from autopar.backend.running import RunningGraph
 from autopar.backend.session import Session, session_of
 from autopar.backend.storage import with_whole_inputs
-from autopar.lower.agreement import agree
+from autopar.lower.communication.consensus import agree
 
 __all__ = ["CompiledGraph"]
 

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.api import load_plan
-from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.backend.graph import CapturedGraph, make_module
 from autopar.backend.options import Options
 from autopar.backend.session import Session
 from autopar.backend.storage import Stored, stored_parameters
 from autopar.cost import ClusterPrices
 from autopar.errors import BackendError, TraceError
-from autopar.fit import check_fit
-from autopar.lower.agreement import agree, agree_equal, digest_inputs, digest_state, share
+from autopar.lower.communication.consensus import agree, agree_equal, digest_inputs, digest_state, share
 from autopar.placement import REPLICATE, refine_layout
 from autopar.plan import Plan
+from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.program import Program
 from autopar.search import SearchRequest, search
+from autopar.step.plan_check import check_fit
 from autopar.trace import Traced, custom_backwards, frame_of_text, trace
 
 __all__ = ["PlannedGraph", "plan_graph"]

@@ -14,10 +14,10 @@ from autopar.backend.planning import PlannedGraph
 from autopar.backend.session import Session
 from autopar.backend.storage import as_expected
 from autopar.lower.compat import module_tables
-from autopar.lower.execution import Executor
-from autopar.lower.lowering import Executable
-from autopar.lower.random import agree_base_seed
-from autopar.lower.store import ParameterStore, Stored
+from autopar.lower.kernels.random import agree_base_seed
+from autopar.lower.parameters.store import ParameterStore, Stored
+from autopar.lower.run.execution import Executor
+from autopar.lower.run.lowering import Executable
 from autopar.placement import refine_layout, refine_mesh
 from autopar.plan import Plan
 from autopar.program import Program

@@ -14,7 +14,7 @@ from autopar.api import mesh_prices, mesh_ranks
 from autopar.backend.options import Options
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError, BackendError
-from autopar.lower.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.communicator import ProcessGroupCommunicator
 from autopar.lower.compat import open_group
 from autopar.plan import Plan
 

@@ -30,7 +30,7 @@ _OPTIMIZER_KERNELS = 12
 class ClusterPrices:
     """Prices on `cluster`; what `profile` has measured comes from there, the rest from a roofline.
 
-    Satisfies the protocol `autopar.search.prices.Prices`.  The roofline of a matrix product is
+    Satisfies the protocol `autopar.step.prices.Prices`.  The roofline of a matrix product is
     ``launch + max(flops / rate, reads / bandwidth) + writes / bandwidth``: the result is written after the
     last
     product of each tile, which is why products with a short inner dimension stay below the peak.

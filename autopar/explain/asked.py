@@ -6,9 +6,9 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
-from autopar.arguments import read_bytes
 from autopar.cluster import Cluster
 from autopar.errors import QuestionError
+from autopar.planning.arguments import read_bytes
 
 __all__ = ["Asked", "change", "parse_cluster"]
 

@@ -18,14 +18,14 @@ from autopar.explain.asked import Asked
 from autopar.explain.documents import describe_plan
 from autopar.explain.editing import Edit, apply_edits
 from autopar.explain.planner import Answer, Planner
-from autopar.fit import check_fit
 from autopar.lower.compat import leaves_of, map_leaves
-from autopar.lower.materialize import materialize
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.parameters.materialize import materialize
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.search.repricing import reprice
-from autopar.shrinking import shrink_plan
+from autopar.step.plan_check import check_fit
 from autopar.verify import VerificationReport, verify
+from autopar.verify.shrink_plan import shrink_plan
 
 __all__ = ["Checked", "check_plan", "load_plan", "rehearse"]
 

@@ -12,9 +12,9 @@ from autopar.errors import QuestionError
 from autopar.placement import Layout
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.search.placed import place
-from autopar.search.plan_collectives import own_strategy
 from autopar.search.storage import storage_layout
+from autopar.step.local_layer import place
+from autopar.step.plan_collectives import own_strategy
 
 __all__ = ["Edit", "apply_edits", "parse_edit"]
 

@@ -9,7 +9,7 @@ from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
 from autopar.explain.work import certainty
 from autopar.plan import LayerCost, Plan
-from autopar.search.plan_collectives import plan_collectives
+from autopar.step.plan_collectives import plan_collectives
 
 __all__ = ["Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
 

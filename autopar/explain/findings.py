@@ -9,9 +9,9 @@ from autopar.explain.explanation import Explanation
 from autopar.explain.forced import ForcedRow
 from autopar.explain.planner import Answer
 from autopar.explain.sweep import SweepRow
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
-from autopar.search.simulation import simulate_step
+from autopar.step.simulate import simulate_step
 from autopar.timeline import StepTimeline
 
 __all__ = ["Findings"]

@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass, field, replace
 
 from autopar.api import trace_model
-from autopar.arguments import read_bytes, read_dtype, training_spec
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.observed import corrections
 from autopar.errors import QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.targets import ModelTarget, load_target
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.program import Program
 from autopar.search import Considered, SearchRequest, TrainingSpec, search
 from autopar.search.considered import considered_plan

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from autopar.cost.work import Work, count_work
 from autopar.explain.planner import Answer
 from autopar.plan import PlannedLayer
-from autopar.search.layer_cost import is_differentiable
-from autopar.search.placed import SharedStorage, place
-from autopar.search.plan_collectives import own_strategy, plan_collectives
+from autopar.step.layer_cost import is_differentiable
+from autopar.step.local_layer import SharedStorage, place
+from autopar.step.plan_collectives import own_strategy, plan_collectives
 
 __all__ = ["SOURCES", "KindWork", "certainty", "kind_works", "roofs"]
 

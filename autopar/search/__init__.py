@@ -3,6 +3,6 @@
 from autopar.search.across import search
 from autopar.search.alike import plan_like
 from autopar.search.request import Considered, SearchRequest
-from autopar.search.training import TrainingSpec
+from autopar.step.training import TrainingSpec
 
 __all__ = ["Considered", "SearchRequest", "TrainingSpec", "plan_like", "search"]

@@ -21,12 +21,12 @@ from autopar.search.finals import best_final
 from autopar.search.flats import FlatSearch
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatch import time_assignment
-from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
 from autopar.search.stages.constraints import PipelineDemands, pipeline_demands
 from autopar.search.stages.settings import PipelineSearch
 from autopar.search.stages.solve import Found
 from autopar.search.trials import Task, Trial
+from autopar.step.prices import Prices
 
 __all__ = ["search"]
 

@@ -11,8 +11,8 @@ from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Layer, Program
 from autopar.search.across import search
-from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
+from autopar.step.prices import Prices
 
 __all__ = ["plan_like"]
 

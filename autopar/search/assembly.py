@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.placement import Axis, Layout, local_shape
+from autopar.placement import Axis, Layout
 from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
 from autopar.program import Layer, Program
 from autopar.search.candidates import Candidate, Scene
-from autopar.search.crossings import Crossing, crossing_parts_s
 from autopar.search.labels import axis_labels
-from autopar.search.layer_cost import (
+from autopar.step.boundary_values import Crossing, crossing_parts_s
+from autopar.step.layer_cost import (
     TrainingSpec,
     is_differentiable,
     is_rerun,
-    optimizer_s_per_element,
     own_training,
     placed_collectives,
 )
-from autopar.search.layer_memory import ParameterMemory, parameter_memory
-from autopar.search.placed import PlacedLayer
-from autopar.search.prices import Prices
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.prices import Prices
+from autopar.step.shared_parameters import SharedCost
 
-__all__ = ["Choice", "SharedCost", "assemble_plan", "boundary_seconds", "first_readers", "layer_costs", "shared_costs"]
+__all__ = [
+    "Choice",
+    "assemble_plan",
+    "boundary_seconds",
+    "first_readers",
+    "layer_costs",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,37 +55,6 @@ class Choice:
     shared_costs: Mapping[str, SharedCost]
     num_samples: int
     group_of: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SharedCost:
-    """What a parameter that several layers read takes on a device group with such a layer: optimizer seconds, memory,
-    and the seconds to send its gradient to one other group.
-    """
-
-    step_s: float
-    memory: ParameterMemory
-    exchange_s: float
-
-
-def shared_costs(scene: Scene, num_devices: int, num_groups: int) -> dict[str, SharedCost]:
-    """What each shared parameter takes on a device group (of `num_devices`) that reads it."""
-    training, prices = scene.training, scene.prices
-    found: dict[str, SharedCost] = {}
-    for name, (mesh, layout) in scene.shared.items():
-        value = scene.program.values[name]
-        dtype = value.type.dtype
-        stored = math.prod(local_shape(value.type.shape, layout, mesh))
-        memory = parameter_memory(dtype, stored, stored, 0, value.requires_grad, training)
-        step_s = exchange_s = 0.0
-        if value.requires_grad and training.is_training:
-            step_s = stored * optimizer_s_per_element(scene.program, dtype, num_devices, prices, training)
-            step_s += prices.optimizer_tensor_s
-            if num_groups > 1:
-                num_bytes = stored * training.gradient_itemsize(dtype)
-                exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), num_bytes)
-        found[name] = SharedCost(step_s, memory, exchange_s)
-    return found
 
 
 def boundary_seconds(choice: Choice) -> list[tuple[float, float]]:

@@ -22,11 +22,11 @@ from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.constraints import LayerDemands
-from autopar.search.crossings import crossing_matrix
-from autopar.search.flows import find_flows, time_view
-from autopar.search.hiding import Carried, carried, hidden_s
 from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
-from autopar.search.layer_cost import (
+from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
+from autopar.search.storage import storage_layout
+from autopar.step.boundary_values import crossing_matrix
+from autopar.step.layer_cost import (
     SharedStorage,
     TrainingSpec,
     add_storage,
@@ -35,11 +35,11 @@ from autopar.search.layer_cost import (
     storage_cost,
     stored_collectives,
 )
-from autopar.search.layer_facts import LayerFacts
-from autopar.search.layer_problem import Allowed, LayerProblem, LayerSolutions, build_problem, solve_problem
-from autopar.search.placed import PlacedLayer
-from autopar.search.prices import Prices
-from autopar.search.storage import storage_layout
+from autopar.step.layer_facts import LayerFacts
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.overlap_estimate import Carried, carried, hidden_s
+from autopar.step.prices import Prices
+from autopar.step.value_flows import find_flows, time_view
 
 __all__ = ["Candidate", "Scene", "layer_candidates"]
 

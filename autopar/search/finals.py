@@ -17,20 +17,19 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.schedule import ScheduleSource
+from autopar.schedule import ScheduleSource, Shape
 from autopar.search.assembly import assemble_plan
-from autopar.search.layer_facts import LayerFacts
-from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
-from autopar.search.simulation import simulate_step
-from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.assembly import assemble_staged
-from autopar.search.stages.constraints import Shape
 from autopar.search.stages.estimates import is_small
-from autopar.search.stages.prediction import pipeline_step_s
 from autopar.search.stages.solve import Found, Staged
-from autopar.search.training import TrainingSpec
 from autopar.search.trials import Trial
+from autopar.step.layer_facts import LayerFacts
+from autopar.step.memory import with_memory
+from autopar.step.prices import Prices
+from autopar.step.simulate import simulate_step
+from autopar.step.stage_times import pipeline_step_s
+from autopar.step.training import TrainingSpec
 
 __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
 

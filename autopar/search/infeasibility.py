@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from autopar.errors import InfeasibleError
 from autopar.search.assembly import Choice, assemble_plan, layer_costs
 from autopar.search.request import SearchRequest
-from autopar.search.simulation.memory import with_memory
 from autopar.search.stages.solve import Staged
 from autopar.search.trials import Trial
+from autopar.step.memory import with_memory
 
 __all__ = ["describe_infeasible"]
 

@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import Layout
+from autopar.placement import Layout, tidy
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import minimise
-from autopar.search.layer_cost import placed_cost
-from autopar.search.layer_tables import LayerProblem, tidy, variant_tables
-from autopar.search.op_states import Allowed
-from autopar.search.placed import PlacedLayer
+from autopar.search.layer_tables import LayerProblem, variant_tables
 from autopar.search.problem_building import build_problem
 from autopar.search.storage import storage_layout
+from autopar.step.layer_cost import placed_cost
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.op_states import Allowed
 
 __all__ = ["Allowed", "LayerProblem", "LayerSolutions", "build_problem", "solve_problem"]
 

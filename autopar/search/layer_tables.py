@@ -12,22 +12,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import REPLICATE, Axis, Layout, local_shape
+from autopar.placement import LOCAL, REPLICATE, Axis, Layout, local_shape
 from autopar.program import Layer, Op, Program, is_cheap
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import Table
-from autopar.search.flows import Flow, TimeView, is_alias
-from autopar.search.gradient_sums import gradient_sum_s
-from autopar.search.layer_cost import is_rerun, parameter_times, updates
-from autopar.search.layer_memory import parameter_memory
-from autopar.search.op_states import OpState
-from autopar.search.placed import SharedStorage, stored_steps
-from autopar.search.prices import Prices
-from autopar.search.reshard_tables import LOCAL
 from autopar.search.storage import storage_layout
-from autopar.search.training import TrainingSpec
+from autopar.step.gradient_sums import gradient_sum_s
+from autopar.step.layer_cost import is_rerun, parameter_times, updates
+from autopar.step.layer_memory import parameter_memory
+from autopar.step.local_layer import SharedStorage, stored_steps
+from autopar.step.op_states import OpState
+from autopar.step.prices import Prices
+from autopar.step.training import TrainingSpec
+from autopar.step.value_flows import Flow, TimeView, is_alias
 
-__all__ = ["LayerProblem", "OpTable", "ParameterChoice", "ReshardTable", "tidy", "variant_tables"]
+__all__ = ["LayerProblem", "OpTable", "ParameterChoice", "ReshardTable", "variant_tables"]
 
 Array = npt.NDArray[np.float64]
 
@@ -99,13 +98,6 @@ class LayerProblem:
     def whole(self) -> Layout:
         """``R`` on every axis."""
         return (REPLICATE,) * len(self.mesh)
-
-
-def tidy(layout: Layout) -> Layout:
-    """The layout in which a value that only the caller reads leaves: as it lies, but whole instead of
-    terms.
-    """
-    return tuple(placement if placement.is_shard else REPLICATE for placement in layout)
 
 
 def variant_tables(

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import BROADCAST, REPLICATE, Layout, Placement
+from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, tidy
 from autopar.program import Layer, Program, TensorType
 from autopar.search.boundary import Policy, arrival_layout, boundary_policies, has_whole_boundary
-from autopar.search.flows import Flow, TimeView, find_flows, time_view
-from autopar.search.layer_cost import is_differentiable, optimizer_s_per_element, own_training, updates
-from autopar.search.layer_tables import LayerProblem, OpTable, ParameterChoice, ReshardTable, tidy
-from autopar.search.op_states import Allowed, OpState, kernel_runs, op_states
-from autopar.search.placed import SharedStorage
-from autopar.search.prices import Prices
+from autopar.search.layer_tables import LayerProblem, OpTable, ParameterChoice, ReshardTable
 from autopar.search.reshard_tables import MoveTable, move_table, reshard_tables
-from autopar.search.training import TrainingSpec
+from autopar.step.layer_cost import is_differentiable, optimizer_s_per_element, own_training, updates
+from autopar.step.local_layer import SharedStorage
+from autopar.step.op_states import Allowed, OpState, kernel_runs, op_states
+from autopar.step.prices import Prices
+from autopar.step.training import TrainingSpec
+from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
 
 __all__ = ["build_problem"]
 

@@ -7,18 +7,19 @@ from dataclasses import replace
 from autopar.placement import REPLICATE
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.schedule import ScheduleSource
-from autopar.search.assembly import Choice, assemble_plan, shared_costs
+from autopar.schedule import ScheduleSource, Shape
+from autopar.search.assembly import Choice, assemble_plan
 from autopar.search.candidates import Candidate, Scene
-from autopar.search.crossings import find_crossings
 from autopar.search.finals import credit_overlap
-from autopar.search.layer_cost import layer_cost
-from autopar.search.plan_collectives import own_strategy
-from autopar.search.prices import Prices
-from autopar.search.simulation.memory import with_memory
-from autopar.search.stages.assembly import assemble_pipeline, layer_groups
-from autopar.search.stages.constraints import Shape
-from autopar.search.training import TrainingSpec
+from autopar.search.stages.assembly import assemble_pipeline
+from autopar.step.boundary_values import find_crossings
+from autopar.step.layer_cost import layer_cost
+from autopar.step.memory import with_memory
+from autopar.step.plan_collectives import own_strategy
+from autopar.step.prices import Prices
+from autopar.step.sent_values import layer_groups
+from autopar.step.shared_parameters import shared_costs
+from autopar.step.training import TrainingSpec
 
 __all__ = ["reprice"]
 
@@ -36,7 +37,7 @@ def reprice(
     Of a plan that a search with the same arguments made, these are the numbers that it has.
 
     Args:
-        program: that the plan fits (`autopar.fit.check_fit`).
+        program: that the plan fits (`autopar.step.plan_check.check_fit`).
         plan: any plan.
         prices: of the devices that it is to run on.
         training: how it is trained.
@@ -87,7 +88,7 @@ def _choice(program: Program, plan: Plan, prices: Prices, training: TrainingSpec
         find_crossings(program, time, plan.num_microbatches),
         plan.shared_mesh,
         plan.world_size,
-        shared_costs(scene, plan.group_size, plan.num_groups),
+        shared_costs(program, shared, prices, training, plan.group_size, plan.num_groups),
         plan.samples_per_step,
         (0,) * len(program.layers),
     )

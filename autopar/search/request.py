@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.schedule import ScheduleSource
-from autopar.search.layer_cost import TrainingSpec
+from autopar.step.layer_cost import TrainingSpec
 
 __all__ = ["Considered", "SearchRequest"]
 

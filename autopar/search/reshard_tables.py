@@ -16,14 +16,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import Axis, Layout, Placement, mesh_axes, reshard, shard
+from autopar.placement import LOCAL, Axis, Layout, Placement, mesh_axes, reshard, shard
 
-__all__ = ["LOCAL", "MoveTable", "move_table", "reshard_tables"]
+__all__ = ["MoveTable", "move_table", "reshard_tables"]
 
 Array = npt.NDArray[np.float64]
 
-# Movements inside one device.  They are priced at nothing: what they copy is small beside what they save.
-LOCAL = frozenset({"none", "slice", "pad", "mask"})
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 

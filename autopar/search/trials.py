@@ -16,17 +16,18 @@ import numpy.typing as npt
 from autopar.errors import ConstraintError
 from autopar.placement import REPLICATE, Axis, Layout, refine_layout, refine_mesh, shard
 from autopar.program import Layer, Program
-from autopar.search.assembly import Choice, SharedCost, shared_costs
+from autopar.search.assembly import Choice
 from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
 from autopar.search.candidates import Candidate, Scene, layer_candidates
 from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths, path_costs, unbeaten
 from autopar.search.constraints import Constraints, LayerDemands
-from autopar.search.crossings import Crossing, crossing_matrix, find_crossings
-from autopar.search.layer_cost import SharedStorage, is_differentiable
-from autopar.search.layer_facts import LayerFacts
 from autopar.search.meshes import mesh_shapes
-from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
+from autopar.step.boundary_values import Crossing, crossing_matrix, find_crossings
+from autopar.step.layer_cost import SharedStorage, is_differentiable
+from autopar.step.layer_facts import LayerFacts
+from autopar.step.prices import Prices
+from autopar.step.shared_parameters import SharedCost, shared_costs
 
 __all__ = ["CandidateCache", "Setting", "Task", "Trial", "batch_size", "make_setting", "make_trial", "shared_menu"]
 
@@ -297,7 +298,13 @@ def make_setting(
     tables = {first: _table(candidates, states) for first, candidates in by_class.items()}
     crossings = find_crossings(task.program, factors, count)
     return Setting(
-        task, scene, by_class, crossings, states, tables, shared_costs(scene, task.num_devices, task.num_groups)
+        task,
+        scene,
+        by_class,
+        crossings,
+        states,
+        tables,
+        shared_costs(scene.program, scene.shared, scene.prices, scene.training, task.num_devices, task.num_groups),
     )
 
 

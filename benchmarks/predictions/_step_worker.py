@@ -25,13 +25,13 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import measure_profile
 from autopar.cost.measure.collectives import all_axes
 from autopar.cost.profile import LayerTime
-from autopar.lower.agreement import share_asking
-from autopar.lower.communicator import ProcessGroupCommunicator
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.consensus import share_asking
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
+from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
+from autopar.planning.timed_together import AskedLayer, LayerAnswers, asking_all
 from autopar.search import SearchRequest, TrainingSpec
-from autopar.timed_layers import LayerTimer, search_with_timed_layers
-from autopar.timed_together import AskedLayer, LayerAnswers, asking_all
 from autopar.trace import Traced
 from benchmarks.predictions._step_cases import CASES, MODELS
 

@@ -35,7 +35,7 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure.layers import time_in_turn
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.profile import Curve, Point
-from autopar.lower.lone_layer import LoneLayer
+from autopar.lower.program.single_layer import LoneLayer
 from autopar.placement import REPLICATE
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program

@@ -21,22 +21,22 @@ import transformers
 from torch import Tensor, nn
 
 from autopar.api import trace_model
-from autopar.arguments import read_dtype, training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError
 from autopar.lower import ParallelModule
-from autopar.lower.buckets import BucketHandle
-from autopar.lower.collectives import Handle
+from autopar.lower.communication.buckets import BucketHandle
+from autopar.lower.communication.collectives import Handle
+from autopar.lower.communication.simulated_ranks import ThreadCommunicator
 from autopar.lower.compat import run_backward
-from autopar.lower.parameters import LayerParameters
-from autopar.lower.schedules import schedule_actions
-from autopar.lower.simulation import ThreadCommunicator
-from autopar.lower.step import StepGradients
-from autopar.rehearsal import loss_of, run_ranks
+from autopar.lower.parameters.layer_parameters import LayerParameters
+from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.step import StepGradients
+from autopar.planning.arguments import read_dtype, training_spec
 from autopar.search import SearchRequest, search
-from autopar.search.simulation.memory import peak_bytes, step_memory
+from autopar.step.memory import peak_bytes, step_memory
 from autopar.timeline import MEMORY_KINDS
+from autopar.verify.rehearsal import loss_of, run_ranks
 from benchmarks.predictions._allocations import AllocationTracker, Usage
 from benchmarks.predictions._held_out_models import HELD_OUT_MODELS
 

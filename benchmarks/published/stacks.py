@@ -77,7 +77,7 @@ _MEGATRON = Stack(
     "megatron", "Megatron",
     "Narayanan 2021 (arXiv:2104.04473): fused kernels, gradients reduced after the backward, sends scattered over "
     "tensor ranks; its optimizer copies, unscales, clips and steps in kernels of their own (60 bytes); "
-    "its arguments.py: gradients of bf16 in float32",
+    "its planning/arguments.py: gradients of bf16 in float32",
     overlaps_data=False, state_bytes=60.0, splits_sends=True, widens_gradients=True,
 )  # fmt: skip
 _NEMO = Stack(
@@ -89,7 +89,7 @@ _MEGATRON_CORE = replace(
     _NEMO, name="megatron-core", pattern="Megatron", since=2024, hides_tensor=False, splits_loss=True,
     widens_gradients=True,
     source="Megatron-LM's scripts since 2023: overlap-grad-reduce, overlap-param-gather; by default neither "
-    "tp-comm-overlap nor cross-entropy-loss-fusion; its arguments.py as before",
+    "tp-comm-overlap nor cross-entropy-loss-fusion; its planning/arguments.py as before",
 )  # fmt: skip
 _STACKS = (
     _FMS,

@@ -14,7 +14,7 @@ from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.measure import measure_profile, timing, wanted
 from autopar.cost.measure.collectives import default_axes, max_over_ranks, share_text
 from autopar.cost.measure.ops import op_probes
-from autopar.lower.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.communicator import ProcessGroupCommunicator
 from autopar.placement import Axis
 from tests.cost.ops import LINEAR, op, tensor
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Curve, Point, Profile
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
-from autopar.search.prices import Prices
+from autopar.step.prices import Prices
 from tests.cost.ops import ATTENTION, LINEAR, MUL, op, tensor
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")

@@ -18,7 +18,7 @@ from autopar.cost.measure.probe import Measurement, Probe
 from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
 from autopar.cost.measure.timing import Sample
 from autopar.errors import ProfileError
-from autopar.lower.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.communicator import ProcessGroupCommunicator
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

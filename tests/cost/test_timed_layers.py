@@ -7,13 +7,13 @@ from autopar.api import trace_model
 from autopar.cost import ClusterPrices
 from autopar.cost.measure.layers import time_layer
 from autopar.cost.profile import LayerTime
-from autopar.lower.communicator import simulate
-from autopar.lower.lone_layer import LoneLayer
-from autopar.lower.silent_communicator import SilentCommunicator
+from autopar.lower.communication.communicator import simulate
+from autopar.lower.communication.null_communicator import SilentCommunicator
+from autopar.lower.program.single_layer import LoneLayer
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
+from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.search import SearchRequest
-from autopar.timed_layers import LayerTimer, search_with_timed_layers
 from tests.models import make_plain_gpt
 from tests.zoo import plan_for, quick_prices, subject
 
@@ -83,7 +83,7 @@ class _Slow:
     def __call__(self, layer, strategy, num_microbatches) -> LayerTime:
         self.asked.append((layer.kind, strategy.mesh, strategy.assignments))
         factor = 10.0 if (layer.kind, strategy.assignments) == self.slow else 1.0
-        from autopar.search.placed import place
+        from autopar.step.local_layer import place
 
         placed = place(self.program, layer, strategy, num_microbatches)
         times = [

@@ -6,9 +6,9 @@ import torch
 from autopar.cost.measure.timing import mean_of
 from autopar.cost.profile import LayerTime
 from autopar.errors import AutoparError
-from autopar.lower.agreement import share_asking
-from autopar.timed_layers import LayerTimer
-from autopar.timed_together import LayerAnswers, asking_all
+from autopar.lower.communication.consensus import share_asking
+from autopar.planning.timed_layers import LayerTimer
+from autopar.planning.timed_together import LayerAnswers, asking_all
 from tests.ranks import run_ranks
 from tests.zoo import plan_for, subject
 

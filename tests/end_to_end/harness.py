@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autopar
 from autopar.lower import ParallelModule
-from autopar.rehearsal import loss_of
+from autopar.verify.rehearsal import loss_of
 from tests import models
 from tests.ranks import run_ranks
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.lower import ParallelModule, compiled
-from autopar.rehearsal import loss_of
+from autopar.lower import ParallelModule
+from autopar.lower.program import compiled
+from autopar.verify.rehearsal import loss_of
 from tests.end_to_end.harness import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar import api
-from autopar.arguments import training_spec
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.observed import MEMORY_ERROR, corrections, step_key
 from autopar.cost.profile import ObservedStep
 from autopar.errors import InfeasibleError, InputShapeError
 from autopar.lower import ParallelModule
-from autopar.lower.allocation_watch import peak_of_events
 from autopar.lower.compat import AllocationEvent, record_allocations, run_backward
-from autopar.lower.first_steps import FirstSteps, StepComparison
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.observe.allocation_watch import peak_of_events
+from autopar.lower.observe.first_steps import FirstSteps, StepComparison
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
-from autopar.rehearsal import loss_of, run_ranks
+from autopar.planning.arguments import training_spec
 from autopar.search import SearchRequest, search
-from autopar.search.simulation import simulate_step
+from autopar.step.simulate import simulate_step
 from autopar.trace import Traced
+from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.end_to_end.harness import launch, parallelize
 from tests.models import make_flat, make_plain_gpt
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.lower import pipeline
-from autopar.lower.execution import Executor
+from autopar.lower.run import pipeline
+from autopar.lower.run.execution import Executor
 from tests.end_to_end.harness import run_step
 from tests.end_to_end.pipelines import cut
 

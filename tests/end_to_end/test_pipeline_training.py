@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from autopar.errors import AutoparError
 from autopar.lower import ParallelModule
-from autopar.rehearsal import loss_of
+from autopar.verify.rehearsal import loss_of
 from tests.end_to_end.harness import (
     OPTIMIZERS,
     assert_near,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from autopar.lower import ParallelModule
-from autopar.rehearsal import loss_of
+from autopar.verify.rehearsal import loss_of
 from tests import models
 from tests.end_to_end.harness import (
     OPTIMIZERS,

@@ -23,7 +23,7 @@ from autopar import api
 from autopar.api import trace_model
 from autopar.lower import ParallelModule
 from autopar.plan import LayerStrategy, Plan
-from autopar.rehearsal import loss_of
+from autopar.verify.rehearsal import loss_of
 from tests.end_to_end.harness import (
     OPTIMIZERS,
     assert_near,

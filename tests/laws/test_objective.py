@@ -12,8 +12,8 @@ from autopar.placement import local_shape
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.search.crossings import crossing_s, find_crossings
-from autopar.search.layer_cost import layer_cost, optimizer_s_per_element
+from autopar.step.boundary_values import crossing_s, find_crossings
+from autopar.step.layer_cost import layer_cost, optimizer_s_per_element
 from tests.models import WORLDS, ZOO
 from tests.zoo import plan_for, quick_prices, subject
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.lower import ParallelModule
-from autopar.lower.communicator import Collective
+from autopar.lower.communication.communicator import Collective
 from autopar.plan import Plan
-from autopar.rehearsal import loss_of, run_ranks
 from autopar.search import SearchRequest, search
-from autopar.search.plan_collectives import plan_collectives
+from autopar.step.plan_collectives import plan_collectives
+from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.collectives import assert_run_equals_priced, of_groups, volume_priced, volume_run
 from tests.models import make_plain_gpt
 from tests.random_plans import random_plan

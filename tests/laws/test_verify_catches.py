@@ -13,7 +13,10 @@ from torch import Tensor, nn
 import autopar
 from autopar import placement
 from autopar.errors import VerificationError
-from autopar.lower import kernels, layer_ops, layer_runner, parameters
+from autopar.lower import kernels
+from autopar.lower.parameters import layer_parameters as parameters
+from autopar.lower.program import layer_ops
+from autopar.lower.run import layer_runner
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
 from autopar.rules import options_for

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import VerificationError
-from autopar.lower import pipeline
-from autopar.lower.stage_map import StageMap
+from autopar.lower.run import pipeline
+from autopar.lower.run.stage_map import StageMap
 from autopar.program import Program
 from autopar.trace import trace
 from tests.models import make

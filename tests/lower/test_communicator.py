@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.errors import MeshError
-from autopar.lower.communicator import (
+from autopar.lower.communication.communicator import (
     Collective,
     CollectiveMismatchError,
     Communicator,

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 import autopar
 from autopar.api import Setup, build, trace_model
 from autopar.errors import MaterializationError
-from autopar.lower.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator, simulate
 from autopar.lower.compat import local_tensor, make_mesh
-from autopar.lower.materialize import record_draws
+from autopar.lower.parameters.materialize import record_draws
 from tests import models
 
 Make = Callable[[], nn.Module]

@@ -15,10 +15,10 @@ from torch.nn import functional
 import autopar
 from autopar.api import trace_model
 from autopar.errors import ConstraintError, VerificationError
-from autopar.lower.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator, simulate
 from autopar.plan import Plan
-from autopar.rehearsal import loss_of
 from autopar.trace import Traced
+from autopar.verify.rehearsal import loss_of
 from tests import models
 from tests.lower.runs import Run, assert_same, build
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.lower import ParallelModule, parameters
-from autopar.rehearsal import loss_of, run_ranks
+from autopar.lower import ParallelModule
+from autopar.lower.parameters import layer_parameters as parameters
+from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.zoo import plan_for, subject
 
 Log = list[tuple[str, int]]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import trace_model
-from autopar.lower.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator, simulate
 from autopar.plan import Plan
-from autopar.rehearsal import run_parallel, run_single
 from autopar.schedule import SCHEDULES
 from autopar.trace import Traced
 from autopar.verify import compare
+from autopar.verify.rehearsal import run_parallel, run_single
 from tests.lower.runs import build
 from tests.models import Block, make_plain_gpt
 from tests.random_plans import random_pipeline, random_plan, with_stages

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.lower.communicator import simulate
-from autopar.lower.recompute import _Box
+from autopar.lower.communication.communicator import simulate
+from autopar.lower.program.recompute import _Box
 from autopar.placement import REPLICATE, shard
 from autopar.plan import Plan
 from autopar.program import is_cheap

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autopar.lower import ParallelModule
-from autopar.lower.step_report import COLUMNS, StepReport
-from autopar.rehearsal import loss_of, run_ranks
+from autopar.lower.observe.step_report import COLUMNS, StepReport
 from autopar.timeline import Event, StepTimeline
+from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.zoo import plan_for, subject
 
 

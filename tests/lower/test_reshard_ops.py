@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.lower.communicator import Collective, Communicator, ProcessGroupCommunicator, simulate
-from autopar.lower.reshard_ops import (
+from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator, simulate
+from autopar.lower.communication.reshard_ops import (
     apply_backward,
     apply_forward,
     gather_bucket,
@@ -116,7 +116,7 @@ def test_a_wrong_backward_would_be_seen():
     from unittest import mock
 
     with (
-        mock.patch("autopar.lower.reshard_ops.apply_backward", lambda gradient, steps, c: gradient),
+        mock.patch("autopar.lower.communication.reshard_ops.apply_backward", lambda gradient, steps, c: gradient),
         pytest.raises(AssertionError),
     ):
         check_reshard((REPLICATE,), (BROADCAST,), (2,))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from autopar.errors import InputShapeError, PipelineError
-from autopar.lower import schedules
-from autopar.lower.communicator import Communicator, Handle, simulate
-from autopar.lower.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
+from autopar.lower.communication.communicator import Communicator, Handle, simulate
+from autopar.lower.run import schedules
+from autopar.lower.run.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
 from autopar.placement import Axis
 from autopar.schedule import (
     SCHEDULES,

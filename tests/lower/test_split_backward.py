@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.lower.compat import edge_of
-from autopar.lower.split_backward import SplitBackward
+from autopar.lower.program.split_backward import SplitBackward
 
 RUNS: Counter[int] = Counter()
 

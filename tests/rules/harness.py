@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.lower.communicator import simulate
+from autopar.lower.communication.communicator import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.placement import Axis, Placement
 from autopar.program import Op, Option, Ref, TensorType

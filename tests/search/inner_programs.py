@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from autopar.placement import Axis
 from autopar.program import Arg, Layer, Op, Program, Ref, TensorType, Value
 from autopar.rules import options_for
-from autopar.search.prices import OpTime
+from autopar.step.prices import OpTime
 
 
 @dataclass

@@ -8,12 +8,12 @@ from typing import cast
 
 import numpy as np
 
-from autopar.lower.schedules import schedule_actions
-from autopar.search.stages.constraints import Shape
-from autopar.search.stages.prediction import pipeline_step_s
+from autopar.lower.run.schedules import schedule_actions
+from autopar.schedule import Shape
 from autopar.search.stages.problem import Move, StageProblem, StageTable, Tie, Traveller, measure
 from autopar.search.stages.solve import Found, search_problem
 from autopar.search.trials import Setting
+from autopar.step.stage_times import pipeline_step_s
 
 NUM_STATES = 2
 

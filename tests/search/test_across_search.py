@@ -13,10 +13,10 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.search.crossings import crossing_s, find_crossings
 from autopar.search.labels import degrees
-from autopar.search.layer_cost import layer_cost
 from autopar.search.microbatch import TimeAssignment, time_assignment
+from autopar.step.boundary_values import crossing_s, find_crossings
+from autopar.step.layer_cost import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

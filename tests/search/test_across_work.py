@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from autopar.search import SearchRequest, TrainingSpec, candidates, chain, layer_cost, search, trials
+from autopar.search import SearchRequest, TrainingSpec, candidates, chain, search, trials
+from autopar.step import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

@@ -12,8 +12,8 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
-from autopar.search.layer_cost import TrainingSpec, layer_collectives
 from autopar.search.layer_problem import build_problem, solve_problem
+from autopar.step.layer_cost import TrainingSpec, layer_collectives
 from tests.search.inner_programs import decoder_layer
 
 

@@ -15,10 +15,10 @@ from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, 
 from autopar.plan import LayerStrategy
 from autopar.program import KernelCollective, Layer, Op, Option, Program, Ref, TensorType, Value
 from autopar.search.boundary import arrival_layout
-from autopar.search.flows import find_flows, options_of, time_view
-from autopar.search.layer_cost import TrainingSpec, layer_collectives, layer_cost
 from autopar.search.layer_problem import Allowed, LayerSolutions, build_problem, solve_problem
 from autopar.search.storage import storage_layout
+from autopar.step.layer_cost import TrainingSpec, layer_collectives, layer_cost
+from autopar.step.value_flows import find_flows, options_of, time_view
 from tests.search.inner_programs import TablePrices, decoder_layer
 
 SHAPES = ((8,), (8, 16), (16, 8))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.placement import (
     BROADCAST,
+    LOCAL,
     PARTIAL,
     REPLICATE,
     Axis,
@@ -27,12 +28,12 @@ from autopar.placement import (
 from autopar.plan import LayerCost
 from autopar.program import Op, Ref, TensorType, is_cheap
 from autopar.search.boundary import arrival_layout, boundary_layout, boundary_policies
-from autopar.search.layer_cost import TrainingSpec, layer_cost, parameter_times
-from autopar.search.layer_memory import parameter_memory
 from autopar.search.layer_problem import LayerSolutions, build_problem, solve_problem
 from autopar.search.meshes import mesh_shapes
-from autopar.search.reshard_tables import LOCAL, move_table, reshard_tables
+from autopar.search.reshard_tables import move_table, reshard_tables
 from autopar.search.storage import storage_layout
+from autopar.step.layer_cost import TrainingSpec, layer_cost, parameter_times
+from autopar.step.layer_memory import parameter_memory
 from tests.search.inner_programs import Builder, TablePrices, decoder_layer
 
 

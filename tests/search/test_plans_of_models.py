@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.run.schedules import schedule_actions
 from autopar.search import TrainingSpec
 from autopar.search.repricing import reprice
 from tests.zoo import plan_for, quick_prices, subject

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.overlap import both_s, gathered_ahead_s
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.run.schedules import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.search.plan_collectives import plan_collectives
-from autopar.search.simulation import simulate_step
-from autopar.search.simulation.streams import Streams
-from autopar.search.simulation.work import Item
+from autopar.step.layer_work import Item
+from autopar.step.plan_collectives import plan_collectives
+from autopar.step.simulate import simulate_step
+from autopar.step.streams import Streams
 from autopar.timeline import StepTimeline
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.lower.schedules import schedule_actions
-from autopar.schedule import SCHEDULES, schedule_problem
+from autopar.lower.run.schedules import schedule_actions
+from autopar.schedule import SCHEDULES, Shape, count_flights, schedule_problem
 from autopar.search.stages.bounds import least_step_s
-from autopar.search.stages.constraints import Shape
-from autopar.search.stages.estimates import count_flights, estimate_flights
+from autopar.search.stages.estimates import estimate_flights
 from autopar.search.stages.problem import StageProblem
 from tests.search.stage_problems import every_pipeline, make_problem, search_shapes
 

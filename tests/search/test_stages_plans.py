@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.lower.schedules import schedule_actions
+from autopar.lower.run.schedules import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import LayerCost, Plan, Stage
 from autopar.program import Layer, Program
 from autopar.schedule import SCHEDULES, peak_held
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
-from autopar.search.stages.prediction import pipeline_step_s
+from autopar.step.stage_times import pipeline_step_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

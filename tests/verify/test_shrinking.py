@@ -8,10 +8,10 @@ import torch
 
 import autopar
 from autopar.errors import PlanMismatchError
-from autopar.fit import check_fit
 from autopar.plan import stages_problem
-from autopar.shrinking import shrink_inputs, shrink_plan
+from autopar.step.plan_check import check_fit
 from autopar.trace import trace
+from autopar.verify.shrink_plan import shrink_inputs, shrink_plan
 from tests.models import make_gpt2, make_llama, make_vit
 from tests.random_plans import random_pipeline, random_plan, with_stages
 

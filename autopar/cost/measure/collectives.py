@@ -114,7 +114,7 @@ class Ranks(Protocol):
 
 
 class Collectives(Ranks, Protocol):
-    """What a measurement needs of a communicator; `autopar.lower.communicator.Communicator` has it."""
+    """What a measurement needs of a communicator; `autopar.lower.communication.communicator.Communicator` has it."""
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Waitable:
         """The members' `x` joined along `dim`."""

@@ -10,7 +10,7 @@ from autopar.errors import QuestionError
 from autopar.explain.report.page import Section, render_page
 from autopar.explain.report.shapes import Cell, Number, Table, digits, milliseconds
 from autopar.explain.report.steps import timeline_figure, timeline_table
-from autopar.lower.step_report import COLUMNS, StepReport
+from autopar.lower.observe.step_report import COLUMNS, StepReport
 from autopar.timeline import StepTimeline
 
 __all__ = ["write_step_report"]

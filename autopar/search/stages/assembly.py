@@ -2,79 +2,30 @@
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from autopar.placement import Axis, local_shape
-from autopar.plan import LayerCost, LayerStrategy, Plan, Stage
-from autopar.program import itemsize_bytes
-from autopar.schedule import ScheduleActions, ScheduleSource, stage_group
+from autopar.placement import Axis
+from autopar.plan import LayerCost, Plan, Stage
+from autopar.schedule import ScheduleActions, ScheduleSource, Shape
 from autopar.search.assembly import Choice, assemble_plan, layer_costs
-from autopar.search.crossings import Crossing
-from autopar.search.stages.constraints import Shape
-from autopar.search.stages.prediction import LayerParts, pipeline_step_s, predict_stages
-from autopar.search.stages.setting import broadcast_s
 from autopar.search.stages.solve import Staged
+from autopar.step.plan_collectives import broadcast_s
+from autopar.step.sent_values import layer_groups, sent_values
+from autopar.step.stage_times import LayerParts, pipeline_step_s, predict_stages
 
-__all__ = ["SentValue", "assemble_pipeline", "assemble_staged", "layer_groups", "sent_values"]
-
-
-@dataclass(frozen=True)
-class SentValue:
-    """A value that a stage sends to the next one.
-
-    Args:
-        crossing: the value, as its first reader reads it.
-        stage: the stage that sends it.
-        num_bytes: what a device sends of one microbatch.
-        is_relayed: whether the stage neither made it nor reads it.
-    """
-
-    crossing: Crossing
-    stage: int
-    num_bytes: float
-    is_relayed: bool
-
-
-def sent_values(
-    crossings: Sequence[Crossing], bounds: Sequence[int], strategies: Sequence[LayerStrategy]
-) -> Iterator[SentValue]:
-    """Everything that stages cut at `bounds` send to the next one, value by value in the order of production.
-
-    `strategies` has one per layer.  A value goes from stage to stage as far as it is read, as its producer laid it out.
-    """
-    by_value: dict[str, list[Crossing]] = {}
-    for crossing in crossings:
-        by_value.setdefault(crossing.value, []).append(crossing)
-
-    def stage_of(layer: int) -> int:
-        return bisect.bisect_right(bounds, layer) - 1
-
-    for each in sorted(by_value.values(), key=lambda each: (each[0].producer, each[0].output)):
-        first = each[0]
-        producer = strategies[first.producer]
-        shape = local_shape(first.tensor.shape, producer.outputs[first.output], producer.mesh)
-        num_bytes = float(math.prod(shape) * itemsize_bytes(first.tensor.dtype))
-        reading = {stage_of(crossing.reader) for crossing in each}
-        made = stage_of(first.producer)
-        for stage in range(made, max(reading)):
-            yield SentValue(first, stage, num_bytes, stage != made and stage not in reading)
+__all__ = [
+    "assemble_pipeline",
+    "assemble_staged",
+]
 
 
 def assemble_staged(staged: Staged, source: ScheduleSource) -> Plan:
     """The plan of this pipeline; limits, gap, constraints and notes are the caller's to fill in."""
     groups = layer_groups(staged.shape, staged.bounds)
     return assemble_pipeline(staged.setting.choice(staged.path, groups), staged.shape, staged.bounds, source)
-
-
-def layer_groups(shape: Shape, bounds: Sequence[int]) -> tuple[int, ...]:
-    """Per layer, the device group that runs it; `bounds` are the stages' first layers, then the number of layers."""
-    groups = [stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages)]
-    return tuple(groups[bisect.bisect_right(bounds, layer) - 1] for layer in range(bounds[-1]))
 
 
 def assemble_pipeline(choice: Choice, shape: Shape, bounds: Sequence[int], source: ScheduleSource) -> Plan:

@@ -13,8 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedule import stage_group
-from autopar.search.stages.constraints import Shape
+from autopar.schedule import Shape, stage_group
 
 __all__ = ["least_share", "least_step_s"]
 

@@ -8,22 +8,12 @@ from dataclasses import dataclass
 
 from autopar.errors import ConstraintError
 from autopar.program import Program
-from autopar.schedule import SCHEDULES, schedule_problem
+from autopar.schedule import SCHEDULES, Shape, schedule_problem
 from autopar.search.constraints import Constraints
 
-__all__ = ["PipelineDemands", "Shape", "pipeline_demands"]
+__all__ = ["PipelineDemands", "pipeline_demands"]
 
 _MAX_ROUNDS = 3  # stages per device group that are tried
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a pipeline runs, apart from where it is cut."""
-
-    schedule: str
-    num_groups: int
-    num_stages: int
-    num_microbatches: int
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.search.stages.constraints import Shape
+from autopar.schedule import Shape
 from autopar.search.stages.estimates import fill_share
 from autopar.search.stages.problem import StageProblem
 

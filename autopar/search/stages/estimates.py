@@ -5,27 +5,12 @@ A large schedule has a hundred thousand actions; the search looks at many and si
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from autopar.plan import Stage
-from autopar.schedule import ScheduleActions
-from autopar.search.stages.constraints import Shape
+from autopar.schedule import Shape
 
-__all__ = ["count_flights", "estimate_flights", "estimate_s", "fill_share", "is_small"]
-
-
-def count_flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:
-    """Per stage, the most microbatches between their forward and the end of their backward."""
-    held, most = Counter[int](), [0] * num_stages
-    for listed in actions:
-        for action in listed:
-            if action.kind == "F":
-                held[action.stage] += 1
-                most[action.stage] = max(most[action.stage], held[action.stage])
-            elif action.kind in ("B", "W"):
-                held[action.stage] -= 1
-    return tuple(most)
+__all__ = ["estimate_flights", "estimate_s", "fill_share", "is_small"]
 
 
 def estimate_flights(shape: Shape) -> tuple[int, ...]:

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Stage
-from autopar.schedule import ScheduleActions, stage_group
-from autopar.search.stages.constraints import Shape
-from autopar.search.stages.prediction import pipeline_step_s
+from autopar.schedule import ScheduleActions, Shape, stage_group
 from autopar.search.stages.problem import Move, StageProblem, measure
+from autopar.step.stage_times import pipeline_step_s
 
 __all__ = ["Exact", "Option", "stage_menu"]
 

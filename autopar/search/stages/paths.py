@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedule import stage_group
+from autopar.schedule import Shape, stage_group
 from autopar.search.chain import Chain, LayerTable, fastest_path, fastest_paths
-from autopar.search.stages.constraints import Shape
 from autopar.search.stages.problem import StageProblem
 
 __all__ = ["GroupSolver", "Layout"]

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Stage
-from autopar.schedule import ScheduleActions, stage_group
+from autopar.schedule import ScheduleActions, Shape, stage_group
 from autopar.search.chain import Chain, LayerTable, Skip
-from autopar.search.stages.constraints import Shape
-from autopar.search.stages.prediction import LayerParts, predict_stages
+from autopar.step.stage_times import LayerParts, predict_stages
 
 __all__ = ["Move", "StageProblem", "StageTable", "Tie", "Traveller", "layer_parts", "measure", "restrict"]
 

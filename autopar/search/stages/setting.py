@@ -8,15 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import Axis, local_shape
-from autopar.program import Program, itemsize_bytes
+from autopar.placement import local_shape
+from autopar.program import itemsize_bytes
 from autopar.search.boundary import arrival_layout
-from autopar.search.crossings import Crossing, Placed, crossing_matrix
-from autopar.search.prices import Prices
 from autopar.search.stages.problem import Move, StageProblem, StageTable, Tie, Traveller
 from autopar.search.trials import Setting
+from autopar.step.boundary_values import Crossing, Placed, crossing_matrix
+from autopar.step.plan_collectives import broadcast_s
 
-__all__ = ["broadcast_s", "stage_problem", "told_outputs"]
+__all__ = [
+    "stage_problem",
+]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -38,18 +40,6 @@ def stage_problem(setting: Setting, limit_bytes: float) -> StageProblem:
         broadcast_s(task.program, task.prices, task.pipeline_axis),
         limit_bytes,
     )
-
-
-def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
-    """Seconds to tell all device groups what they all get."""
-    sizes = (float(program.type_of(name).num_bytes) for name in told_outputs(program))
-    return sum(prices.collective_s("broadcast", pipeline_axis, size) for size in sizes)
-
-
-def told_outputs(program: Program) -> tuple[str, ...]:
-    """What every device group is told at the end: the loss, or without one all outputs, and new values of buffers."""
-    returned = (program.loss,) if program.loss else tuple(dict.fromkeys(program.outputs))
-    return tuple(name for name in (*returned, *program.updates.values()) if program.values[name].role == "op")
 
 
 def _table(setting: Setting, first: int) -> StageTable:

@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 from autopar.errors import ConstraintError
 from autopar.program import Program
-from autopar.schedule import ScheduleSource, schedule_problem
+from autopar.schedule import ScheduleSource, Shape, schedule_problem
 from autopar.search.constraints import Constraints, LayerDemands, check_degrees
 from autopar.search.microbatch import TimeAssignment, time_assignment
-from autopar.search.prices import Prices
 from autopar.search.request import SearchRequest
 from autopar.search.stages.bounds import least_step_s
-from autopar.search.stages.constraints import PipelineDemands, Shape
+from autopar.search.stages.constraints import PipelineDemands
 from autopar.search.stages.solve import Found, search_setting
 from autopar.search.trials import CandidateCache, Setting, Task, batch_size, make_setting, shared_menu
+from autopar.step.prices import Prices
 
 __all__ = ["PipelineSearch"]
 

@@ -14,17 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Stage
-from autopar.schedule import ScheduleSource
+from autopar.schedule import ScheduleSource, Shape
 from autopar.search.chain import fastest_paths
-from autopar.search.stages.constraints import PipelineDemands, Shape
+from autopar.search.stages.constraints import PipelineDemands
 from autopar.search.stages.cuts import Cut, Pool, choose_cuts, make_pool
 from autopar.search.stages.estimates import estimate_flights, estimate_s, is_small
 from autopar.search.stages.exact import Exact
 from autopar.search.stages.paths import GroupSolver, Layout
-from autopar.search.stages.prediction import pipeline_step_s
 from autopar.search.stages.problem import StageProblem, measure, restrict
 from autopar.search.stages.setting import stage_problem
 from autopar.search.trials import Setting
+from autopar.step.stage_times import pipeline_step_s
 
 __all__ = ["Draft", "Found", "Staged", "search_problem", "search_setting"]
 

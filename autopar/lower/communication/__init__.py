@@ -1,0 +1,1 @@
+"""Communicators, moves between layouts, consensus between ranks, and ranks simulated as threads."""

@@ -1,0 +1,98 @@
+"""One movement of a tensor on one axis: local ones here, collectives through the communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.placement import Axis, Step
+
+__all__ = ["COLLECTIVE_KINDS", "Move", "backward_moves", "forward_moves", "run_move"]
+
+COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+
+
+class Move(NamedTuple):
+    """A `forward` or `backward` of a `Step`, with its direction resolved.
+
+    `kind` is one of `Step`'s words; `from_dim` is sharded before, `to_dim` after; -1 for none.
+    """
+
+    axis: Axis
+    kind: str
+    from_dim: int
+    to_dim: int
+
+    @property
+    def dim(self) -> int:
+        """The sharded dim of a move that has one (all but all_to_all)."""
+        return max(self.from_dim, self.to_dim)
+
+
+def forward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """What happens to the value."""
+    return tuple(Move(step.axis, step.forward, step.src.dim, step.dst.dim) for step in steps)
+
+
+def backward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """What happens to the gradient: from the last step to the first, from `dst` to `src`."""
+    return tuple(Move(step.axis, step.backward, step.dst.dim, step.src.dim) for step in reversed(steps))
+
+
+def run_move(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    """The local part of the tensor after `move`, outside autograd."""
+    if move.axis.size == 1 or move.kind == "none":
+        return x
+    return _MOVES[move.kind](x, move, communicator)
+
+
+def _slice(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    length = x.shape[move.dim] // move.axis.size
+    if x.shape[move.dim] % move.axis.size:
+        raise ValueError(
+            f"dim {move.dim} of a tensor of shape {tuple(x.shape)} does not divide by {move.axis.size} devices"
+        )
+    own = x.narrow(move.dim, move.axis.coordinate(communicator.rank) * length, length)
+    return own.clone(memory_format=torch.contiguous_format)  # a view would keep the whole tensor alive
+
+
+def _pad(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    length = x.shape[move.dim]
+    whole = x.new_zeros([*x.shape[: move.dim], length * move.axis.size, *x.shape[move.dim + 1 :]])
+    whole.narrow(move.dim, move.axis.coordinate(communicator.rank) * length, length).copy_(x)
+    return whole
+
+
+def _mask(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    return x if move.axis.coordinate(communicator.rank) == 0 else torch.zeros_like(x)
+
+
+def _all_gather(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    return communicator.all_gather(x, move.axis, move.dim)
+
+
+def _reduce_scatter(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    return communicator.reduce_scatter(x, move.axis, move.dim)
+
+
+def _all_reduce(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    return communicator.all_reduce(x, move.axis)
+
+
+def _all_to_all(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
+    return communicator.all_to_all(x, move.axis, move.to_dim, move.from_dim)
+
+
+_MOVES: Mapping[str, Callable[[Tensor, Move, Communicator], Tensor]] = {
+    "slice": _slice,
+    "pad": _pad,
+    "mask": _mask,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+}

@@ -1,0 +1,98 @@
+"""Run the steps of `autopar.placement.reshard` on local tensors, forward, and backward on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.lower.communication.buckets import (
+    BucketHandle,
+    gather_bucket,
+    reduce_bucket,
+    start_gather_bucket,
+    start_reduce_bucket,
+)
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
+from autopar.lower.compat import call_function
+from autopar.placement import Step
+
+__all__ = [
+    "BucketHandle",
+    "apply_backward",
+    "apply_forward",
+    "gather_bucket",
+    "reduce_bucket",
+    "reshard_tensor",
+    "start_gather_bucket",
+    "start_reduce_bucket",
+    "time_slice",
+]
+
+
+def reshard_tensor(
+    x: Tensor, steps: Sequence[Step], communicator: Communicator, *, differentiable: bool = True
+) -> Tensor:
+    """The local part of the tensor after `steps`, differentiable by the steps' `backward` in reverse.
+
+    Args:
+        x: the local part before; any dtype (integers and bools move without gradient).
+        steps: from `autopar.placement.reshard`; empty means `x` itself.
+        communicator: of this rank.
+        differentiable: False leaves autograd out of it.
+    """
+    if not steps:
+        return x
+    if differentiable and x.requires_grad and torch.is_grad_enabled():
+        return call_function(_Reshard, x, tuple(steps), communicator)
+    return apply_forward(x, steps, communicator)
+
+
+def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
+    """Run the `forward` of `steps` in order, outside autograd."""
+    return _run(x.detach(), forward_moves(steps), communicator)
+
+
+def apply_backward(gradient: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
+    """Run the `backward` of `steps` in reverse order on a gradient, outside autograd."""
+    return _run(gradient.detach(), backward_moves(steps), communicator)
+
+
+def time_slice(x: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """Slice `index` of `count` equal ones along `dim`: a view, differentiable.
+
+    Raises:
+        ValueError: `dim` does not divide by `count`.
+    """
+    if x.shape[dim] % count:
+        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {count} microbatches")
+    length = x.shape[dim] // count
+    return x.narrow(dim, index * length, length)
+
+
+def _run(x: Tensor, moves: Sequence[Move], communicator: Communicator) -> Tensor:
+    for move in moves:
+        x = run_move(x, move, communicator)
+    return x
+
+
+class _Reshard(torch.autograd.Function):
+    """All steps of a change of layout as one node; it keeps the steps and no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
+        ctx.steps = steps
+        ctx.communicator = communicator
+        y = apply_forward(x, steps, communicator)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
+        return apply_backward(gradients[0], ctx.steps, ctx.communicator), None, None

@@ -1,0 +1,151 @@
+"""Batch normalisation in training: on one device, and over a batch that is cut into equal slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.shard_coordinates import num_shards
+from autopar.lower.compat import call_function
+from autopar.placement import Axis
+
+__all__ = ["batch_norm", "sync_batch_norm"]
+
+Normed = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Normed:
+    """Normalise each channel (dim 1) of `x` by its own statistics.
+
+    Returns the result and the new running mean and variance (None where there is no old one); nothing is
+    written to.
+    """
+    mean = None if running_mean is None else running_mean.detach().clone()
+    var = None if running_var is None else running_var.detach().clone()
+    y = torch.nn.functional.batch_norm(x, mean, var, weight, bias, training=True, momentum=momentum, eps=eps)
+    return y, mean, var
+
+
+def sync_batch_norm(  # noqa: PLR0913  (the op's arguments)
+    communicator: Communicator,
+    axes: Sequence[Axis],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Normed:
+    """`batch_norm` of the whole batch, of which this device holds a slice.
+
+    Statistics are whole on every device.
+
+    Communicates an all-reduce of two numbers per channel on each of `axes`, forward and backward; float32, or
+    float64 for float64 `x`.  The gradients of `weight` and `bias` are terms (``B``).
+
+    Args:
+        communicator: of this rank.
+        axes: all the axes that cut the batch or a spatial dim of `x`.
+        x: ``[batch, channels, ...]``, this device's equal slice.
+        weight: per channel, or None.
+        bias: per channel, or None.
+        running_mean: per channel, or None.
+        running_var: per channel, or None.
+        momentum: share of the batch's statistics in the new running ones.
+        eps: added to the variance.
+    """
+    operands = (x, weight, bias, running_mean)
+    y, mean, var = call_function(_SyncBatchNorm, *operands, communicator, tuple(axes), eps)
+    count = _num_per_channel(x) * num_shards(axes)
+    unbiased = var * (count / max(count - 1, 1))
+    return y, _blend(running_mean, mean, momentum), _blend(running_var, unbiased, momentum)
+
+
+def _blend(running: Tensor | None, fresh: Tensor, momentum: float) -> Tensor | None:
+    return None if running is None else torch.lerp(running, fresh.to(running.dtype), momentum)
+
+
+def _num_per_channel(x: Tensor) -> int:
+    return x.numel() // x.shape[1]
+
+
+def _per_channel(stat: Tensor, x: Tensor) -> Tensor:
+    return stat.view([1, -1] + [1] * (x.ndim - 2))
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """Returns the result, the mean and the biased variance of the whole batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        communicator: Communicator,
+        axes: tuple[Axis, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = x if x.dtype is torch.float64 else x.float()
+        mean, var = _whole_statistics(wide, running_mean, communicator, axes)
+        scale = (var + eps).rsqrt()
+        gain = scale if weight is None else scale * weight
+        normed = wide.sub(_per_channel(mean, x)).mul_(_per_channel(gain, x))
+        if bias is not None:
+            normed += _per_channel(bias, x)
+        ctx.save_for_backward(x, mean, scale, *(() if weight is None else (weight,)))
+        ctx.communicator, ctx.axes, ctx.has_bias = communicator, axes, bias is not None
+        ctx.mark_non_differentiable(mean, var)
+        return normed.to(x.dtype), mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, mean, scale, *weights = ctx.saved_tensors
+        g = gradients[0].to(mean.dtype)
+        centered = x.to(mean.dtype) - _per_channel(mean, x)
+        dims = [dim for dim in range(x.ndim) if dim != 1]
+        own = torch.stack([g.sum(dims), (g * centered).sum(dims)])
+        whole = own / (_num_per_channel(x) * num_shards(ctx.axes))
+        for axis in ctx.axes:
+            whole = ctx.communicator.all_reduce(whole, axis)
+        gain = scale * weights[0] if weights else scale
+        centered.mul_(_per_channel(-scale * scale * whole[1], x)).add_(g).sub_(_per_channel(whole[0], x))
+        gradient = centered.mul_(_per_channel(gain, x)).to(x.dtype)
+        for_weight = (own[1] * scale).to(weights[0].dtype) if weights else None
+        return gradient, for_weight, own[0] if ctx.has_bias else None, None, None, None, None
+
+
+def _whole_statistics(
+    x: Tensor, running_mean: Tensor | None, communicator: Communicator, axes: Sequence[Axis]
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel over all slices, in one all-reduce per axis.
+
+    The moments that are summed are about a point that every device knows, the running mean: about zero, a
+    large mean would cancel the variance.  What is not finite in it, after a bad batch, must not reach this one.
+    """
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    var, mean = torch.var_mean(x, dims, correction=0)
+    about = torch.zeros_like(mean) if running_mean is None else running_mean.to(mean.dtype).nan_to_num(0.0, 0.0, 0.0)
+    offset = mean - about
+    moments = torch.stack([offset, var + offset * offset]) / num_shards(axes)
+    for axis in axes:
+        moments = communicator.all_reduce(moments, axis)
+    return about + moments[0], (moments[1] - moments[0] * moments[0]).clamp_(min=0.0)

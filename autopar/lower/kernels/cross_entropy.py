@@ -1,0 +1,169 @@
+"""Cross entropy over a vocabulary that is cut into slices, one per device.
+
+With x the logits of one position, w the class weights (1 without), C the number of classes, y the target, s
+the smoothing and ``log Z = log sum_c exp(x_c)``, the loss of a position that counts is
+
+    (1 - s) w_y (log Z - x_y)  +  s / C sum_c w_c (log Z - x_c)
+
+Each device sums over its own classes; x is taken relative to its maximum over all devices.  Backward needs no
+communication: ``log Z`` is kept, and the softmax of the own classes is computed again from the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.shard_coordinates import num_shards, shard_coordinate
+from autopar.lower.compat import call_function
+from autopar.placement import Axis
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
+    communicator: Communicator,
+    axes: Sequence[Axis],
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    class_dim: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "sum",
+) -> Tensor:
+    """``autopar.cross_entropy`` on this device's slice of the classes; the result is whole on every device.
+
+    Communicates forward only: an all-reduce (max) of one number per position and an all-reduce (sum) of two,
+    three with label smoothing, on each of `axes`; float32, or float64 for float64 logits.
+
+    Args:
+        communicator: of this rank.
+        axes: the axes that cut `class_dim`, outermost first.
+        logits: any shape, floating.
+        target: class indices, int64, the shape of `logits` without `class_dim`.
+        weight: of every class (not only this device's), no gradient.
+        class_dim: of `logits`.
+        ignore_index: positions with this target count nothing.
+        label_smoothing: 0 to 1.
+        reduction: ``"sum"`` (a scalar, at least float32: thousands of terms don't add up in 16 bits) or ``"none"``
+            (per position, in the dtype of `logits`).
+    """
+    num_local = logits.shape[class_dim]
+    num_classes = num_local * num_shards(axes)
+    if weight is not None and weight.shape != (num_classes,):
+        raise ValueError(
+            f"class weights must be whole on every device: {num_classes} classes, "
+            f"but weights of shape {tuple(weight.shape)}"
+        )
+    settings = _Settings(
+        communicator, tuple(axes), num_classes, shard_coordinate(communicator, axes) * num_local,
+        ignore_index, label_smoothing,
+    )  # fmt: skip
+    rows = torch.movedim(logits, class_dim, -1)
+    losses: Tensor = call_function(_CrossEntropy, rows, target, weight, settings)
+    return losses.sum() if reduction == "sum" else losses.to(logits.dtype)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What is not a tensor.  `first` is the first class of this device."""
+
+    communicator: Communicator
+    axes: tuple[Axis, ...]
+    num_classes: int
+    first: int
+    ignore_index: int
+    label_smoothing: float
+
+    def reduce(self, x: Tensor, op: str) -> Tensor:
+        """All-reduce on each axis in turn."""
+        for axis in self.axes:
+            x = self.communicator.all_reduce(x, axis, "max" if op == "max" else "sum")
+        return x
+
+    def locate(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
+        """The target as an index into the own classes, clamped, and whether it lies there and counts."""
+        index = target - self.first
+        is_own = (index >= 0) & (index < num_local) & (target != self.ignore_index)
+        return index.clamp_(0, num_local - 1).unsqueeze(-1), is_own
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per-position losses of logits ``[..., own classes]``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings) -> Tensor:
+        dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
+        top = settings.reduce(logits.amax(-1).to(dtype), "max")
+        top = top.masked_fill(top == -torch.inf, 0.0)  # no class is possible: log Z shall be -inf, not nan
+        index, is_own = settings.locate(target, logits.shape[-1])
+        own_sums = _local_sums(logits, top, index, is_own, weight, settings)
+        sums = settings.reduce(own_sums, "sum")
+        log_z = sums[0].log()
+        counts, smooth_counts = _counts(target, weight, settings, log_z)
+        losses = (1 - settings.label_smoothing) * counts * (log_z - sums[1])
+        if settings.label_smoothing:
+            losses += smooth_counts * (_total_weight(weight, settings) * log_z - sums[2])
+        losses.masked_fill_(target == settings.ignore_index, 0.0)
+        ctx.save_for_backward(logits, target, log_z.add_(top), *(() if weight is None else (weight,)))
+        ctx.settings = settings
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        logits, target, log_z, *weights = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        weight = weights[0] if weights else None
+        index, is_own = settings.locate(target, logits.shape[-1])
+        counts, smooth_counts = _counts(target, weight, settings, log_z)
+        incoming = gradients[0].to(log_z.dtype).masked_fill(target == settings.ignore_index, 0.0)
+        hard = (1 - settings.label_smoothing) * counts * incoming
+        soft = smooth_counts * incoming
+        gradient = torch.sub(logits, log_z.unsqueeze(-1)).exp_()  # the softmax of the own classes
+        factor = hard + _total_weight(weight, settings) * soft if settings.label_smoothing else hard
+        gradient *= factor.unsqueeze(-1)
+        gradient.scatter_add_(-1, index, (-hard * is_own).unsqueeze(-1))
+        if settings.label_smoothing:
+            gradient -= soft.unsqueeze(-1) * _own_weight(weight, settings, logits.shape[-1], log_z)
+        return gradient.to(logits.dtype), None, None, None
+
+
+def _local_sums(
+    logits: Tensor, top: Tensor, index: Tensor, is_own: Tensor, weight: Tensor | None, settings: _Settings
+) -> Tensor:
+    """``[2 or 3, ...]``, relative to `top`: sum of exp, target's logit if here, weighted sum of logits."""
+    at_target = logits.gather(-1, index).squeeze(-1).to(top.dtype) - top
+    shifted = torch.sub(logits, top.unsqueeze(-1))
+    sums = [at_target.masked_fill_(~is_own, 0.0)]
+    if settings.label_smoothing:
+        sums.append(shifted.sum(-1) if weight is None
+                    else shifted @ _own_weight(weight, settings, logits.shape[-1], top))  # fmt: skip
+    return torch.stack([shifted.exp_().sum(-1), *sums])
+
+
+def _counts(target: Tensor, weight: Tensor | None, settings: _Settings, like: Tensor) -> tuple[Tensor | float, float]:
+    """How much each position's target counts, and the factor of the smoothed part."""
+    smooth = settings.label_smoothing / settings.num_classes
+    if weight is None:
+        return 1.0, smooth
+    return weight.to(like.dtype)[target.clamp(0, settings.num_classes - 1)], smooth
+
+
+def _own_weight(weight: Tensor | None, settings: _Settings, num_local: int, like: Tensor) -> Tensor:
+    if weight is None:
+        return like.new_ones(())
+    return weight.narrow(0, settings.first, num_local).to(like.dtype)
+
+
+def _total_weight(weight: Tensor | None, settings: _Settings) -> Tensor | float:
+    return float(settings.num_classes) if weight is None else weight.sum()

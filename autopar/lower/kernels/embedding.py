@@ -1,0 +1,72 @@
+"""Embedding over a vocabulary that is cut into slices, one per device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.shard_coordinates import shard_coordinate
+from autopar.lower.compat import call_function
+from autopar.placement import Axis
+
+__all__ = ["vocab_parallel_embedding"]
+
+
+def vocab_parallel_embedding(
+    communicator: Communicator,
+    axes: Sequence[Axis],
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """``aten.embedding`` from this device's rows, zeros for others; the sum over `axes` is the result.
+
+    Args:
+        communicator: of this rank; nothing is communicated.
+        axes: the axes that cut dim 0 of `weight`, outermost first.
+        weight: this device's rows, ``[vocabulary / devices, width]``.
+        indices: of the whole vocabulary, any shape.
+        padding_idx: the row of the whole table that gets no gradient; -1 for none.
+        scale_grad_by_freq: divide a row's gradient by how often it is read.
+        sparse: accepted and ignored, the gradient is dense.
+    """
+    first = shard_coordinate(communicator, axes) * weight.shape[0]
+    return call_function(_Embedding, weight, indices, first, padding_idx, scale_grad_by_freq)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows `first` and up of a table.  What must not count reads one extra row, which gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, indices: Tensor, first: int, padding_idx: int, scale_grad_by_freq: bool
+    ) -> Tensor:
+        num_rows = weight.shape[0]
+        local = indices - first
+        is_elsewhere = (local < 0) | (local >= num_rows)
+        rows = torch.nn.functional.embedding(local.masked_fill(is_elsewhere, 0), weight)
+        rows.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
+        without_gradient = is_elsewhere if padding_idx < 0 else is_elsewhere | (indices == padding_idx)
+        ctx.save_for_backward(local.masked_fill_(without_gradient, num_rows))
+        ctx.num_rows = num_rows
+        ctx.scale_grad_by_freq = scale_grad_by_freq
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        (local,) = ctx.saved_tensors
+        extra = ctx.num_rows
+        table = torch.ops.aten.embedding_dense_backward(
+            gradients[0].contiguous(), local, extra + 1, extra, ctx.scale_grad_by_freq
+        )
+        return table[:extra], None, None, None, None

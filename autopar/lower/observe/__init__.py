@@ -1,0 +1,1 @@
+"""Watches steps as they run: time, memory, kernels, reports."""

@@ -1,0 +1,160 @@
+"""`StepReport`: what was predicted of a step beside what was measured, per layer and per stream."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.lower.observe.kernel_profile import Kernel
+from autopar.lower.program.naming import format_seconds
+from autopar.timeline import STREAMS, Event, StepTimeline
+
+__all__ = ["COLUMNS", "StepReport"]
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward", "weight", "recompute"),
+    "activations": ("activation communication",),
+    "gathers": ("gather",),
+    "reductions": ("reduce",),
+}
+"""Name of a column -> the categories of events that it adds up."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Of one rank.
+
+    Args:
+        measured: the step with the median time.
+        steps_s: seconds of every measured step.
+        predicted: None where nothing was.
+        layers: names of this rank's layers, by index in the program.
+        alike: indices of layers that run alike, in the order of the first.
+        group: the device group of this rank.
+        kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
+    """
+
+    measured: StepTimeline
+    steps_s: tuple[float, ...]
+    predicted: StepTimeline | None
+    layers: dict[int, str]
+    alike: tuple[tuple[int, ...], ...]
+    group: int = 0
+    kernels: tuple[Kernel, ...] = ()
+
+    def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
+        """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
+        chosen, categories = set(layers), COLUMNS[column]
+        return sum(e.seconds for e in self._events(timeline) if e.layer in chosen and e.category in categories)
+
+    def stream_s(self, timeline: StepTimeline, stream: str) -> float:
+        """Seconds in which a stream of this rank's group does something: what runs at once counts once."""
+        busy_s, until_s = 0.0, 0.0
+        for event in timeline.on(self.group, stream):
+            busy_s += max(0.0, event.stop_s - max(event.start_s, until_s))
+            until_s = max(until_s, event.stop_s)
+        return busy_s
+
+    def rows(self) -> list[tuple[str, list[tuple[float | None, float]]]]:
+        """Name of layers that run alike -> predicted and measured seconds of each column, of all of them."""
+        return [(self._name(alike), [self._both(alike, column) for column in COLUMNS]) for alike in self.alike]
+
+    def streams(self) -> list[tuple[str, float | None, float]]:
+        """Stream, or the whole step -> predicted and measured seconds."""
+        found: list[tuple[str, float | None, float]] = [
+            (s, self.stream_s(self.predicted, s) if self.predicted else None, self.stream_s(self.measured, s))
+            for s in STREAMS
+        ]
+        predicted_s = self.predicted.step_s if self.predicted else None
+        return [*found, ("step", predicted_s, self.measured.step_s)]
+
+    def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
+        """Name of layers that run alike, category -> name, seconds and share of its longest kernels, of all of them."""
+        found: list[tuple[str, str, list[tuple[str, float, float]]]] = []
+        for alike in self.alike:
+            for category in dict.fromkeys(each.category for each in self.kernels):
+                own = [k for k in self.kernels if k.layer in alike and k.category == category]
+                seconds = {k.name: sum(e.seconds for e in own if e.name == k.name) for k in own}
+                total = sum(seconds.values())
+                longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
+                if total:
+                    found.append((self._name(alike), category, [(name, s, s / total) for name, s in longest]))
+        return found
+
+    def __str__(self) -> str:
+        """A table of layers and one of streams; each cell is predicted / measured."""
+        header = ["predicted / measured", *COLUMNS]
+        lines = [[name, *(_cell(*both) for both in cells)] for name, cells in self.rows()]
+        text = _table([header, *lines])
+        streams = [[name, _cell(predicted_s, measured_s), _ratio(predicted_s, measured_s)]
+                   for name, predicted_s, measured_s in self.streams()]  # fmt: skip
+        spread = f"{format_seconds(min(self.steps_s))} to {format_seconds(max(self.steps_s))}"
+        count = f"{len(self.steps_s)} steps measured, {spread}; the table is of the median one, on this rank"
+        text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'measured to predicted'], *streams])}\n{count}"
+        return f"{text}\n\n{self._kernel_text()}" if self.kernels else text
+
+    def _kernel_text(self) -> str:
+        rows = [
+            (name if not place else "", category if not place else "", kernel, format_seconds(seconds), f"{share:.0%}")
+            for name, category, kernels in self.top_kernels()
+            for place, (kernel, seconds, share) in enumerate(kernels)
+        ]
+        note = "of one more step, under torch.profiler, which takes time itself: the shares are what counts"
+        return f"{_table([('kernels', '', '', 'seconds', 'share'), *rows])}\n{note}"
+
+    def trace(self, path: str | Path) -> None:
+        """Write the measured step for https://ui.perfetto.dev; `predicted.to_chrome()` is the other one."""
+        Path(path).write_text(self.measured.to_chrome(), encoding="utf-8")
+
+    def html(self, path: str | Path) -> None:
+        """Write a self-contained page with both steps.
+
+        Raises:
+            QuestionError: what draws pages is not installed, or the file can't be written.
+        """
+        pages: Any = importlib.import_module("autopar.explain.report.measured")  # stages know no page
+        pages.write_step_report(path, self)
+
+    def _events(self, timeline: StepTimeline) -> Iterable[Event]:
+        return (event for event in timeline.events if event.group == self.group)
+
+    def _name(self, alike: Sequence[int]) -> str:
+        first, last = self.layers[alike[0]], self.layers[alike[-1]]
+        return first if len(alike) == 1 else f"{first} ... {last} ({len(alike)})"
+
+    def _both(self, layers: Sequence[int], column: str) -> tuple[float | None, float]:
+        predicted_s = self.layer_s(self.predicted, layers, column) if self.predicted else None
+        return predicted_s, self.layer_s(self.measured, layers, column)
+
+    @classmethod
+    def of(
+        cls,
+        measured: Sequence[StepTimeline],
+        predicted: StepTimeline | None,
+        layers: dict[int, str],
+        alike: tuple[tuple[int, ...], ...],
+        group: int,
+        kernels: tuple[Kernel, ...] = (),
+    ) -> StepReport:
+        """Of several measured steps, the one whose time is the median (of an even number, the faster)."""
+        steps_s = tuple(timeline.step_s for timeline in measured)
+        median = next(timeline for timeline in measured if timeline.step_s == statistics.median_low(steps_s))
+        return cls(median, steps_s, predicted, layers, alike, group, kernels)
+
+
+def _cell(predicted_s: float | None, measured_s: float) -> str:
+    return f"{'-' if predicted_s is None else format_seconds(predicted_s)} / {format_seconds(measured_s)}"
+
+
+def _ratio(predicted_s: float | None, measured_s: float) -> str:
+    return f"{measured_s / predicted_s:.2f}" if predicted_s else "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,0 +1,154 @@
+"""Measures a step as it runs: when each layer computes forward and backward, when each collective is under way.
+
+Layers run one after the other, so a layer's time lasts until something else begins.  On a GPU the marks are events on
+the stream, read when the step is over; nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.collectives import Collective, Handle
+from autopar.lower.compat import after_backward, on_gradient
+from autopar.timeline import Event, StepTimeline
+
+__all__ = ["Stopwatch"]
+
+_STREAMS = {"send": "pipeline", "broadcast": "pipeline"}
+
+Seconds = Callable[[], float]
+"""A moment, in seconds since the stopwatch began; call it when the step is over."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """From `start` on this rank does something; ``category == ""``: nothing that is measured."""
+
+    category: str
+    layer: int
+    microbatch: int
+    start: Seconds
+
+
+@dataclass(frozen=True)
+class _Flight:
+    collective: Collective
+    category: str
+    layer: int
+    start: Seconds
+    stop: Seconds
+
+
+class Stopwatch:
+    """Of one step of one rank.
+
+    Args:
+        group: the device group of this rank.
+        layers: names of all layers.
+        device: of this rank.
+    """
+
+    def __init__(self, group: int, layers: Sequence[str], device: torch.device) -> None:
+        """It begins now."""
+        self._group = group
+        self._layers = list(layers)
+        self._device = device
+        self._marks: list[_Mark] = []
+        self._flights: list[_Flight] = []
+        self._in_backward = False
+        self._began_s = time.perf_counter()
+        self._first = self._record() if device.type == "cuda" else None
+
+    def forward(self, layer: int, microbatch: int) -> None:
+        """Layer `layer` begins to compute forward."""
+        self._mark("forward", layer, microbatch)
+
+    def backward_begins_at(self, outputs: Sequence[Tensor], layer: int, microbatch: int) -> None:
+        """The layer's backward begins when a gradient of one of its `outputs` is there."""
+        begun: list[bool] = []
+
+        def begin(gradient: Tensor) -> None:
+            if not begun:
+                begun.append(True)
+                self._mark("backward", layer, microbatch)
+            if not self._in_backward:
+                self._in_backward = True
+                after_backward(self._end_backward)
+
+        for output in outputs:
+            if output.requires_grad:
+                on_gradient(output, begin)
+
+    def pause(self) -> None:
+        """What follows is no layer's."""
+        self._mark("", -1, -1)
+
+    def watch(self, collective: Collective, purpose: tuple[str, str]) -> Callable[[Handle], Handle]:
+        """Measure a collective from now on, until it has arrived as far as the backend tells, else is waited for."""
+        category, name = purpose
+        current = self._marks[-1].layer if self._marks else -1
+        layer = self._layers.index(name) if name in self._layers else current
+        start, stops = self._now(), list[Seconds]()
+        self._flights.append(_Flight(collective, category, layer, start, lambda: stops[0]() if stops else start()))
+
+        def watched(handle: Handle) -> Handle:
+            handle.on_arrival(lambda: stops.append(self._now()))
+            return handle
+
+        return watched
+
+    def read(self) -> StepTimeline:
+        """What was measured, up to now."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        step_s = time.perf_counter() - self._began_s
+        return StepTimeline(step_s, (*self._computed(step_s), *self._moved()))
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._mark("optimizer", -1, -1)
+
+    def _computed(self, step_s: float) -> list[Event]:
+        ends = [*(mark.start() for mark in self._marks[1:]), step_s]
+        found: list[Event] = []
+        for mark, stop_s in zip(self._marks, ends, strict=True):
+            is_between = mark.category == "optimizer" and mark is not self._marks[-1]  # between microbatches
+            if mark.category and not is_between:
+                name = self._layers[mark.layer] if mark.layer >= 0 else "behind the last backward"
+                where = mark.layer, mark.microbatch
+                found.append(Event(self._group, "compute", name, mark.category, mark.start(), stop_s, *where))
+        return found
+
+    def _moved(self) -> list[Event]:
+        found: list[Event] = []
+        for each in self._flights:
+            ran = each.collective
+            category = each.category or (ran.kind if ran.kind in _STREAMS else "activation communication")
+            name = self._layers[each.layer] if each.layer >= 0 else ran.kind
+            stream = _STREAMS.get(category, "communication")
+            start_s, detail = each.start(), f"{ran.kind} over {ran.axis.size} devices"
+            found.append(
+                Event(self._group, stream, name, category, start_s, max(start_s, each.stop()), each.layer, -1,
+                      ran.num_bytes, detail)
+            )  # fmt: skip
+        return found
+
+    def _mark(self, category: str, layer: int, microbatch: int) -> None:
+        self._marks.append(_Mark(category, layer, microbatch, self._now()))
+
+    def _now(self) -> Seconds:
+        if self._first is None:
+            now_s = time.perf_counter() - self._began_s
+            return lambda: now_s
+        first, event = self._first, self._record()
+        return lambda: first.elapsed_time(event) / 1e3
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -1,0 +1,187 @@
+"""Where parameters and buffers are kept between steps: a DTensor per parameter, on the mesh of this device group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import PlanMismatchError
+from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.compat import make_dtensor, make_mesh, module_tables
+from autopar.lower.parameters.materialize import Draws
+from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh, reshard
+from autopar.plan import Plan
+from autopar.program import Program
+
+__all__ = ["ParameterStore", "Stored", "local_part", "make_store", "storage_layouts"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One parameter between steps: its name in the module, its layout on the store's mesh, who holds it.
+
+    `groups` are the device groups that hold it, ascending: several for a parameter that is tied across stages.
+    `is_tied`: several layers read it.
+    """
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    groups: tuple[int, ...] = (0,)
+    is_tied: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterStore:
+    """All parameters and buffers of a model on this rank, by their (untied) name.
+
+    `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes, over the
+    ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
+    `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
+    """
+
+    mesh: tuple[int, ...]
+    device_mesh: DeviceMesh
+    module: nn.Module
+    stored: Mapping[str, Stored]
+    first_name: Mapping[str, str]
+
+    def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
+        """Where the parameter is registered: to look it up each step without walking the module's tree."""
+        path, _, last = name.rpartition(".")
+        return module_tables(self.module.get_submodule(path)).parameters, last
+
+    def buffer(self, name: str) -> Tensor:
+        """The buffer as it is registered now."""
+        return self.module.get_buffer(name)
+
+    def wrap(self, name: str, local: Tensor) -> DTensor:
+        """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
+        stored = self.stored[name]
+        return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
+
+
+def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict[str, Layout]:
+    """Parameter name -> its storage layout, written for `mesh`, a refinement of the plan's meshes.
+
+    Parameters that no layer reads are whole.
+    """
+    found: dict[str, Layout] = {}
+    for layer, planned in zip(program.layers, plan.layers, strict=True):
+        strategy = plan.strategies[planned.strategy]
+        for value, layout in zip(layer.held, strategy.storage, strict=True):
+            if program.values[value].role == "parameter":
+                found.setdefault(program.parameters[value], refine_layout(layout, strategy.mesh, mesh))
+    for name, layout in plan.shared_storage:
+        found[name] = refine_layout(layout, plan.shared_mesh, mesh)
+    return found
+
+
+def local_part(whole: Tensor, layout: Layout, mesh: tuple[int, ...], communicator: Communicator) -> Tensor:
+    """A fresh copy of this rank's part of a tensor that every rank holds whole."""
+    steps = reshard((REPLICATE,) * len(mesh), layout, mesh)
+    part = apply_forward(whole, steps, communicator)
+    return part.clone(memory_format=torch.preserve_format) if part.data_ptr() == whole.data_ptr() else part
+
+
+def make_store(
+    target: nn.Module,
+    module: nn.Module,
+    draws: Draws | None,
+    stages: StageMap,
+    communicator: Communicator,
+    mesh: DeviceMesh,
+) -> ParameterStore:
+    """Fill `target` with this rank's parts of the parameters of `module`, under the same names.
+
+    The values of what is on the meta device come from `draws`, one whole parameter after the other.
+
+    Raises:
+        PlanMismatchError: the program reads something that `module` does not have.
+    """
+    program, plan = stages.program, stages.plan
+    sizes = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    device_mesh = _group_mesh(mesh, sizes, stages, communicator)
+    stored = _stored(module, stages, storage_layouts(program, plan, sizes), sizes)
+
+    drawn_parameters: dict[str, nn.Parameter | None] = {}
+    drawn_buffers: dict[int, Tensor] = {}
+
+    def keep(name: str, requires_grad: bool, whole: Tensor) -> nn.Parameter | None:
+        entry = stored[name]
+        if stages.group not in entry.groups:
+            return None
+        part = local_part(whole, entry.layout, sizes, communicator)
+        dtensor = make_dtensor(part.contiguous(), device_mesh, entry.layout, entry.shape, entry.stride)
+        return nn.Parameter(dtensor, requires_grad=requires_grad)
+
+    def keep_drawn(name: str, whole: Tensor) -> None:
+        if name in stored:
+            drawn_parameters[name] = keep(name, module.get_parameter(name).requires_grad, whole)
+        else:
+            drawn_buffers[id(module.get_buffer(name))] = whole.clone()
+
+    def make_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if name in drawn_parameters:
+            return drawn_parameters[name]
+        return keep(name, parameter.requires_grad, parameter.detach().to(communicator.device))
+
+    def make_buffer(buffer: Tensor) -> Tensor:
+        drawn = drawn_buffers.get(id(buffer))
+        return buffer.detach().to(communicator.device, copy=True) if drawn is None else drawn
+
+    if draws is not None:
+        draws.play(communicator.device, keep_drawn)
+    copy_skeleton(module, target, make_parameter, make_buffer)
+    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module))
+
+
+def _stored(
+    module: nn.Module, stages: StageMap, layouts: Mapping[str, Layout], sizes: tuple[int, ...]
+) -> dict[str, Stored]:
+    """Every parameter of `module` by name; one that no layer reads is whole, on the first group."""
+    program = stages.program
+    first_name = canonical_names(module)
+    unknown = sorted(set(program.parameters.values()) - first_name.keys() - {n for n, _ in module.named_buffers()})
+    if unknown:
+        raise PlanMismatchError(f"the program reads {unknown[:3]}, which {type(module).__name__} does not have")
+    layout_of = {first_name[name]: layout for name, layout in layouts.items()}
+    groups_of = {first_name[name]: groups for name, groups in stages.holders.items() if name in first_name}
+    whole: Layout = (REPLICATE,) * len(sizes)
+    readers = Counter(program.parameters.get(name, "") for layer in program.layers for name in layer.held)
+    tied = {first_name[name] for name, count in readers.items() if count > 1 and name in first_name}
+    found: dict[str, Stored] = {}
+    for name, first in first_name.items():
+        parameter = module.get_parameter(name)
+        shape = tuple(parameter.shape)
+        found[name] = Stored(
+            name, layout_of.get(first, whole), shape, _row_major(parameter), parameter.dtype,
+            groups_of.get(first, (0,)), first in tied,
+        )  # fmt: skip
+    return found
+
+
+def _row_major(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _group_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], stages: StageMap, communicator: Communicator) -> DeviceMesh:
+    """The mesh of these sizes over the ranks of this device group."""
+    if tuple(mesh.shape) == sizes and not stages.is_pipeline:
+        return mesh
+    ranks = [int(rank) for rank in mesh.mesh.flatten()]
+    own = [ranks[rank] for rank in stages.group_ranks]
+    if isinstance(communicator, ProcessGroupCommunicator):
+        return make_mesh(sizes, own, mesh.device_type)
+    return make_mesh(sizes, own, mesh.device_type, rank=communicator.rank)

@@ -1,0 +1,1 @@
+"""A layer as an FX program on local tensors, with recomputation and compilation."""

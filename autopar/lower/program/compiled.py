@@ -1,0 +1,94 @@
+"""Layer programs compiled by inductor, forward and backward, each once for all layers of its kind.
+
+A program is traced as it runs, collectives and special kernels included, so a kind of layer is one graph without
+breaks.  Only what must be new in every call stays outside: random draws and slices of the running microbatch.  Those
+cut a program into pieces.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.lower.communication.communicator import Collective, Communicator
+from autopar.lower.compat import compile_graph, split_graph
+from autopar.lower.program.layer_ops import LayerContext, draw, microbatch_slice
+
+__all__ = ["compile_program"]
+
+
+def compile_program(module: fx.GraphModule, communicator: Communicator) -> Callable[..., Any]:
+    """What `module`, a layer program, computes, compiled when it is first called (and again for other strides).
+
+    What inductor keeps for backward takes the place of selective recomputation: it computes cheap ops again by itself.
+    """
+    pieces = _pieces(module.graph)
+    parts = split_graph(module, lambda node: pieces[node])
+    for name, part in list(parts.named_children()):
+        assert isinstance(part, fx.GraphModule)
+        if not any(_stays_outside(node) for node in part.graph.nodes):
+            setattr(parts, name, _Piece(part, communicator))
+    return parts.forward
+
+
+def _stays_outside(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (draw, microbatch_slice)
+
+
+def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The number of the piece of each op: even inside, odd outside of what is compiled."""
+    found: dict[fx.Node, int] = {}
+    now = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        first = node.args[0] if node.args else None
+        is_part = node.target is operator.getitem and isinstance(first, fx.Node) and found.get(first, 0) % 2 == 1
+        if _stays_outside(node) or is_part:
+            now += now % 2 == 0
+        else:
+            now += now % 2
+        found[node] = now
+    return found
+
+
+class _Piece(nn.Module):
+    """A part of a layer program, with a compiled twin for every way in which its arguments lie."""
+
+    def __init__(self, part: fx.GraphModule, communicator: Communicator) -> None:
+        super().__init__()
+        self._part = part
+        self._communicator = communicator
+        names = [node.name for node in part.graph.nodes if node.op == "placeholder"]
+        self._context = names.index("context") if "context" in names else None
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def forward(self, *args: Any) -> Any:
+        tensors = [x for index, x in enumerate(args) if index != self._context]
+        with_gradients = torch.is_grad_enabled()
+        key = (with_gradients, *((x.stride(), x.requires_grad and with_gradients) for x in tensors))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(tensors)
+        return self._compiled[key](*tensors)
+
+    def _compile(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        traced = self._communicator.traced()
+        twin = fx.GraphModule(self._part, fx.Graph(), class_name="Layer")
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in self._part.graph.nodes:
+            if node.op == "placeholder" and node.name == "context":
+                mapping[node] = twin.graph.create_node("get_attr", "context")
+            else:
+                mapping[node] = twin.graph.node_copy(node, lambda n: mapping[n])
+        object.__setattr__(twin, "context", LayerContext(traced))
+        twin.recompile()
+
+        def noting(graph: fx.GraphModule) -> Callable[[], None]:
+            run: tuple[Collective, ...] = traced.collectives_in(graph)
+            return lambda: self._communicator.note(run)
+
+        return compile_graph(twin, tensors, noting)

@@ -1,0 +1,88 @@
+"""What the code of a layer program calls besides ops: moves between layouts, microbatch slices, kernels,
+random draws.
+
+Their arguments are literals that read well in printed code: layouts as text, axes as ``(size, stride)``.  In a
+compiled layer program, what lies between calls of them is compiled, and they run as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
+from autopar.lower.communication.shard_coordinates import shard_coordinate
+from autopar.lower.kernels import KERNELS, resolve_target
+from autopar.lower.kernels.random import RandomState, random_scope
+from autopar.placement import Axis, Step, parse_layout, reshard
+
+__all__ = ["LayerContext", "draw", "layout_steps", "microbatch_slice", "redistribute", "run_kernel"]
+
+AxisText = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What one run of a layer program needs to know besides tensors.
+
+    Args:
+        communicator: of this rank.
+        microbatch: 0-based.
+        first_op: number of the layer's first op, counted through the program.
+        random: the source of randomness, None in a program that draws nothing.
+    """
+
+    communicator: Communicator
+    microbatch: int = 0
+    first_op: int = 0
+    random: RandomState | None = None
+
+
+@lru_cache(maxsize=1 << 16)
+def layout_steps(src: str, dst: str, mesh: tuple[int, ...]) -> tuple[Step, ...]:
+    """`reshard` for layouts as text."""
+    return reshard(parse_layout(src), parse_layout(dst), mesh)
+
+
+def redistribute(x: Tensor, src: str, dst: str, mesh: tuple[int, ...], context: LayerContext) -> Tensor:
+    """Move `x` from layout `src` to `dst` on `mesh`; its gradient moves back."""
+    return reshard_tensor(x, layout_steps(src, dst, mesh), context.communicator)
+
+
+def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> Tensor:
+    """The running microbatch's slice of `x`, one of `count` along `dim`."""
+    return time_slice(x, dim, context.microbatch, count)
+
+
+def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
+    """Run a special kernel that communicates on `axes`, outermost first."""
+    return KERNELS[name](context.communicator, tuple(Axis(*axis) for axis in axes), *args, **kwargs)
+
+
+def draw(
+    target: str, op_index: int, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a random op: equal numbers on replicas, different ones on the shards that `axes` cut its result
+    into.
+
+    Args:
+        target: as `Op.target`.
+        op_index: the op's number in its layer.
+        axes: the axes on which its first result is sharded, outermost first.
+        context: says layer, microbatch and base seed.
+        args: the op's arguments.
+        kwargs: the op's keyword arguments.
+    """
+    random = context.random
+    if random is None:
+        raise ValueError(f"{target} draws random numbers, but this program was run without a source of them")
+    shard = shard_coordinate(context.communicator, tuple(Axis(*axis) for axis in axes))
+    number = context.first_op + op_index
+    if target == "autopar.dropout":
+        return resolve_target(target)(*args, **kwargs, generator=random.generator(number, shard))
+    with random_scope(random.seed(number, shard), random.device):
+        return resolve_target(target)(*args, **kwargs)

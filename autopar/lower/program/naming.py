@@ -1,0 +1,87 @@
+"""Names and comments of layer programs, and pieces of their printed form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.placement import Axis, Layout, Step, format_layout
+from autopar.program import TensorType
+
+__all__ = [
+    "Buffer",
+    "format_bytes",
+    "format_seconds",
+    "format_statement",
+    "layout_suffix",
+    "node_name",
+    "step_buffers",
+    "type_comment",
+]
+
+_LOCAL = ("none", "slice", "pad", "mask")
+
+
+def node_name(value: str) -> str:
+    """A Python identifier for the value called `value`."""
+    name = re.sub(r"\W", "_", value)
+    return f"_{name}" if not name or name[0].isdigit() else name
+
+
+def layout_suffix(layout: Layout) -> str:
+    """``S0_R`` for ``S(0),R``."""
+    return "_".join(f"S{p.dim}" if p.is_shard else p.kind for p in layout) or "whole"
+
+
+def type_comment(tensor: TensorType, layout: Layout) -> str:
+    """Local shape, dtype, layout and bytes: ``[4, 16] float32 S(0),R 256 B``."""
+    return f"{list(tensor.shape)} {tensor.dtype} {format_layout(layout)} {format_bytes(tensor.num_bytes)}"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """What one collective of a program moves.
+
+    Args:
+        kind: as in `autopar.placement.Step`.
+        axis: on which.
+        num_bytes: of the larger side of one device's buffer.
+        phase: ``"forward"`` or ``"backward"``.
+    """
+
+    kind: str
+    axis: Axis
+    num_bytes: float
+    phase: str
+
+
+def step_buffers(steps: Sequence[Step], whole: TensorType, *, has_gradient: bool) -> tuple[Buffer, ...]:
+    """The collectives of a move: in forward order, then those of the gradient."""
+    forward = [Buffer(s.forward, s.axis, whole.num_bytes * s.fraction, "forward") for s in steps]
+    backward = [Buffer(s.backward, s.axis, whole.num_bytes * s.fraction, "backward") for s in reversed(steps)]
+    return tuple(each for each in forward + backward * has_gradient if each.kind not in _LOCAL)
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 KB``."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``12.3 us``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_statement(line: str) -> str:
+    """A line of a layer program's code, without what only fx needs to say."""
+    text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
+    text = re.sub(r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text)
+    text = re.sub(r"\bautopar_lower_kernels_(?:batch_norm_|cross_entropy_|embedding_)?(?=\w+\()", "autopar.", text)
+    return text.replace("torch.ops.", "")

@@ -1,0 +1,200 @@
+"""`LoweredProgram`: what this rank runs, printed for people.
+
+Each kind of layer is shown once, as the code that runs: every line with what it holds on one device, every collective
+with its bytes and its predicted time, under the lines of the user's own code that it comes from.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar.lower.program.naming import (
+    Buffer,
+    format_bytes,
+    format_seconds,
+    format_statement,
+    step_buffers,
+)
+from autopar.lower.run.layer_runner import LayerRunner
+from autopar.placement import Axis
+from autopar.plan import LayerCost, LayerStrategy, Plan
+from autopar.program import Program, TensorType
+
+__all__ = ["CollectiveSeconds", "LoweredProgram"]
+
+CollectiveSeconds = Callable[[str, Axis, float], float]
+"""Predicted seconds of a collective: its kind, axis and bytes, as `Step.fraction` counts them."""
+
+_WIDTH = 76  # comments begin here, or behind a longer line
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """What this rank runs: printed, it shows the code of every layer kind.
+
+    Args:
+        source: the traced program.
+        plan: by which it was lowered.
+        runners: the lowered layers of this rank, in order.
+        collective_s: prices of collectives; None where nothing was priced.
+    """
+
+    source: Program
+    plan: Plan
+    runners: tuple[LayerRunner, ...]
+    collective_s: CollectiveSeconds | None = None
+
+    def __str__(self) -> str:
+        """Every distinct layer program once."""
+        return "\n\n".join("\n".join(self._describe(users)) for users in self._users())
+
+    def _users(self) -> list[list[LayerRunner]]:
+        """The layers that run one program, for each."""
+        found: dict[int, list[LayerRunner]] = {}
+        for runner in self.runners:
+            found.setdefault(id(runner.program), []).append(runner)
+        return list(found.values())
+
+    def _describe(self, users: Sequence[LayerRunner]) -> Iterator[str]:
+        runner = users[0]
+        yield from self._title(users)
+        arrivals = [(f"{name} arrives:", self._arriving(name, runner, i)) for i, name in enumerate(runner.layer.inputs)]
+        moved = [(label, buffers) for label, buffers in (*arrivals, *self._stored(runner)) if buffers]
+        inside = [b for node in runner.program.module.graph.nodes for b in node.meta.get("collectives", ())]
+        yield from self._totals([b for _, buffers in moved for b in buffers], inside)
+        for label, buffers in moved:
+            yield f"#   {label} {self._moves(buffers)}"
+        yield from self._code(runner)
+
+    def _title(self, users: Sequence[LayerRunner]) -> Iterator[str]:
+        first, last = users[0].layer.name, users[-1].layer.name
+        strategy = users[0].strategy
+        names = first if len(users) == 1 else f"{first} ... {last}, {len(users)} layers of one kind"
+        labels = ", ".join(
+            f"{size} {label or '-'}" for size, label in zip(strategy.mesh, _labels(strategy), strict=True)
+        )
+        yield f"# ---- {names} ".ljust(120, "-")
+        yield f"# mesh {labels}; ZeRO {strategy.zero}; recompute {strategy.recompute}"
+        cost = self._cost(users[0])
+        if cost is not None:
+            yield (
+                f"# predicted per step and layer: forward {format_seconds(cost.forward_s)}, backward "
+                f"{format_seconds(cost.backward_s + cost.recompute_s)}, collectives of activations "
+                f"{format_seconds(cost.activation_comm_s)}, of parameters {format_seconds(cost.parameter_comm_s)}"
+            )
+
+    def _cost(self, runner: LayerRunner) -> LayerCost | None:
+        planned = next(planned for planned in self.plan.layers if planned.name == runner.layer.name)
+        cost = self.plan.costs[planned.strategy]
+        return cost if cost.total_s else None
+
+    def _totals(self, moved: Sequence[Buffer], inside: Sequence[Buffer]) -> Iterator[str]:
+        for where, buffers in (("around it", moved), ("inside", inside)):
+            if buffers:
+                total = sum(each.num_bytes for each in buffers)
+                count = f"{len(buffers)} collectives" if len(buffers) > 1 else "1 collective"
+                yield f"# {count} {where}, {format_bytes(total)}{self._seconds(buffers)}"
+
+    def _arriving(self, name: str, runner: LayerRunner, index: int) -> tuple[Buffer, ...]:
+        value = self.source.values[name]
+        return step_buffers(runner.moves[index][1], self._slice(value.type, runner), has_gradient=value.requires_grad)
+
+    def _slice(self, tensor: TensorType, runner: LayerRunner) -> TensorType:
+        """A microbatch's part of an activation, for its bytes."""
+        count = runner.program.num_microbatches
+        shape = tensor.shape
+        return TensorType((shape[0] // count, *shape[1:]), tensor.dtype) if count > 1 and shape else tensor
+
+    def _stored(self, runner: LayerRunner) -> Iterator[tuple[str, tuple[Buffer, ...]]]:
+        """Parameters that move alike share a buffer."""
+        parameters = runner.parameters
+        alike: dict[tuple[str, ...], list[tuple[str, tuple[Buffer, ...]]]] = {}
+        for name, position, steps in zip(parameters.names, parameters.positions, parameters.steps, strict=True):
+            value = self.source.values[runner.layer.held[position]]
+            buffers = step_buffers(steps, value.type, has_gradient=value.requires_grad)
+            moves = (value.type.dtype, *(f"{b.phase} {b.kind} {b.axis}" for b in buffers))
+            alike.setdefault(moves, []).append((name, buffers))
+        for together in alike.values():
+            names = [name for name, _ in together]
+            joined = [
+                replace(same[0], num_bytes=sum(each.num_bytes for each in same))
+                for same in zip(*(buffers for _, buffers in together), strict=True)
+            ]
+            again = " (gathered again in backward)" if runner.strategy.zero == 3 and _gathers(joined) else ""
+            yield f"{', '.join(names)}{again}:\n#    ", tuple(joined)
+
+    def _code(self, runner: LayerRunner) -> Iterator[str]:
+        module = runner.program.module
+        nodes = {node.name: node for node in module.graph.nodes}
+        place = ("", "")
+        for line in module.code.strip().splitlines():
+            text = format_statement(line)
+            if text.startswith("def "):
+                yield from self._signature(text, runner)
+                continue
+            name = re.match(r"\s*(\w+) = ", text)
+            node = nodes.get(name[1]) if name else None
+            now = place if node is None else node.meta.get("place", place)
+            yield from _describe_place(place, now)
+            place = now
+            buffers = () if node is None else node.meta.get("collectives", ())
+            if buffers:
+                yield f"    # >> {self._moves(buffers)}"
+            comment = "" if node is None else node.meta.get("comment", "")
+            yield f"{text.ljust(_WIDTH)}  # {comment}" if comment else text
+
+    def _signature(self, text: str, runner: LayerRunner) -> Iterator[str]:
+        """An argument a line."""
+        comments = {node.name: node.meta.get("comment", "") for node in runner.program.module.graph.nodes}
+        names = re.sub(r"^def forward\(self, |\)\s*(->.*)?:$", "", text).split(", ")
+        yield "def forward("
+        for name in names:
+            comment = comments.get(name, "")
+            yield f"{f'    {name},'.ljust(_WIDTH)}  # {comment}" if comment else f"    {name},"
+        yield "):"
+
+    def _moves(self, buffers: Iterable[Buffer]) -> str:
+        phases: dict[str, list[str]] = {"forward": [], "backward": []}
+        for each in buffers:
+            phases[each.phase].append(
+                f"{each.kind} of {format_bytes(each.num_bytes)} over {each.axis.size} devices{self._seconds([each])}"
+            )
+        return "; ".join(f"{phase} {', '.join(texts)}" for phase, texts in phases.items() if texts)
+
+    def _seconds(self, buffers: Sequence[Buffer]) -> str:
+        if self.collective_s is None:
+            return ""
+        return f", {format_seconds(sum(self.collective_s(b.kind, b.axis, b.num_bytes) for b in buffers))}"
+
+
+def _labels(strategy: LayerStrategy) -> tuple[str, ...]:
+    return strategy.labels or ("",) * len(strategy.mesh)
+
+
+def _gathers(buffers: Iterable[Buffer]) -> bool:
+    return any(each.phase == "forward" for each in buffers)
+
+
+def _describe_place(before: tuple[str, str], now: tuple[str, str]) -> Iterator[str]:
+    """Where the user's code goes on: the module if it is another, the line if it is another, and what stands there."""
+    module, source = now
+    path, _, line = source.rpartition(":")
+    if now == before or not path:
+        return
+    if module != before[0]:
+        yield ""
+        yield f"    # {module}" if module else "    # the model"
+    if source != before[1]:
+        yield f"    # {_shorten(path)}:{line}  {linecache.getline(path, int(line)).strip()}".rstrip()
+
+
+def _shorten(path: str) -> str:
+    """Relative to where the user is, or to where packages are installed."""
+    if "site-packages/" in path:
+        return path.rpartition("site-packages/")[2]
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

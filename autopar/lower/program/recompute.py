@@ -1,0 +1,241 @@
+"""What a layer keeps between its forward and its backward.
+
+Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `_Box`, and when the layer has
+run, boxes whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
+result of a cheap op (selective recomputation) is computed again.  Tensors are recognised by their storage,
+so views count too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.lower.compat import local_part_of, storage_key
+from autopar.lower.parameters.layer_parameters import Gathering
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.layer_program import LayerProgram
+
+__all__ = ["KeepingProgram", "run_keeping_less"]
+
+# Gives a tensor that was let go: a function of nothing.
+_Recipe = Callable[[], Tensor]
+
+
+class _Box:
+    """A tensor that autograd saved, or how to get it back."""
+
+    __slots__ = ("recipe", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.recipe: _Recipe | None = None
+
+    def open(self) -> Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        assert self.recipe is not None
+        return self.recipe()
+
+    def let_go(self, owner: Callable[[], Tensor]) -> None:
+        """Drop the tensor; it is a view of what `owner` gives."""
+        assert self.tensor is not None
+        size, stride, offset = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
+        self.recipe = lambda: torch.as_strided(owner(), size, stride, offset)
+        self.tensor = None
+
+
+class KeepingProgram:
+    """A layer program that also returns what its cheap ops read and compute, and the programs that compute
+    it again.
+
+    One for all layers of a kind and strategy.
+    """
+
+    def __init__(self, program: LayerProgram) -> None:
+        """Build the forward program; recomputing programs follow when it is known what autograd saves."""
+        self.program = program
+        graph = program.module.graph
+        self.nodes = _relevant_nodes(graph, program.cheap)
+        self.module = _returning(graph, self.nodes)
+        self._recomputing: dict[frozenset[str], _Recomputing] = {}
+
+    def recomputing(self, names: frozenset[str]) -> _Recomputing:
+        """The program that computes the nodes called `names` from kept ones."""
+        if names not in self._recomputing:
+            self._recomputing[names] = _recomputing(self.program.module.graph, self.program.cheap, names)
+        return self._recomputing[names]
+
+
+@dataclass(frozen=True)
+class _Recomputing:
+    """``module(*kept, context)`` gives the values of `names`; `kept` names its arguments."""
+
+    module: fx.GraphModule
+    kept: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def _relevant_nodes(graph: fx.Graph, cheap: frozenset[str]) -> tuple[str, ...]:
+    """Cheap nodes and what they read, in the graph's order, without the context and multiple results."""
+    wanted = {n.name for n in graph.nodes if n.name in cheap}
+    wanted |= {n.name for node in graph.nodes if node.name in cheap for n in node.all_input_nodes}
+    return tuple(n.name for n in graph.nodes if n.name in wanted and "comment" in n.meta)
+
+
+def _returning(graph: fx.Graph, names: Sequence[str]) -> fx.GraphModule:
+    """A copy of the program that returns ``(outputs, values of names)``."""
+    copied = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    outputs = copied.graph_copy(graph, mapping)
+    by_name = {node.name: new for node, new in mapping.items()}
+    copied.output((outputs, tuple(by_name[name] for name in names)))
+    return fx.GraphModule(torch.nn.Module(), copied)
+
+
+def _recomputing(graph: fx.Graph, cheap: frozenset[str], names: frozenset[str]) -> _Recomputing:
+    by_name = {node.name: node for node in graph.nodes}
+    needed: set[fx.Node] = set()
+    waiting = [by_name[name] for name in names]
+    kept: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in needed or node in kept or node.name == "context":
+            continue
+        if node.name not in cheap:
+            kept.add(node)
+            continue
+        needed.add(node)
+        waiting.extend(node.all_input_nodes)
+    made = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    arguments = [node for node in graph.nodes if node in kept]
+    for node in arguments:
+        mapping[node] = made.placeholder(node.name)
+    mapping[by_name["context"]] = made.placeholder("context")
+    for node in graph.nodes:
+        if node in needed:
+            mapping[node] = made.node_copy(node, lambda n: mapping[n])
+    results = [node for node in graph.nodes if node.name in names]
+    made.output(tuple(mapping[node] for node in results))
+    return _Recomputing(
+        fx.GraphModule(torch.nn.Module(), made),
+        tuple(n.name for n in arguments),
+        tuple(n.name for n in results),
+    )
+
+
+class _Recomputation:
+    """The values of one run that backward computes again: all at once, when the first is asked for."""
+
+    def __init__(self, recomputing: _Recomputing, kept: Sequence[_Recipe], context: LayerContext) -> None:
+        self._recomputing = recomputing
+        self._kept = kept
+        self._context = context
+        self._values: dict[str, Tensor] | None = None
+
+    def value(self, name: str) -> Tensor:
+        if self._values is None:
+            with torch.no_grad():
+                values = self._recomputing.module(*(get() for get in self._kept), self._context)
+            self._values = dict(zip(self._recomputing.names, values, strict=True))
+        return self._values[name]
+
+
+def run_keeping_less(
+    program: LayerProgram,
+    keeping: KeepingProgram | None,
+    inputs: Sequence[Tensor],
+    held: Sequence[Tensor],
+    context: LayerContext,
+    gathering: Gathering | None,
+) -> tuple[Tensor, ...]:
+    """Run a layer program; let autograd keep neither gathered parameters nor results of cheap ops.
+
+    Args:
+        program: to run.
+        keeping: its variant for selective recomputation, None if cheap results are kept.
+        inputs: the layer's inputs.
+        held: its held values, in their copy layouts.
+        context: of this run.
+        gathering: of its parameters if they are to be freed after this run, else None.
+    """
+    boxes: list[_Box] = []
+    gathered: dict[int, _Recipe] = {}
+
+    def pack(tensor: Tensor) -> _Box:
+        box = _Box(tensor.detach())  # or the graph would hold itself where backward never runs
+        boxes.append(box)
+        return box
+
+    def unpack(box: _Box) -> Tensor:
+        if gathering is not None:
+            gathering.values()  # whichever is opened first: so all ranks gather, at the same point
+        return box.open()
+
+    with saved_tensors_hooks(pack, unpack):
+        if keeping is None:
+            outputs, values = program.module(*inputs, *held, context), ()
+        else:
+            outputs, values = keeping.module(*inputs, *held, context)
+    if gathering is not None:
+        gathered |= _free_gathered(boxes, gathering)
+    if keeping is not None:
+        _drop_cheap(boxes, keeping, values, gathered, context)
+    boxes.clear()  # autograd holds `pack` until the layer's last backward has run
+    return outputs
+
+
+def _free_gathered(boxes: Sequence[_Box], gathering: Gathering) -> dict[int, _Recipe]:
+    """Let go of saved gathered parameters; storage -> how to gather it again."""
+    own = {storage_key(local_part_of(p)) for p in gathering.parameters}
+    recipes: dict[int, _Recipe] = {}
+    for index, value in enumerate(gathering.values()):
+        if storage_key(value) not in own:
+            recipes[storage_key(value)] = lambda index=index: gathering.values()[index]
+    for box in boxes:
+        if box.tensor is not None and storage_key(box.tensor) in recipes:
+            box.let_go(recipes[storage_key(box.tensor)])
+    gathering.free()
+    return recipes
+
+
+def _drop_cheap(
+    boxes: Sequence[_Box],
+    keeping: KeepingProgram,
+    values: Sequence[Tensor],
+    gathered: dict[int, _Recipe],
+    context: LayerContext,
+) -> None:
+    """Let go of saved results of cheap ops."""
+    by_name = dict(zip(keeping.nodes, values, strict=True))
+    owner: dict[int, str] = {}
+    for name, value in by_name.items():
+        owner.setdefault(storage_key(value), name)
+    dropped: dict[str, list[_Box]] = {}
+    for box in boxes:
+        if box.tensor is None:
+            continue
+        name = owner.get(storage_key(box.tensor))
+        if name is not None and name in keeping.program.cheap and by_name[name].dtype == box.tensor.dtype:
+            dropped.setdefault(name, []).append(box)
+    if not dropped:
+        return
+    recomputing = keeping.recomputing(frozenset(dropped))
+    kept = [_keep(by_name[name], gathered) for name in recomputing.kept]
+    recomputation = _Recomputation(recomputing, kept, context)
+    for name, own in dropped.items():
+        for box in own:
+            box.let_go(lambda name=name: recomputation.value(name))
+
+
+def _keep(value: Tensor, gathered: dict[int, _Recipe]) -> _Recipe:
+    """How to have `value` in backward: it is kept, or gathered again."""
+    box = _Box(value.detach())
+    if storage_key(value) in gathered:
+        box.let_go(gathered[storage_key(value)])
+    return box.open

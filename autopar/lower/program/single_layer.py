@@ -1,0 +1,194 @@
+"""One layer under one strategy on one device, with nobody to talk to: what a rank of any world computes, to be timed.
+
+Inputs and held values are made up: random numbers of the local shapes, integers in the range of what they index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.null_communicator import SilentCommunicator
+from autopar.lower.compat import run_twice
+from autopar.lower.kernels.random import RandomState
+from autopar.lower.program.compiled import compile_program
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.layer_program import find_option, layer_program
+from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
+from autopar.placement import REPLICATE, Placement, local_shape
+from autopar.plan import LayerStrategy
+from autopar.program import Layer, Op, Program, TensorType
+
+__all__ = ["LoneLayer"]
+
+_INDEXING = ("embedding", "index_select", "gather", "index", "cross_entropy", "cross_entropy_denominator")
+_LEAST = 2
+"""Integers that index nothing are 0 and 1: masks of integers, lengths."""
+
+
+class LoneLayer:
+    """A lowered layer with inputs, ready to run forward and backward again and again.
+
+    Args:
+        program: that the layer is in.
+        layer: the first of its kind.
+        strategy: how it runs; its mesh says how large the world is.
+        num_microbatches: into how many the batch is cut.
+        device: where to run; without a GPU only ``"cpu"``.
+        compiled: compile it as `parallelize(compile=True)` would.
+        constants: values of the program's constants where they are at hand; others are made up.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layer: Layer,
+        strategy: LayerStrategy,
+        num_microbatches: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        compiled: bool = False,
+        constants: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Lower the layer and make its inputs.
+
+        Raises:
+            PlanMismatchError: the strategy is not for this layer.
+        """
+        self.device = torch.device(device)
+        arrivals = _arrivals(program, layer, strategy, num_microbatches)
+        lowered = layer_program(program, layer, strategy, num_microbatches, arrivals, str(self.device))
+        self._program = lowered
+        self._recompute = strategy.recompute
+        keeps_less = strategy.recompute == "selective" and not compiled
+        self._keeping = KeepingProgram(lowered) if keeps_less else None
+        random = RandomState(0, self.device) if any(op.is_random for op in layer.ops) else None
+        self._context = LayerContext(SilentCommunicator(math.prod(strategy.mesh), self.device), random=random)
+        maker = _Maker(program, layer, self.device, constants or {})
+        local = _Local(program, strategy, num_microbatches)
+        self._inputs = [
+            maker.make(name, local.type_of(name, layout, time))
+            for name, layout, time in zip(layer.inputs, strategy.inputs, arrivals, strict=True)
+        ]
+        self._held = [
+            maker.make(name, local.type_of(name, layout, REPLICATE))
+            for name, layout in zip(layer.held, lowered.held_layouts, strict=True)
+        ]
+        self._leaves = [x for x in (*self._inputs, *self._held) if x.requires_grad]
+        if compiled:
+            lowered.module.forward = compile_program(lowered.module, self._context.communicator)
+        outputs = self.forward()
+        self._gradients = [torch.randn_like(x) if x.requires_grad else None for x in outputs]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether there is anything to run backward."""
+        return bool(self._leaves) and any(gradient is not None for gradient in self._gradients)
+
+    def forward(self) -> Sequence[Tensor]:
+        """The outputs, with what backward needs."""
+        module, held, context = self._program.module, self._held, self._context
+        if self._recompute == "full":
+            return run_twice(lambda *inputs: module(*inputs, *held, context), self._inputs)
+        if self._keeping is not None:
+            return run_keeping_less(self._program, self._keeping, self._inputs, held, context, None)
+        return module(*self._inputs, *held, context)
+
+    def backward(self, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients of inputs and held values, of outputs that `forward` gave; once per forward."""
+        pairs = [(x, g) for x, g in zip(outputs, self._gradients, strict=True) if g is not None]
+        roots, gradients = zip(*pairs, strict=True)
+        return torch.autograd.grad(roots, self._leaves, gradients, allow_unused=True)
+
+
+class _Local:
+    """Types of what one device holds in one microbatch."""
+
+    def __init__(self, program: Program, strategy: LayerStrategy, num_microbatches: int) -> None:
+        self.program = program
+        self.mesh = strategy.mesh
+        self.num_microbatches = num_microbatches
+
+    def type_of(self, name: str, layout: tuple[Placement, ...], time: Placement) -> TensorType:
+        tensor = self.program.type_of(name)
+        shape = local_shape(tensor.shape, (time,), (self.num_microbatches,))
+        return TensorType(local_shape(shape, layout, self.mesh), tensor.dtype)
+
+
+def _arrivals(program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> tuple[Placement, ...]:
+    """Per input, its placement in time: the model's inputs come whole, others as all their readers want them."""
+    if num_microbatches == 1 or not strategy.time:
+        return (REPLICATE,) * len(layer.inputs)
+    wanted: dict[str, set[Placement]] = {}
+    for op, factor in zip(layer.ops, strategy.time, strict=True):
+        for name, placement in zip(op.operands, find_option(op, factor).operands, strict=True):
+            wanted.setdefault(name, set()).add(placement)
+
+    def arrival(name: str) -> Placement:
+        placements = wanted.get(name, set())
+        only = next(iter(placements)) if len(placements) == 1 else REPLICATE
+        return only if only.is_shard and name not in program.inputs else REPLICATE
+
+    return tuple(map(arrival, layer.inputs))
+
+
+class _Maker:
+    """Makes up values."""
+
+    def __init__(self, program: Program, layer: Layer, device: torch.device, constants: Mapping[str, Tensor]) -> None:
+        self.program = program
+        self.device = device
+        self.constants = constants
+        self.limits = _limits(program, layer)
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def make(self, name: str, wanted: TensorType) -> Tensor:
+        """A value of this local type; a leaf that takes a gradient if the program's value does."""
+        known = self.constants.get(name)
+        if known is not None and tuple(known.shape) == wanted.shape:
+            return known.detach().to(self.device)
+        dtype: torch.dtype = getattr(torch, wanted.dtype)
+        if dtype is torch.bool:
+            return torch.ones(wanted.shape, dtype=dtype, device=self.device)
+        if not (dtype.is_floating_point or dtype.is_complex):
+            limit = self.limits.get(name, _LEAST)
+            return torch.randint(limit, wanted.shape, generator=self.generator, dtype=dtype, device=self.device)
+        value = torch.randn(wanted.shape, generator=self.generator, device=self.device).to(dtype)
+        return value.requires_grad_(self.program.values[name].requires_grad and self.program.training)
+
+
+def _limits(program: Program, layer: Layer) -> dict[str, int]:
+    """For integers that index something: what they must stay below.  Ops between pass it on to what they read."""
+    limits: dict[str, int] = {}
+
+    def note(name: str, limit: int) -> None:
+        if not program.type_of(name).is_floating:
+            limits[name] = min(limit, limits.get(name, limit))
+
+    for op in reversed(layer.ops):
+        names = op.operands
+        if op.target.split(".")[1] in _INDEXING:
+            for name in names[1:] or names:
+                note(name, _extent(program, op))
+        else:
+            passed = [limits[name] for name in op.results if name in limits]
+            for name in names if passed else ():
+                note(name, min(passed))
+    return limits
+
+
+def _extent(program: Program, op: Op) -> int:
+    """Into how many an integer operand of `op` chooses."""
+    shape = program.type_of(op.operands[0]).shape
+    name = op.target.split(".")[1]
+    literals = [arg for arg in op.args if isinstance(arg, int) and not isinstance(arg, bool)]
+    if name == "cross_entropy":
+        return shape[literals[0] if literals else 1]
+    if name == "cross_entropy_denominator":
+        return _LEAST
+    if name in ("index_select", "gather"):
+        return shape[literals[0]] if literals and shape else _LEAST
+    return shape[0] if shape else _LEAST

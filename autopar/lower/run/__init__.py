@@ -1,0 +1,1 @@
+"""Runs a plan on this rank: layers, microbatches, pipeline stages."""

@@ -1,0 +1,255 @@
+"""Run a plan's layers in order on this rank: what moves between them, what they hold, what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputShapeError, PlanMismatchError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.failures import naming_failures
+from autopar.lower.communication.reshard_ops import reshard_tensor
+from autopar.lower.compat import can_part, stride_as_parts, to_parted_placements, to_torch_placements
+from autopar.lower.kernels.random import RandomState
+from autopar.lower.observe.stopwatch import Stopwatch
+from autopar.lower.parameters.layer_parameters import Gathering
+from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.program.compiled import compile_program
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.layer_program import LayerProgram
+from autopar.lower.run.layer_runner import LayerUse
+from autopar.lower.run.lowering import Executable, Lies, Lowering
+from autopar.lower.run.microbatch_updates import updates_per_microbatch
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
+from autopar.plan import Plan
+from autopar.program import Program
+
+__all__ = ["Executor", "check_plan"]
+
+
+class Executor:
+    """One executable, lowered for this rank."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        store: ParameterStore,
+        communicator: Communicator,
+        compile_layers: bool = False,
+    ) -> None:
+        """Lower every kind and strategy once.
+
+        Raises:
+            PlanMismatchError: the plan does not fit the program or the number of devices.
+        """
+        self.executable = executable
+        self.store = store
+        self.communicator = communicator
+        program, plan = executable.program, executable.plan
+        check_plan(program, plan, communicator.world_size)
+        self.num_microbatches = plan.num_microbatches if program.loss or plan.stages else 1
+        self.updates_each: Mapping[str, str] = (
+            updates_per_microbatch(program, plan) if self.num_microbatches > 1 else {}
+        )
+        self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
+        self.whole_outputs = False
+        self.stopwatch: Stopwatch | None = None  # while somebody measures
+        self.kept = set(program.outputs) | set(program.updates.values())
+        self.stages = StageMap(program, plan, communicator.rank)
+        lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
+        self.runners = lowering.lower_layers(self.kept)
+        self.lies = lowering.lies
+        self.arriving = lowering.arriving
+        if self.stages.is_pipeline:
+            communicator.prepare([self.stages.axis])
+        communicator.prepare(sorted({axis for runner in self.runners.values() for axis in runner.axes}))
+        if compile_layers:
+            for lowered in self.programs:
+                lowered.module.forward = compile_program(lowered.module, communicator)
+
+    @property
+    def programs(self) -> tuple[LayerProgram, ...]:
+        """The distinct lowered programs, in order of first use."""
+        return tuple({id(runner.program): runner.program for runner in self.runners.values()}.values())
+
+    def check_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Raise InputShapeError unless `tensors` are what the program was traced for."""
+        program = self.executable.program
+        if len(tensors) != len(program.inputs):
+            raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
+        for name, tensor in zip(program.inputs, tensors, strict=True):
+            wanted = program.type_of(name)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != wanted.shape or dtype != wanted.dtype:
+                raise InputShapeError(
+                    f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for "
+                    f"{list(wanted.shape)} {wanted.dtype}. Pass the whole batch on every "
+                    "rank, or plan again for these inputs"
+                )
+
+    def open_layer(self, index: int) -> LayerUse:
+        """The usual way to a layer's parameters: gather from the DTensors, starting now."""
+        runner = self.runners[index]
+        gathering = Gathering(
+            runner.parameters, runner.parameters.current(), is_freed=runner.strategy.zero == 3, prefetch=True
+        )
+        return LayerUse.of(gathering)
+
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        base_seed: int = 0,
+        microbatch: int = 0,
+        open_layer: Callable[[int], LayerUse] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run one microbatch through all layers; returns the local parts of outputs and updates, as they lie."""
+        values: dict[str, Tensor] = dict(zip(self.executable.program.inputs, tensors, strict=True))
+        self.run_layers(self.stages.ranges[0], values, base_seed, microbatch, open_layer)
+        return {name: values[name] for name in self.kept}
+
+    def run_layers(
+        self,
+        indices: range,
+        values: dict[str, Tensor],
+        base_seed: int = 0,
+        microbatch: int = 0,
+        open_layer: Callable[[int], LayerUse] | None = None,
+    ) -> None:
+        """Run consecutive layers of one microbatch on `values`, which afterwards has what later layers or the caller
+        read.
+
+        The next layer's parameters are on their way while a layer computes, and so are in backward those that must be
+        gathered anew (it is known from the first backward on which are).
+        """
+        open_layer = open_layer or self.open_layer
+        random = RandomState(base_seed, self.communicator.device, microbatch) if self.is_random else None
+        use = open_layer(indices.start) if indices else None
+        awaited: Gathering | None = None
+        for index in indices:
+            assert use is not None
+            runner = self.runners[index]
+            if self.stopwatch is not None:
+                self.stopwatch.forward(index, microbatch)
+            following = open_layer(index + 1) if index + 1 < indices.stop else None
+            inputs = [reshard_tensor(values[name], steps, self.communicator) for name, steps in runner.moves]
+            context = LayerContext(self.communicator, microbatch, runner.first_op, random)
+            outputs = runner.run(use, inputs, context)
+            if self.stopwatch is not None:
+                self.stopwatch.backward_begins_at(outputs, index, microbatch)
+            if use.gathering is not None and runner.parameters.is_gathered_anew and _has_gradient(outputs):
+                use.gathering.before, awaited = awaited, use.gathering
+            values |= zip(runner.layer.outputs, outputs, strict=True)
+            for name in runner.dead:
+                values.pop(name, None)
+            use = following
+        if self.stopwatch is not None:
+            self.stopwatch.pause()
+
+    @torch.no_grad()
+    def update_buffers_of_microbatch(self, values: Mapping[str, Tensor]) -> None:
+        """Give the buffers that every microbatch updates their new values, those of them that are in `values`."""
+        for buffer, new in self.updates_each.items():
+            if new in values:
+                self.store.buffer(buffer).copy_(self.make_whole(new, values[new].detach()))
+
+    def make_whole(self, name: str, value: Tensor) -> Tensor:
+        """The whole tensor on every rank, of one microbatch."""
+        lies = self.lies[name]
+        steps = lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh)
+        return reshard_tensor(value, steps, self.communicator)
+
+    def share_across_groups(self, name: str, value: Tensor | None) -> Tensor:
+        """A value that the group of its stage has whole, on every rank; others pass None."""
+        if not self.stages.is_pipeline or name not in self.stages.stage_of:
+            assert value is not None
+            return value
+        wanted = self.executable.program.type_of(name)
+        owner = self.stages.group_of(name)
+        if owner != self.stages.group:
+            dtype: torch.dtype = getattr(torch, wanted.dtype)
+            value = torch.empty(wanted.shape, dtype=dtype, device=self.communicator.device)
+        assert value is not None
+        with naming_failures(self.stages.who, f"the broadcast of {name!r} from device group {owner}"):
+            return self.communicator.broadcast(value, self.stages.axis, owner)
+
+    def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
+        """`value` made whole along `dim` only."""
+        lies = self.lies[name]
+        return reshard_tensor(value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator)
+
+    def make_output(self, name: str, value: Tensor) -> Tensor:
+        """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its layout.
+
+        Without a loss in the program all outputs are whole.
+        """
+        lies = self._lies_joined(name)
+        is_cut = any(p.is_shard and size > 1 for p, size in zip(lies.layout, lies.mesh, strict=True))
+        if not is_cut or not self.stays_cut(name):
+            return reshard_tensor(value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator)
+        layout = tuple(p if p.is_shard else REPLICATE for p in lies.layout)
+        value = reshard_tensor(value, lies.move_to(layout, lies.mesh), self.communicator)
+        fine = refine_layout(layout, lies.mesh, self.store.mesh)
+        shape = torch.Size(self.executable.program.type_of(name).shape)
+        is_parted = self.num_microbatches > 1 and lies.time.is_shard
+        made = DTensor.from_local(
+            value,
+            self.store.device_mesh,
+            to_parted_placements(fine, self.store.mesh, lies.time.dim, self.num_microbatches)
+            if is_parted
+            else to_torch_placements(fine),
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return stride_as_parts(made) if is_parted else made
+
+    def stays_cut(self, name: str) -> bool:
+        """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""
+        program = self.executable.program
+        if self.whole_outputs or not program.loss or name == program.loss:
+            return False
+        return self._is_on_store_mesh(self.lies[name].mesh) and self._can_be_cut(self.lies[name])
+
+    def _can_be_cut(self, lies: Lies) -> bool:
+        """Whether torch has words for how microbatches of what lies so join."""
+        if self.num_microbatches == 1 or not lies.time.is_shard:
+            return True
+        fine = refine_layout(lies.layout, lies.mesh, self.store.mesh)
+        return can_part(fine, self.store.mesh, lies.time.dim)
+
+    def _lies_joined(self, name: str) -> Lies:
+        """Where an output lies when its microbatches have been joined."""
+        lies = self.lies[name]
+        if self.num_microbatches == 1 or not lies.time.is_shard or self.stays_cut(name):
+            return lies
+        return replace(lies, layout=_whole_along(lies.layout, lies.time.dim))  # it was gathered along that dim
+
+    def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
+        return refine_mesh(self.store.mesh, mesh) == self.store.mesh
+
+
+def _has_gradient(outputs: Sequence[Tensor]) -> bool:
+    return any(x.requires_grad for x in outputs)
+
+
+def _whole_along(layout: Layout, dim: int) -> Layout:
+    return tuple(REPLICATE if p.is_shard and p.dim == dim else p for p in layout)
+
+
+def check_plan(program: Program, plan: Plan, world_size: int) -> None:
+    """Raise PlanMismatchError unless `plan` is for this program on this many devices."""
+    if plan.world_size != world_size:
+        raise PlanMismatchError(f"the plan is for {plan.world_size} devices, but there are {world_size}")
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for program {plan.fingerprint}, this is {program.fingerprint}: plan "
+            "again for this model and these input shapes"
+        )
+    names = [layer.name for layer in program.layers]
+    if names != [planned.name for planned in plan.layers]:
+        raise PlanMismatchError(f"the plan has layers {[p.name for p in plan.layers]}, the program {names}")

@@ -1,0 +1,122 @@
+"""One layer bound to this rank: its lowered program, and where what it holds comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.compat import run_twice
+from autopar.lower.parameters.layer_parameters import Gathering, LayerParameters, enter_parameters, gather_parameters
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.layer_program import LayerProgram
+from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
+from autopar.placement import Axis, Step
+from autopar.plan import LayerStrategy
+from autopar.program import Layer
+
+__all__ = ["LayerRunner", "LayerUse"]
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """Where one run of a layer takes its parameters from: copies that are there already, or a gathering for those that
+    `entered`.
+    """
+
+    gathering: Gathering | None = None
+    entered: Sequence[Tensor] = ()
+    fixed: Sequence[Tensor] = ()
+
+    @classmethod
+    def of(cls, gathering: Gathering) -> LayerUse:
+        """One that begins now, before the layer before runs."""
+        return cls(gathering, enter_parameters(gathering))
+
+    def copies(self) -> Sequence[Tensor]:
+        """The compute copies, differentiable."""
+        return self.fixed if self.gathering is None else gather_parameters(self.gathering, self.entered)
+
+
+@dataclass(frozen=True)
+class LayerRunner:
+    """Everything fixed about one layer.
+
+    Args:
+        layer: itself.
+        strategy: how it runs.
+        program: its lowered program, shared by its kind.
+        keeping: the variant for selective recomputation, None if the strategy has none or a compiler sees to it.
+        parameters: how it gets them.
+        buffers: position among held values, name, dtype, moves to the copy layout.
+        constants: position among held values, local part.
+        moves: per input, the value's name and the moves from where it lies.
+        dead: values that no later layer reads.
+        first_op: number of its first op in the program.
+    """
+
+    layer: Layer
+    strategy: LayerStrategy
+    program: LayerProgram
+    keeping: KeepingProgram | None
+    parameters: LayerParameters
+    buffers: tuple[tuple[int, str, torch.dtype, tuple[Step, ...]], ...]
+    constants: tuple[tuple[int, Tensor], ...]
+    moves: tuple[tuple[str, tuple[Step, ...]], ...]
+    dead: tuple[str, ...]
+    first_op: int
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """Every axis on which something of this layer may communicate."""
+        steps = [step for steps in self.parameters.steps for step in steps]
+        steps += [step for _, moved in self.moves for step in moved]
+        found = {step.axis for step in steps}
+        for node in self.program.module.graph.nodes:
+            found |= node.meta.get("axes", frozenset())
+        return frozenset(axis for axis in found if axis.size > 1)
+
+    def run(self, use: LayerUse, inputs: Sequence[Tensor], context: LayerContext) -> Sequence[Tensor]:
+        """The layer's outputs, remembering for backward what the strategy says."""
+        recompute = self.strategy.recompute if torch.is_grad_enabled() else "none"
+        freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
+        if recompute == "full":
+            return self._run_again_in_backward(use, inputs, context)
+        held = self._held(use.copies(), context.communicator)
+        if torch.is_grad_enabled() and (freed or self.keeping):
+            return run_keeping_less(self.program, self.keeping, inputs, held, context, freed)
+        return self.program.module(*inputs, *held, context)
+
+    def _run_again_in_backward(
+        self, use: LayerUse, inputs: Sequence[Tensor], context: LayerContext
+    ) -> Sequence[Tensor]:
+        freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
+        kept = None if freed else self._held(use.copies(), context.communicator)
+
+        def run(*inputs: Tensor) -> Sequence[Tensor]:
+            held = self._held(use.copies(), context.communicator) if kept is None else kept
+            outputs = self.program.module(*inputs, *held, context)
+            if freed:
+                freed.free()
+            return outputs
+
+        # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were
+        # priced.
+        return run_twice(run, inputs)
+
+    def _held(self, copies: Sequence[Tensor], communicator: Communicator) -> list[Tensor]:
+        held: list[Any] = [None] * len(self.layer.held)
+        for position, copy in zip(self.parameters.positions, copies, strict=True):
+            held[position] = copy
+        for position, tensor in self.constants:
+            held[position] = tensor
+        for position, name, dtype, steps in self.buffers:
+            # a copy: forward may update the buffer before backward has read it
+            buffer = self.parameters.store.buffer(name).to(dtype, copy=True)
+            held[position] = apply_forward(buffer, steps, communicator)
+        return held

@@ -1,0 +1,191 @@
+"""Bind every layer of a plan to this rank: programs by kind, and for the layers that this rank runs their runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.errors import PlanMismatchError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.parameters.layer_parameters import LayerParameters
+from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.program.layer_program import LayerProgram, layer_program
+from autopar.lower.program.recompute import KeepingProgram
+from autopar.lower.run.layer_runner import LayerRunner
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, refine_layout, refine_mesh, reshard
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Program
+
+__all__ = ["Executable", "Lies", "Lowering"]
+
+
+class Executable(NamedTuple):
+    """A traced program with its plan and what binds it to a Python call.
+
+    Args:
+        program: what to run.
+        plan: how.
+        constants: value name -> whole tensor.
+        flatten_inputs: ``(args, kwargs)`` of a call -> its tensors, in the order of `Program.inputs`.
+        unflatten_outputs: values of `Program.outputs` -> what the model returns.
+    """
+
+    program: Program
+    plan: Plan
+    constants: Mapping[str, Tensor]
+    flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]]
+    unflatten_outputs: Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Lies:
+    """Where a value lies between layers: layout, mesh, placement in time."""
+
+    layout: Layout
+    mesh: tuple[int, ...]
+    time: Placement
+
+    def move_to(self, layout: Layout, mesh: tuple[int, ...]) -> tuple[Step, ...]:
+        """The steps to another layout on another mesh, on the refinement of both."""
+        fine = refine_mesh(self.mesh, mesh)
+        return reshard(refine_layout(self.layout, self.mesh, fine), refine_layout(layout, mesh, fine), fine)
+
+    def local_shape(self, shape: tuple[int, ...], num_microbatches: int) -> tuple[int, ...]:
+        """What a device holds of a value of this global shape, in one microbatch."""
+        if self.time.is_shard and num_microbatches > 1:
+            dim = self.time.dim
+            shape = (*shape[:dim], shape[dim] // num_microbatches, *shape[dim + 1 :])
+        return local_shape(shape, self.layout, self.mesh)
+
+
+class Lowering:
+    """The state of lowering an executable's layers: where values lie, which programs exist."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        store: ParameterStore,
+        communicator: Communicator,
+        num_microbatches: int,
+        stages: StageMap,
+        compile_layers: bool = False,
+    ) -> None:
+        """Nothing is lowered yet.  `lies` has then where values lie, `arriving` per stage what comes to it."""
+        self.stages = stages
+        self.compile_layers = compile_layers
+        self.executable = executable
+        self.program = executable.program
+        self.plan = executable.plan
+        self.store = store
+        self.communicator = communicator
+        self.num_microbatches = num_microbatches
+        whole = Lies((REPLICATE,), (self.plan.group_size,), REPLICATE)
+        self.lies: dict[str, Lies] = dict.fromkeys(self.program.inputs, whole)
+        self.arriving: list[dict[str, Lies]] = []
+        self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
+        self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
+
+    def lower_layers(self, kept: set[str]) -> dict[int, LayerRunner]:
+        """The runners of this rank's layers, by index.
+
+        `kept` are the values that must not be let go of.
+        """
+        starts = {layers.start: stage for stage, layers in enumerate(self.stages.ranges)}
+        last_reader = {name: i for i, layer in enumerate(self.program.layers) for name in layer.inputs}
+        runners: dict[int, LayerRunner] = {}
+        first_op = 0
+        for index, layer in enumerate(self.program.layers):
+            produced = (*layer.inputs, *layer.outputs)
+            dead = tuple(name for name in produced if last_reader.get(name, -1) <= index and name not in kept)
+            if index in starts:
+                self.arriving.append({name: self.lies[name] for name in self.stages.crossing[starts[index]]})
+            bind = self._lower_layer(index, layer, dead, first_op)
+            if index in self.stages.own_layers:
+                runners[index] = bind()
+            first_op += len(layer.ops)
+        missing = sorted(kept - self.lies.keys())
+        if missing:
+            raise PlanMismatchError(f"no layer puts out {missing}, which the model returns or keeps")
+        return runners
+
+    def _lower_layer(self, index: int, layer: Layer, dead: tuple[str, ...], first_op: int) -> Callable[[], LayerRunner]:
+        """Note where the layer's outputs lie; how to bind it to this rank, if this rank runs it."""
+        number = self.plan.layers[index].strategy
+        strategy = self.plan.strategies[number]
+        arrivals = tuple(self.lies[name].time for name in layer.inputs)
+        moves = tuple(
+            (name, self.lies[name].move_to(layout, strategy.mesh))
+            for name, layout in zip(layer.inputs, strategy.inputs, strict=True)
+        )
+        lowered, keeping = self._program(layer.kind, number, strategy, arrivals)
+        for name, layout, time in zip(layer.outputs, strategy.outputs, lowered.output_times, strict=True):
+            self.lies[name] = Lies(layout, strategy.mesh, time)
+        return lambda: self._bind(layer, strategy, lowered, keeping, moves, dead, first_op)
+
+    def _bind(
+        self,
+        layer: Layer,
+        strategy: LayerStrategy,
+        lowered: LayerProgram,
+        keeping: KeepingProgram | None,
+        moves: tuple[tuple[str, tuple[Step, ...]], ...],
+        dead: tuple[str, ...],
+        first_op: int,
+    ) -> LayerRunner:
+        held = list(zip(range(len(layer.held)), layer.held, lowered.held_layouts, strict=True))
+        roles = self.program.values
+        return LayerRunner(
+            layer, strategy, lowered, keeping,
+            self._parameters([h for h in held if roles[h[1]].role == "parameter"], strategy.mesh, layer.name),
+            tuple(
+                (position, self.program.parameters[name], self._dtype(name),
+                 self._from_whole(layout, strategy.mesh))
+                for position, name, layout in held if roles[name].role == "buffer"
+            ),
+            tuple(
+                (position, self._constant(name, self._from_whole(layout, strategy.mesh)))
+                for position, name, layout in held if roles[name].role == "constant"
+            ),
+            moves, dead, first_op,
+        )  # fmt: skip
+
+    def _program(
+        self, kind: int, number: int, strategy: LayerStrategy, arrivals: tuple[Placement, ...]
+    ) -> tuple[LayerProgram, KeepingProgram | None]:
+        key = (kind, number, arrivals)
+        if key not in self.programs:
+            first = next(layer for layer in self.program.layers if layer.kind == kind)
+            lowered = layer_program(
+                self.program, first, strategy, self.num_microbatches, arrivals, str(self.communicator.device)
+            )
+            keeps_less = strategy.recompute == "selective" and not self.compile_layers
+            keeping = KeepingProgram(lowered) if keeps_less else None
+            self.programs[key] = lowered, keeping
+        return self.programs[key]
+
+    def _parameters(self, held: list[tuple[int, str, Layout]], mesh: tuple[int, ...], layer: str) -> LayerParameters:
+        names = [self.program.parameters[name] for _, name, _ in held]
+        return LayerParameters(
+            self.store, names, [position for position, _, _ in held], [layout for _, _, layout in held],
+            [self._dtype(name) for _, name, _ in held], mesh, self.communicator, layer,
+        )  # fmt: skip
+
+    def _dtype(self, value: str) -> torch.dtype:
+        """What a value is computed in; it may be stored in another dtype (mixed precision)."""
+        return getattr(torch, self.program.type_of(value).dtype)
+
+    def _from_whole(self, layout: Layout, mesh: tuple[int, ...]) -> tuple[Step, ...]:
+        return reshard((REPLICATE,) * len(mesh), layout, mesh)
+
+    def _constant(self, name: str, steps: tuple[Step, ...]) -> Tensor:
+        key = (name, steps)
+        if key not in self.parts:
+            whole = self.executable.constants[name].detach().to(self.communicator.device)
+            self.parts[key] = apply_forward(whole, steps, self.communicator)
+        return self.parts[key]

@@ -1,0 +1,413 @@
+"""`ParallelModule`: a module with the original's signature and parameter names that runs a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError, PlanMismatchError
+from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator
+from autopar.lower.communication.consensus import agree, agree_equal, digest_inputs
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.compat import leaves_of, local_tensor
+from autopar.lower.kernels.random import agree_base_seed
+from autopar.lower.observe.first_steps import FirstSteps, StepComparison
+from autopar.lower.observe.predictions import Predictions
+from autopar.lower.observe.reporting import report_steps
+from autopar.lower.observe.step_report import StepReport
+from autopar.lower.parameters.gradient_norm import clip_gradients
+from autopar.lower.parameters.materialize import Draws
+from autopar.lower.parameters.skeleton import state_names
+from autopar.lower.parameters.store import local_part, make_store
+from autopar.lower.program.program_text import LoweredProgram
+from autopar.lower.run.execution import Executor, check_plan
+from autopar.lower.run.layer_runner import LayerRunner
+from autopar.lower.run.lowering import Executable
+from autopar.lower.run.microbatch import run_microbatches
+from autopar.lower.run.pipeline import run_pipeline
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import REPLICATE, reshard
+from autopar.plan import Plan
+from autopar.program import Program
+
+__all__ = ["LoweredProgram", "ParallelModule", "lower"]
+
+
+_NOTHING = "nothing_to_train"
+
+EvalFactory = Callable[[], Sequence[Any]]
+
+
+def lower(  # noqa: PLR0913  (the contract between the stages)
+    program: Program,
+    plan: Plan,
+    *,
+    module: nn.Module,
+    constants: Mapping[str, Tensor],
+    flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]],
+    unflatten_outputs: Callable[[Sequence[Any]], Any],
+    communicator: Communicator,
+    mesh: DeviceMesh,
+    draws: Draws | None = None,
+    compute_dtype: torch.dtype | None = None,
+    eval_factory: EvalFactory | None = None,
+    outputs_factory: EvalFactory | None = None,
+    compile_layers: bool = False,
+    predictions: Predictions | None = None,
+) -> ParallelModule:
+    """Bind a plan to a module and to this rank's communicator.
+
+    Args:
+        program: the traced module.
+        plan: made for it.
+        module: whose parameters are sliced and copied; it is left as it is.
+        constants: the program's constants by value name, whole.
+        flatten_inputs: ``(args, kwargs)`` of a call -> its tensors in the order of `Program.inputs`.
+        unflatten_outputs: values of `Program.outputs` -> what the model returns.
+        communicator: of this rank.
+        mesh: over all ranks, of any shape.
+        draws: the values of those of `module`'s tensors that are on the meta device.
+        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check
+            only.
+        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of
+            the model
+            traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
+        outputs_factory: for a model with a loss function: the same for eval calls that have no ``target``.
+        compile_layers: compile each distinct layer program, forward and backward.
+        predictions: what `program` shows, and `report` beside what it measures.
+
+    Raises:
+        PlanMismatchError: plan, program, module and number of devices don't belong together.
+    """
+    check_plan(program, plan, communicator.world_size)
+    executable = Executable(program, plan, constants, flatten_inputs, unflatten_outputs)
+    dtypes = {program.type_of(value).dtype for value in program.parameters}
+    if compute_dtype is not None and dtypes and str(compute_dtype).removeprefix("torch.") not in dtypes:
+        raise PlanMismatchError(
+            f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
+        )
+    factories = (eval_factory, outputs_factory)
+    return ParallelModule(executable, module, draws, communicator, mesh, factories, compile_layers, predictions)
+
+
+class ParallelModule(nn.Module):
+    """Runs a model on all devices: call it, train it and save it as the original.
+
+    Every rank passes the whole batch.  Parameters are DTensors under the original names; with pipeline stages a rank
+    has those of its own stages only.
+
+    Attributes:
+        whole_outputs: set it to get outputs beside the loss as whole plain tensors on every rank.  Otherwise they are
+            DTensors that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other
+            stages.
+    """
+
+    whole_outputs: bool
+
+    def __init__(
+        self,
+        executable: Executable,
+        module: nn.Module,
+        draws: Draws | None,
+        communicator: Communicator,
+        mesh: DeviceMesh,
+        eval_factories: tuple[EvalFactory | None, EvalFactory | None],
+        compile_layers: bool,
+        predictions: Predictions | None = None,
+    ) -> None:
+        """See `lower`; `eval_factories` are those of calls with and without a target."""
+        super().__init__()
+        self._communicator = communicator
+        self._eval_factories = eval_factories
+        self._eval_executors: dict[EvalFactory | None, Executor] = {}
+        self._compile_layers = compile_layers
+        self._predictions = predictions
+        stages = StageMap(executable.program, executable.plan, communicator.rank)
+        self._store = make_store(self, module, draws, stages, communicator, mesh)
+        self._executor = Executor(executable, self._store, communicator, compile_layers)
+        self._agreed: set[int] = set()
+        # Not registered: no name of the original's state.
+        object.__setattr__(self, _NOTHING, nn.Parameter(torch.empty(0, device=communicator.device)))
+        self.whole_outputs = False
+        self.training = module.training
+        self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device, self._always_held)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it runs."""
+        return self._executor.executable.plan
+
+    @property
+    def program(self) -> LoweredProgram:
+        """What this rank runs; ``print(model.program)`` shows it."""
+        executable = self._executor.executable
+        collective_s = None if self._predictions is None else self._predictions.collective_s
+        return LoweredProgram(executable.program, executable.plan, self.layer_runners, collective_s)
+
+    @property
+    def observed(self) -> StepComparison | None:
+        """A real step of this rank beside what the plan promised: known from the fourth training call on (on a CPU
+        when the fourth step has ended).
+        """
+        return self._first_steps.seen
+
+    def on_observed(self, report: Callable[[StepComparison], None]) -> None:
+        """Have rank 0 call `report` once, when `observed` is known."""
+        self._first_steps.report = report
+
+    @property
+    def layer_runners(self) -> tuple[LayerRunner, ...]:
+        """The lowered layers in order, for tools that watch them run."""
+        return tuple(self._executor.runners.values())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward on the whole batch.
+
+        Raises:
+            InputShapeError: the inputs differ from what the plan was made for; on every rank, before any
+                waits.
+            MeshError: ranks got different batches (looked at in the first call).
+        """
+        if not self.training or not torch.is_grad_enabled():
+            self._first_steps.interrupt()
+            return self._run(args, kwargs)
+        self._first_steps.begin_step(x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor))
+        try:
+            return self._run(args, kwargs)
+        except BaseException:
+            self._first_steps.interrupt()
+            raise
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        executor = self._current(has_target=kwargs.get("target") is not None)
+        executor.whole_outputs = self.whole_outputs
+        executable = executor.executable
+        tensors = self._flatten(executor, args, kwargs)
+        seed = agree_base_seed(self._communicator) if executor.is_random else 0
+        if executor.stages.is_pipeline:
+            values = run_pipeline(executor, tensors, seed)
+        elif executor.num_microbatches > 1:
+            values = run_microbatches(executor, tensors, seed)
+        else:
+            values = executor.run(tensors, seed)
+        self._update_buffers(executor, values)
+        if executor.stages.is_pipeline and not self._trains():
+            self._give_nothing_a_gradient(values)
+        self._first_steps.returns(values.values())
+        return executable.unflatten_outputs(self._outputs(executor, values))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, for the stages of this rank.
+
+        If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
+        scalers want one with a gradient, and the loop of this rank is to run as that of the others.
+        """
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        if self._executor.stages.is_pipeline and not self._trains():
+            yield f"{prefix}.{_NOTHING}".removeprefix("."), getattr(self, _NOTHING)
+
+    def recording(self) -> AbstractContextManager[list[Collective]]:
+        """A context that lists every collective that this rank runs inside it.
+
+        Example:
+            >>> with model.recording() as collectives:
+            ...     model(**batch).loss.backward()
+        """
+        return self._communicator.recording()
+
+    def report(
+        self, step: Callable[[], object], *, steps: int = 3, warmup: int = 1, kernels: bool = False
+    ) -> StepReport:
+        """Run training steps and set what they take against what was predicted, layer by layer.
+
+        Every rank must call it, as any step.  A rank measures itself.  On a CPU that is what passes on the clock, so
+        ranks that share cores measure each other, too; of compiled layers their collectives count as theirs.
+
+        Args:
+            step: one whole training step, optimizer included.
+            steps: how many to measure.
+            warmup: how many to run before.
+            kernels: run one more under `torch.profiler`, to list what each kind of layer spends its time on.
+
+        Example:
+            >>> report = model.report(lambda: train_step(model, optimizer, batch))
+            >>> print(report)
+            >>> report.trace("trace.json")  # and report.html("report.html")
+        """
+        predicted = None if self._predictions is None else self._predictions.timeline()
+        return report_steps(self._executor, predicted, step, steps, warmup, kernels=kernels)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as
+        one device would.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite` and the norm is not finite.
+        """
+        own = super().named_parameters()
+        gradients = [(self._store.stored[name], p.grad) for name, p in own if p.grad is not None]
+        return clip_gradients(
+            gradients,
+            self._store.mesh,
+            self._executor.stages,
+            self._communicator,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it."""
+        own = self.state_dict(keep_vars=True)
+        found: dict[str, Tensor] = {}
+        for name in state_names(self, self._store.stored):
+            first = self._store.first_name.get(name, name)
+            found[name] = found[first] if first in found else self._whole(name, own.get(name))
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors.
+
+        Entries of parameters that other stages hold are passed over.
+        """
+        group, stored = self._executor.stages.group, self._store.stored
+        mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
+        fitted = {name: self._fit(name, value) for name, value in mine.items()}
+        return super().load_state_dict(fitted, strict=strict, assign=assign)
+
+    def extra_repr(self) -> str:
+        """One line about the plan."""
+        plan = self.plan
+        return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+    def _always_held(self) -> Iterator[Tensor]:
+        yield from (parameter for _, parameter in super().named_parameters())
+        yield from self.buffers()
+        yield from (constant for runner in self.layer_runners for _, constant in runner.constants)
+
+    def _trains(self) -> bool:
+        return any(parameter.requires_grad for _, parameter in super().named_parameters())
+
+    def _give_nothing_a_gradient(self, values: dict[str, Tensor]) -> None:
+        """One without elements, from whatever the backward starts at."""
+        for name, value in values.items():
+            if value.requires_grad:
+                values[name] = value + getattr(self, _NOTHING).sum().to(value.dtype)
+
+    def _flatten(self, executor: Executor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """The call's tensors; in the first call of a mode, ranks make sure that they got the same."""
+
+        def flatten() -> Sequence[Tensor]:
+            tensors = executor.executable.flatten_inputs(args, kwargs)
+            executor.check_inputs(tensors)
+            return tensors
+
+        talk = self._communicator
+        if not isinstance(talk, ProcessGroupCommunicator) or id(executor) in self._agreed:
+            return flatten()
+        tensors = agree(talk.process_group, flatten)
+        agree_equal(
+            talk.process_group,
+            digest_inputs(tensors),
+            "batches",
+            "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
+        )
+        self._agreed.add(id(executor))
+        return tensors
+
+    def _current(self, *, has_target: bool) -> Executor:
+        """The executor of the current mode; those of eval mode are made when first needed."""
+        trained = self._executor.executable
+        if self.training == trained.program.training or not trained.program.training:
+            return self._executor
+        with_target, without_target = self._eval_factories
+        factory = with_target if has_target else without_target or with_target
+        if factory not in self._eval_executors:
+            self._eval_executors[factory] = self._make_eval_executor(trained, factory)
+        return self._eval_executors[factory]
+
+    def _make_eval_executor(self, trained: Executable, factory: EvalFactory | None) -> Executor:
+        if factory is None:
+            if self._executor.is_random or trained.program.updates:
+                raise AutoparError(
+                    "this module was lowered for training only: it draws random numbers or updates "
+                    "buffers, so eval() needs an eval_factory"
+                )
+            return self._executor
+        made = tuple(factory())
+        executable = Executable(*made, *trained[len(made) :])
+        self._check_places(executable)
+        return Executor(executable, self._store, self._communicator, self._compile_layers)
+
+    def _check_places(self, evaluated: Executable) -> None:
+        """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads in eval mode."""
+        stages = StageMap(evaluated.program, evaluated.plan, self._communicator.rank)
+        own = self._executor.stages
+        for name, groups in stages.holders.items():
+            stored = self._store.stored.get(self._store.first_name.get(name, name))
+            held = groups if stored is None else stored.groups
+            if stages.axis != own.axis or not set(groups) <= set(held):
+                raise PlanMismatchError(
+                    f"in eval mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
+                    f"the pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss "
+                    "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
+                    "the original model"
+                )
+
+    @torch.no_grad()
+    def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
+        program = executor.executable.program
+        for buffer, new in program.updates.items():
+            own = values.get(new)
+            whole = executor.share_across_groups(new, None if own is None else executor.make_whole(new, own.detach()))
+            self.get_buffer(program.parameters[buffer]).copy_(whole)
+
+    def _outputs(self, executor: Executor, values: Mapping[str, Tensor]) -> list[Tensor | None]:
+        names = executor.executable.program.outputs
+        made = {name: self._output(executor, name, values.get(name)) for name in dict.fromkeys(names)}
+        return [made[name] for name in names]
+
+    def _output(self, executor: Executor, name: str, value: Tensor | None) -> Tensor | None:
+        """What the caller gets of an output of which `value` is this rank's part (None: another stage has it)."""
+        program = executor.executable.program
+        is_loss = name == program.loss
+        is_done = executor.num_microbatches > 1 and is_loss
+        if executor.stages.is_pipeline and (is_loss or not program.loss):
+            return value
+        made = value if is_done or value is None else executor.make_output(name, value)
+        return executor.share_across_groups(name, made) if self.whole_outputs else made
+
+    def _whole(self, name: str, value: Tensor | None) -> Tensor:
+        """A parameter or buffer whole on every rank; `value` is this rank's, None if other device groups hold it."""
+        stored = self._store.stored.get(name)
+        if stored is None:
+            assert value is not None
+            return value.detach().clone()
+        stages = self._executor.stages
+        owner = stored.groups[0]
+        if isinstance(value, DTensor) and stages.group in stored.groups:
+            steps = reshard(stored.layout, (REPLICATE,) * len(stored.layout), self._store.mesh)
+            whole = apply_forward(local_tensor(value), steps, self._communicator)
+            whole = whole if steps else whole.clone()
+        else:
+            whole = torch.empty(stored.shape, dtype=stored.dtype, device=self._communicator.device)
+        return self._communicator.broadcast(whole, stages.axis, owner)
+
+    def _fit(self, name: str, value: Any) -> Any:
+        stored = self._store.stored.get(name)
+        if stored is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        if tuple(value.shape) != stored.shape:
+            return value  # torch names the parameter and both shapes
+        part = local_part(
+            value.detach().to(self._communicator.device), stored.layout, self._store.mesh, self._communicator
+        )
+        return self._store.wrap(name, part)

@@ -1,0 +1,1 @@
+"""What `autopar.api` does before and around a search: reads arguments, times layers."""

@@ -1,0 +1,209 @@
+"""Search, time the layers of what was found, search again: until the best plan consists of layers that were timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from autopar.cost import ClusterPrices
+from autopar.cost.layer_corrections import LocalOp, TimedLayer, layer_key
+from autopar.cost.measure.layers import time_layer
+from autopar.cost.profile import LayerTime
+from autopar.lower.program.single_layer import LoneLayer
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Program
+from autopar.search import SearchRequest, search
+from autopar.step.local_layer import PlacedLayer, place
+
+__all__ = ["LayerTimer", "search_with_timed_layers"]
+
+_ROUNDS = 3
+_LONG_S = 20.0
+"""A search that took longer than this is not done again."""
+_RUNS = 6  # of a layer that is timed: the first, and those that count, compared with what is left to spend
+_MOST_OF_A_KIND = 4  # in one round
+_EACH_S = 0.1
+_NOISY, _NOISY_S = 0.15, 1e-3  # spread, of layers that take so long
+_TRIES = 2
+
+Measure = Callable[[Layer, LayerStrategy, int], LayerTime | None]
+"""Seconds of the first layer of a kind under a strategy, of one of so many microbatches; None: it can't be timed."""
+
+
+@dataclass
+class LayerTimer:
+    """Lowers and times layers on one device, as one rank of the plan's world would run them.
+
+    Args:
+        program: whose layers.
+        device: where to time them.
+        constants: values of the program's constants.
+        compiled: whether the run will be compiled.
+        known: what was timed before, by `layer_key`; new ones are added.
+        budget_s: seconds to spend, about.
+        measure: times one layer; by default on `device`.
+    """
+
+    program: Program
+    device: torch.device
+    constants: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    compiled: bool = False
+    known: dict[str, LayerTime] = field(default_factory=dict[str, LayerTime])
+    budget_s: float = 4.0
+    measure: Measure | None = None
+
+    def time(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LayerTime | None:
+        """Lower the layer and time it; None if it doesn't run."""
+        lone = self.lower(layer, strategy, num_microbatches)
+        return None if lone is None else self.run(lone)
+
+    def lower(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LoneLayer | None:
+        """The layer, ready to run.
+
+        None if it doesn't run on inputs that are made up, or takes too much memory beside what is there.  With integers
+        that may index something nothing is tried on a GPU: an index out of range would end the process there.
+        """
+        has_integers = any(not self.program.type_of(name).is_floating for name in layer.inputs)
+        if has_integers and self.device.type != "cpu":
+            return None
+        try:
+            return LoneLayer(
+                self.program, layer, strategy, num_microbatches, self.device, compiled=self.compiled,
+                constants=self.constants,
+            )  # fmt: skip
+        except (RuntimeError, IndexError, ValueError):
+            return None
+
+    def run(self, lone: LoneLayer) -> LayerTime | None:
+        """Its seconds; None if it doesn't run."""
+        try:
+            backward = lone.backward if lone.is_differentiable else None
+            return time_layer(lone.forward, backward, self.device, min(_EACH_S, self.budget_s / 10))
+        except (RuntimeError, IndexError, ValueError):
+            return None
+
+
+def search_with_timed_layers(
+    program: Program, world_size: int, prices: ClusterPrices, request: SearchRequest, timer: LayerTimer
+) -> Plan:
+    """The plan of a search by prices of ops, corrected by timing whole layers of the plans that came out best.
+
+    What is timed is compute alone, without recomputation: a layer that backward runs again is priced by its forward.
+    Where processes share cores, a layer timed by one of them takes longer when all compute (`ClusterPrices.crowding`).
+
+    Args:
+        program: what to plan for.
+        world_size: number of devices.
+        prices: of ops and collectives.
+        request: as of `search`.
+        timer: times layers, and remembers; its budget bounds the seconds spent.
+    """
+    started = time.perf_counter()
+    timed: dict[str, TimedLayer] = {}
+    left_s = timer.budget_s
+    plan: Plan | None = None
+    current = prices
+    for _ in range(_ROUNDS):
+        finals: list[Plan] = []
+        plan = search(program, world_size, current, replace(request, on_final=finals.append))
+        wanted = {use.key: use for found in (plan, *finals) for use in _uses(program, found, timer.compiled)}
+        left_s = _time_missing(wanted, timer, timed, prices, left_s)
+        is_new = any(timed.get(use.key) != current.timed.get(use.key) for use in wanted.values())
+        if not is_new or time.perf_counter() - started > _LONG_S:
+            break
+        current = prices.corrected(program, timed)
+    else:
+        plan = search(program, world_size, current, request)
+    assert plan is not None
+    return replace(plan, planning_s=(("search and timing of layers", time.perf_counter() - started),))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A layer of a plan."""
+
+    key: str
+    layer: Layer
+    strategy: LayerStrategy
+    num_microbatches: int
+    placed: PlacedLayer
+    ops: tuple[LocalOp, ...]
+
+    def summed_s(self, prices: ClusterPrices) -> float:
+        """Seconds of one microbatch by prices of ops."""
+        total = 0.0
+        for op, local in zip(self.layer.ops, self.ops, strict=True):
+            has_gradient = any(self.placed.program.values[name].requires_grad for name in op.results)
+            found = prices.op_s(op, local.operands, local.results, has_gradient)
+            total += found.forward_s + found.backward_s
+        return total
+
+
+def _uses(program: Program, plan: Plan, compiled: bool) -> Iterator[_Use]:
+    firsts = {layer.kind: layer for layer in program.kinds}
+    for kind, number in sorted({(planned.kind, planned.strategy) for planned in plan.layers}):
+        layer = firsts[kind]
+        strategy = replace(plan.strategies[number], recompute="none")
+        placed = place(program, layer, strategy, plan.num_microbatches)
+        ops = tuple(
+            LocalOp(state.operand_types, state.result_types, tuple(o.kernel for o in state.options if o.kernel))
+            for state in placed.states
+        )
+        yield _Use(layer_key(layer, ops, compiled=compiled), layer, strategy, plan.num_microbatches, placed, ops)
+
+
+def _time_missing(
+    wanted: Mapping[str, _Use], timer: LayerTimer, timed: dict[str, TimedLayer], prices: ClusterPrices, left_s: float
+) -> float:
+    """Time what is wanted and not known, while there is time; returns the seconds that are left.
+
+    What was noisy when it was timed is timed again, at once and when it is met again, and the less counts: something
+    else was going on, which may be over.
+    """
+    counts: dict[int, int] = {}
+    for key, use in wanted.items():
+        known = timer.known.get(key)
+        if key in timed and known is not None and not _is_noisy(known):
+            continue
+        if known is None or _is_noisy(known):
+            counts[use.layer.kind] = counts.get(use.layer.kind, 0) + 1
+            is_cheap = _RUNS * use.summed_s(prices) <= left_s
+            if is_cheap and counts[use.layer.kind] <= _MOST_OF_A_KIND:
+                started = time.perf_counter()
+                known = _less(known, _time_until_calm(use, timer, _TRIES - (known is not None)))
+                left_s -= time.perf_counter() - started
+                if known is not None:
+                    timer.known[key] = known
+        if known is None:
+            continue
+        backward_s = known.backward_s * prices.crowding
+        timed[key] = TimedLayer(use.layer.kind, use.ops, known.forward_s * prices.crowding, backward_s)
+    return left_s
+
+
+def _time_until_calm(use: _Use, timer: LayerTimer, tries: int) -> LayerTime | None:
+    """The least of at most so many tries, until one isn't noisy."""
+    least: LayerTime | None = None
+    for _ in range(tries):
+        found = (timer.measure or timer.time)(use.layer, use.strategy, use.num_microbatches)
+        least = _less(least, found)
+        if found is None or not _is_noisy(found):
+            break
+    return least
+
+
+def _less(one: LayerTime | None, other: LayerTime | None) -> LayerTime | None:
+    known = [each for each in (one, other) if each is not None]
+    return min(known, key=_seconds, default=None)
+
+
+def _is_noisy(found: LayerTime) -> bool:
+    return found.spread > _NOISY and _seconds(found) > _NOISY_S
+
+
+def _seconds(found: LayerTime) -> float:
+    return found.forward_s + found.backward_s

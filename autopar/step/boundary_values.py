@@ -1,0 +1,144 @@
+"""What crosses from layer to layer, and what moving it costs.
+
+A value leaves its producer in the layout that the producer's `LayerStrategy.outputs` says, on the
+producer's mesh, and arrives at each layer that reads it in the layout that this layer's
+`LayerStrategy.inputs` says, on the reader's mesh: one `reshard` on the common refinement of both meshes per
+reading layer, forward, and backward for the gradient.  Layers in between, which don't read it, are not
+concerned.  Inputs of the model start whole (``R``) everywhere.
+
+`crossing_s` is the one price of this, for the search and for the plan; it counts towards the reader's
+`LayerCost.activation_comm_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.placement import LOCAL, Layout, Step, refine_layout, refine_mesh, reshard
+from autopar.program import Layer, Program, TensorType
+from autopar.step.prices import Prices
+from autopar.step.value_flows import find_flows, time_view
+
+__all__ = [
+    "Crossing",
+    "Placed",
+    "crossing_matrix",
+    "crossing_parts_s",
+    "crossing_s",
+    "crossing_steps",
+    "find_crossings",
+]
+
+Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that the layer of index `reader` reads from the layer of index `producer`.
+
+    `output` and `input` are its positions in the producer's outputs and the reader's inputs; `tensor` is
+    what one microbatch holds of it.
+    """
+
+    value: str
+    producer: int
+    output: int
+    reader: int
+    input: int
+    tensor: TensorType
+    requires_grad: bool
+
+    @property
+    def signature(self) -> tuple[int, int, TensorType, bool]:
+        """What the price of moving it depends on, between two given layers."""
+        return self.output, self.input, self.tensor, self.requires_grad
+
+
+def find_crossings(program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int) -> tuple[Crossing, ...]:
+    """Every value that crosses, in the order of its readers; `time` has each layer kind's factors in time."""
+    where: dict[str, tuple[int, int]] = {}
+    crossings: list[Crossing] = []
+    cuts = {layer.kind: _output_cuts(program, layer, time[layer.kind], num_microbatches) for layer in program.kinds}
+    for index, layer in enumerate(program.layers):
+        for position, name in enumerate(layer.inputs):
+            if name in where:
+                producer, output = where[name]
+                tensor = cuts[program.layers[producer].kind][output]
+                has_gradient = program.values[name].requires_grad
+                crossings.append(Crossing(name, producer, output, index, position, tensor, has_gradient))
+        produced = {name for op in layer.ops for name in op.results}
+        where.update({n: (index, position) for position, n in enumerate(layer.outputs) if n in produced})
+    return tuple(crossings)
+
+
+def _output_cuts(
+    program: Program, layer: Layer, time: tuple[str, ...], num_microbatches: int
+) -> tuple[TensorType, ...]:
+    flows = find_flows(program, layer)
+    view = time_view(layer, flows, time, num_microbatches)
+    return tuple(view.value_type(flows[name]) for name in layer.outputs)
+
+
+def crossing_steps(source: Placed, target: Placed) -> tuple[Step, ...]:
+    """The reshard of a value that leaves as `source` and arrives as `target`."""
+    return _steps(source[0], source[1], target[0], target[1])
+
+
+@lru_cache(maxsize=1 << 16)
+def _steps(mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_layout: Layout) -> tuple[Step, ...]:
+    refined = refine_mesh(mesh, to_mesh)
+    return reshard(refine_layout(layout, mesh, refined), refine_layout(to_layout, to_mesh, refined), refined)
+
+
+def crossing_s(
+    prices: Prices,
+    tensor: TensorType,
+    has_gradient: bool,
+    num_microbatches: int,
+    source: Placed,
+    target: Placed,
+) -> float:
+    """Seconds per step to move a value of this (microbatch's) type, and its gradient back."""
+    return sum(crossing_parts_s(prices, tensor, has_gradient, num_microbatches, source, target))
+
+
+def crossing_parts_s(
+    prices: Prices,
+    tensor: TensorType,
+    has_gradient: bool,
+    num_microbatches: int,
+    source: Placed,
+    target: Placed,
+) -> tuple[float, float]:
+    """`crossing_s` in its two parts: for the value, for its gradient."""
+    ahead_s = back_s = 0.0
+    for step in crossing_steps(source, target):
+        num_bytes = tensor.num_bytes * step.fraction
+        if step.forward not in LOCAL:
+            ahead_s += prices.collective_s(step.forward, step.axis, num_bytes)
+        if has_gradient and step.backward not in LOCAL:
+            back_s += prices.collective_s(step.backward, step.axis, num_bytes)
+    return num_microbatches * ahead_s, num_microbatches * back_s
+
+
+def crossing_matrix(
+    prices: Prices,
+    tensor: TensorType,
+    has_gradient: bool,
+    num_microbatches: int,
+    sources: Sequence[Placed],
+    targets: Sequence[Placed],
+) -> npt.NDArray[np.float64]:
+    """`crossing_s` from each of `sources` to each of `targets`; equal ends are priced once."""
+    rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+    table = np.array(
+        [[crossing_s(prices, tensor, has_gradient, num_microbatches, a, b) for b in columns] for a in rows]
+    )
+    row_of = {end: index for index, end in enumerate(rows)}
+    column_of = {end: index for index, end in enumerate(columns)}
+    return table[np.ix_([row_of[end] for end in sources], [column_of[end] for end in targets])]

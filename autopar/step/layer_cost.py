@@ -1,0 +1,375 @@
+"""What one layer costs under a strategy: the one formula that search minimises and the plan reports.
+
+Seconds of a step with M microbatches::
+
+      M * sum over ops      forward (twice if recomputed) + backward
+    + M * sum over values   collectives source -> copy and copy -> each reader, forward, backward, recomputed
+    +     sum over params   collectives storage -> copy, as often as the ZeRO level says (`parameter_times`)
+    + M * sum over kernels  the collectives inside special kernels
+    + (M - 1) * sum over params   adding up its gradients (`gradient_sums`)
+    +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
+
+Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `layer_memory`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from autopar.placement import LOCAL, Axis, Step, local_shape
+from autopar.plan import LayerCost, LayerStrategy
+from autopar.program import Layer, Op, Program, is_cheap
+from autopar.step.gradient_sums import gradient_sums_s
+from autopar.step.layer_memory import held_memory
+from autopar.step.liveness import running_memory
+from autopar.step.local_layer import PlacedLayer, SharedStorage, place
+from autopar.step.op_states import kernel_runs
+from autopar.step.prices import Prices
+from autopar.step.training import TrainingSpec
+from autopar.step.value_flows import Flow
+
+__all__ = [
+    "PricedCollective",
+    "SharedStorage",
+    "TrainingSpec",
+    "add_storage",
+    "is_cheap",
+    "is_differentiable",
+    "is_rerun",
+    "layer_collectives",
+    "layer_cost",
+    "optimizer_s",
+    "optimizer_s_per_element",
+    "own_training",
+    "parameter_times",
+    "placed_collectives",
+    "placed_cost",
+    "running_collectives",
+    "running_costs",
+    "storage_cost",
+    "stored_collectives",
+    "weight_share",
+]
+
+
+@dataclass(frozen=True)
+class PricedCollective:
+    """One collective that runs `times` per step: of value `value`, on `axis`, a buffer of `num_bytes`.
+
+    `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
+    ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
+    runs before the op of index `before` (behind the last one: their number), in its backward the other way round.
+    """
+
+    value: str
+    kind: str
+    axis: Axis
+    num_bytes: float
+    times: int
+    phase: str
+    purpose: str
+    before: int = field(default=0, compare=False)
+
+
+def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) -> tuple[int, int]:
+    """How often per step a parameter is gathered, and how often its gradient is reduced.
+
+    ZeRO-3 gathers for the forward and again for the backward of every microbatch; levels 2 and 3 reduce in
+    every microbatch; the others gather and reduce once.
+    """
+    uses = 2 if training.is_training and training.reruns else 1
+    reduces = num_microbatches if zero >= 2 else 1
+    return (uses * num_microbatches if zero == 3 else 1), (reduces if training.is_training else 0)
+
+
+def layer_collectives(
+    program: Program,
+    layer: Layer,
+    strategy: LayerStrategy,
+    num_microbatches: int = 1,
+    training: TrainingSpec | None = None,
+    shared_storage: SharedStorage | None = None,
+) -> tuple[PricedCollective, ...]:
+    """Every collective that one step of this layer runs, value by value."""
+    placed = place(program, layer, strategy, num_microbatches, shared_storage)
+    return placed_collectives(placed, training or TrainingSpec())
+
+
+def layer_cost(
+    program: Program,
+    layer: Layer,
+    strategy: LayerStrategy,
+    num_microbatches: int,
+    prices: Prices,
+    training: TrainingSpec,
+    shared_storage: SharedStorage | None = None,
+) -> LayerCost:
+    """Seconds and bytes of this layer for one step on one device.
+
+    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are held
+    and updated once for the whole plan.
+
+    Raises:
+        ValueError: the strategy does not fit the layer.
+        MissingPriceError: an op or collective has no price.
+    """
+    return placed_cost(place(program, layer, strategy, num_microbatches, shared_storage), prices, training)
+
+
+def own_training(program: Program, layer: Layer, training: TrainingSpec) -> TrainingSpec:
+    """How this layer is trained: one that no gradient reaches runs as outside training, and what keeps no tensor for
+    its backward pass (an addition) runs nothing again.
+    """
+    trained = [op for op in layer.ops if is_differentiable(program, op, training)]
+    keeps = any(op.saves or op.saved_extra_bytes for op in trained)
+    if trained and keeps:
+        return training
+    return replace(training, is_training=bool(trained), reruns=keeps)
+
+
+def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
+    """As `layer_collectives`, of a layer that a strategy has been applied to."""
+    training = own_training(placed.program, placed.layer, training)
+    return (*stored_collectives(placed, training), *running_collectives(placed, training))
+
+
+def stored_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
+    """Those between the storage and the copy of parameters; `training` is the layer's own."""
+    for flow in placed.read_flows():
+        if flow.is_parameter:
+            yield from _storage_collectives(placed, flow, training)
+
+
+def running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
+    """All the others; `training` is the layer's own."""
+    for flow in placed.read_flows():
+        yield from _flow_collectives(placed, flow, training)
+    times = placed.view.num_microbatches
+    for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
+        for run in kernel_runs(state, placed.mesh):
+            inside = PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel", index + 1)
+            if run.phase != "backward" or training.is_training:
+                yield inside
+            if run.phase != "backward" and _reruns_collectives(placed, training):
+                yield replace(inside, phase="recompute")
+
+
+def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
+    return training.is_training and training.reruns and placed.recompute == "full"
+
+
+def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Iterator[PricedCollective]:
+    count = placed.view.num_microbatches
+    has_gradient = training.is_training and flow.value.requires_grad
+    again = count if _reruns_collectives(placed, training) else 0
+    purpose = "parameter" if flow.is_parameter else "activation"
+    name = flow.value.name
+    first = placed.view.value_type(flow).num_bytes
+    times = (count, count if has_gradient else 0, again)
+    if not flow.is_parameter:
+        made = flow.producer + 1 if flow.source == "op" else 0
+        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose, made)
+    for op, mention in flow.readers:
+        num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
+        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose, op)
+    if flow.output >= 0:
+        back = 0 if _is_only_returned(placed.program, name) else times[1]
+        last = len(placed.layer.ops)
+        yield from _collectives(name, placed.to_output(flow), (first, first), (count, back, again), purpose, last)
+
+
+def _is_only_returned(program: Program, name: str) -> bool:
+    """Whether the caller alone reads a value beside the loss, so that no gradient comes from outside the layer."""
+    if not program.loss or name == program.loss or name not in program.outputs:
+        return False
+    return not any(name in layer.inputs for layer in program.layers)
+
+
+def _storage_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Iterator[PricedCollective]:
+    """The collectives between a parameter's storage and its copy."""
+    tensor = flow.value.type
+    gathers, reduces = parameter_times(placed.zero, placed.view.num_microbatches, training)
+    has_gradient = training.is_training and flow.value.requires_grad
+    times = (gathers, reduces if has_gradient else 0, 0)
+    num_bytes = (
+        placed.view.value_type(flow).num_bytes,
+        tensor.num_elements * training.gradient_itemsize(tensor.dtype),
+    )
+    yield from _collectives(flow.value.name, placed.to_copy(flow), num_bytes, times, "parameter", 0)
+
+
+def _collectives(
+    name: str,
+    steps: tuple[Step, ...],
+    num_bytes: tuple[float, float],
+    times: tuple[int, int, int],
+    purpose: str,
+    before: int,
+) -> Iterator[PricedCollective]:
+    """The collectives of a reshard; `num_bytes` of value and gradient, `times` forward, backward, again."""
+    ahead, back, again = times
+    for step in steps:
+        runs = (
+            (step.forward, num_bytes[0], ahead, "forward"),
+            (step.backward, num_bytes[1], back, "backward"),
+            (step.forward, num_bytes[0], again, "recompute"),
+        )
+        for kind, whole, count, phase in runs:
+            if kind not in LOCAL and count and whole:
+                yield PricedCollective(name, kind, step.axis, whole * step.fraction, count, phase, purpose, before)
+
+
+def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
+    """As `layer_cost`, of a layer that a strategy has been applied to."""
+    running = running_costs(placed, (placed.recompute,), prices, training)[placed.recompute]
+    stored = tuple(stored_collectives(placed, own_training(placed.program, placed.layer, training)))
+    return add_storage(running, storage_cost(placed, stored, prices, training))
+
+
+def add_storage(running: LayerCost, storage: LayerCost) -> LayerCost:
+    """The whole cost from its two parts, `running_costs` and `storage_cost`."""
+    return LayerCost(
+        running.forward_s, running.backward_s + storage.backward_s, running.recompute_s, running.activation_comm_s,
+        running.parameter_comm_s + storage.parameter_comm_s, storage.optimizer_s, storage.parameter_bytes,
+        storage.gradient_bytes, storage.optimizer_bytes, running.saved_bytes,
+        running.transient_bytes + storage.transient_bytes, running.forward_comm_s + storage.forward_comm_s,
+        storage.step_comm_s, running.weight_s + storage.weight_s,
+    )  # fmt: skip
+
+
+def running_costs(
+    placed: PlacedLayer, hows: Iterable[str], prices: Prices, training: TrainingSpec
+) -> dict[str, LayerCost]:
+    """The part of `placed_cost` that does not depend on storage, for each of these ways to recompute."""
+    training = own_training(placed.program, placed.layer, training)
+    count = placed.view.num_microbatches
+    forward_s = [0.0] * len(placed.states)
+    backward_s = weight_s = 0.0
+    for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
+        differentiable = is_differentiable(placed.program, op, training)
+        time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+        forward_s[index] = count * time.forward_s
+        backward_s += count * time.backward_s
+        weight_s += count * time.backward_s * weight_share(placed.program, op)
+    activation_s = parameter_s = again_s = ahead_s = 0.0
+    runs = list(running_collectives(replace(placed, recompute="full"), training))
+    for run in runs:
+        seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+        if run.phase == "recompute":
+            again_s += seconds
+        elif run.purpose == "parameter":
+            parameter_s += seconds
+            weight_s += seconds if run.phase == "backward" else 0.0
+        else:
+            activation_s += seconds
+        ahead_s += seconds if run.phase == "forward" else 0.0
+    found: dict[str, LayerCost] = {}
+    kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
+    for how, memory in running_memory(placed, hows, training).items():
+        rerun = zip(placed.layer.ops, forward_s, strict=True)
+        recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
+        found[how] = LayerCost(
+            sum(forward_s), backward_s, recompute_s + (again_s if how == "full" else 0.0), activation_s,
+            parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
+            forward_comm_s=ahead_s, weight_s=weight_s,
+        )  # fmt: skip
+    return found
+
+
+def _returned_bytes(placed: PlacedLayer) -> float:
+    """What one microbatch puts out for the caller, who gets it when the step is over."""
+    leaving = (flow for flow in placed.flows.values() if flow.output >= 0 and flow.value.name in placed.program.outputs)
+    return sum(placed.local_bytes(placed.view.value_type(f), placed.departures[f.output]) for f in leaving)
+
+
+def storage_cost(
+    placed: PlacedLayer, stored: Iterable[PricedCollective], prices: Prices, training: TrainingSpec
+) -> LayerCost:
+    """The part of `placed_cost` that depends on storage and ZeRO level: gathers and reductions of parameters (`stored`,
+    as `stored_collectives` lists them), sums of their gradients, the optimizer, and the memory of parameters.
+    """
+    training = own_training(placed.program, placed.layer, training)
+    count = placed.view.num_microbatches
+    seconds = ahead_s = once_s = weight_s = 0.0
+    for run in stored:
+        each_s = prices.collective_s(run.kind, run.axis, run.num_bytes)
+        seconds += run.times * each_s
+        if run.phase == "forward" and placed.zero == 3:
+            ahead_s += count * each_s
+        elif run.phase == "backward" and placed.zero >= 2:
+            weight_s += run.times * each_s
+        else:
+            once_s += run.times * each_s
+    memory = held_memory(placed, training)
+    sums_s = gradient_sums_s(placed, prices, training)
+    return LayerCost(
+        backward_s=sums_s,
+        parameter_comm_s=seconds,
+        forward_comm_s=ahead_s,
+        step_comm_s=once_s,
+        weight_s=weight_s + sums_s,
+        optimizer_s=optimizer_s(placed, prices, training),
+        parameter_bytes=memory.parameter_bytes,
+        gradient_bytes=memory.gradient_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        transient_bytes=memory.transient_bytes,
+    )
+
+
+def weight_share(program: Program, op: Op) -> float:
+    """The estimated part of an op's backward that gives gradients of parameters.
+
+    Half if something else takes a gradient as well: a product's two gradients are products of equal size.
+    """
+    taking = [program.values[name] for name in op.operands if program.values[name].requires_grad]
+    weights = sum(value.role == "parameter" for value in taking)
+    if not weights:
+        return 0.0
+    return 1.0 if weights == len(taking) else 0.5
+
+
+def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
+    """Whether the op has a backward pass."""
+    return training.is_training and any(program.values[name].requires_grad for name in op.results)
+
+
+def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
+    """Whether backward computes the op again."""
+    if not (training.is_training and training.reruns):
+        return False
+    return recompute == "full" or (recompute == "selective" and is_cheap(op))
+
+
+def optimizer_s_per_element(
+    program: Program, dtype: str, num_devices: int, prices: Prices, training: TrainingSpec
+) -> float:
+    """Seconds of the optimizer per stored element of this dtype.
+
+    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
+    parameter.  The rate is that of a device which stores an equal share of the whole program.
+    """
+    share = max(1.0, program.num_trainable_elements / num_devices)
+    return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
+
+
+def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds of the optimizer on what this device stores of the layer's parameters, those in shared storage apart."""
+    rates: dict[str, float] = {}
+    seconds = 0.0
+    for flow in placed.flows.values():
+        tensor = flow.value.type
+        if not updates(flow, training) or flow.value.name in placed.shared:
+            continue
+        if tensor.dtype not in rates:
+            devices = math.prod(placed.mesh)
+            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
+        stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
+        seconds += math.prod(stored) * rates[tensor.dtype] + prices.optimizer_tensor_s
+    return seconds
+
+
+def updates(flow: Flow, training: TrainingSpec) -> bool:
+    """Whether the optimizer updates this value."""
+    return flow.is_parameter and flow.value.requires_grad and training.is_training

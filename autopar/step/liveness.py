@@ -1,0 +1,540 @@
+"""How long the local tensors of a layer live, forward and backward, and the most that they take together.
+
+Forward, a tensor lives from the op that makes it to the last one that reads it; what autograd saves, and what leaves
+the layer, lives on.  Backward, ops run in reverse order: the gradient of a value lives from the backward of its last
+reader to that of its producer, and what an op saved until its own backward has run.  A layer that recomputes makes
+what it did not keep again first: all of it (``"full"``: its forward once more), or the results of cheap ops
+(``"selective"``).
+
+What the layer holds (parameters, buffers, constants) is left out, but not what is cut or gathered from it for one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.placement import LOCAL, Step
+from autopar.program import Op, is_cheap
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.memory_order import Order, in_order, result_order
+from autopar.step.op_states import OpState
+from autopar.step.training import TrainingSpec
+from autopar.step.value_flows import Flow
+
+__all__ = ["RunningMemory", "input_key", "running_memory"]
+
+
+@dataclass(frozen=True)
+class RunningMemory:
+    """Bytes that one microbatch takes in a layer.
+
+    Args:
+        saved: what it keeps from its forward to its backward, tensor by tensor; `input_key` of an input.
+        extra_bytes: what its ops keep besides (statistics, masks).
+        forward_bytes: the most in its forward, inputs and what it saves included.
+        backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
+        weight_bytes: the same, with the gradients of parameters that are there at that moment.
+        inputs: bytes of each input as it arrives; 0 of what the caller holds.
+        branch_bytes: gradients at which a way to a parameter begins, that a backward in two parts keeps for the second.
+        outputs: per output the tensor's key, its bytes (0: a view of what is held or of an input of the caller), and
+            the bytes of its gradient (0: it gets none).
+    """
+
+    saved: Mapping[str, float]
+    extra_bytes: float
+    forward_bytes: float
+    backward_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    branch_bytes: float = 0.0
+    inputs: Mapping[str, float] = field(default_factory=dict[str, float])
+    outputs: tuple[tuple[str, float, float], ...] = ()
+
+    @property
+    def saved_bytes(self) -> float:
+        """All that is kept."""
+        return sum(self.saved.values()) + self.extra_bytes
+
+    @property
+    def transient_bytes(self) -> float:
+        """The most at any moment beside what is saved; gradients of parameters apart."""
+        return max(self.forward_bytes, self.backward_bytes) - self.saved_bytes
+
+
+def input_key(name: str) -> str:
+    """The key of a layer's input as it arrives."""
+    return _text((name, "source", -1, -1))
+
+
+# A tensor in memory: (value, where on its way it was made, which reader it was made for).
+_Key = tuple[str, str, int, int]
+
+
+class _Point(NamedTuple):
+    """Where a gradient arrives: of which value, at which point of its way; `num_bytes` of the value there."""
+
+    key: _Key
+    num_bytes: float
+    is_held: bool
+
+
+class _Place(NamedTuple):
+    """A value at one point of its way: the tensor in memory, where its gradient arrives, how its elements lie."""
+
+    key: _Key
+    point: _Point
+    order: Order
+
+
+@dataclass
+class _Node:
+    """An op, or a move of a value: the tensors that it reads, makes (with bytes) and saves, by key.
+
+    `targets` are where the gradients of what it makes arrive, `sources` where it sends those of what it reads.
+    `forward_extra` and `backward_extra` are bytes besides, while it runs.  What `hands_on` gives its operands the very
+    gradient that arrives; what `is_joint`, parts of it.
+    """
+
+    reads: list[_Key]
+    makes: dict[_Key, float]
+    targets: list[_Point]
+    sources: list[_Point]
+    saves: list[_Key] = field(default_factory=list[_Key])
+    saved_extra: float = 0.0
+    forward_extra: float = 0.0
+    backward_extra: float = 0.0
+    hands_on: bool = False
+    is_joint: bool = False
+    is_cheap: bool = True
+
+
+def running_memory(placed: PlacedLayer, hows: Iterable[str], training: TrainingSpec) -> dict[str, RunningMemory]:
+    """What one microbatch takes, for each way to recompute."""
+    return _Life(placed, fuses_attention=training.fuses_attention).memory(hows, training.is_training)
+
+
+class _Life:
+    """One layer's tensors and what runs on them, in order."""
+
+    def __init__(self, placed: PlacedLayer, *, fuses_attention: bool) -> None:
+        self.placed = placed
+        self.fuses_attention = fuses_attention
+        self.sizes: dict[_Key, float] = {}
+        self.nodes: list[_Node] = []
+        self.copied: dict[str, _Place] = {}
+        self.produced: dict[str, _Place] = {}
+        self.outputs: list[tuple[_Place, Flow]] = []
+        for flow in placed.flows.values():
+            if flow.source != "op":
+                self._arrive(flow)
+        for index, op in enumerate(placed.layer.ops):
+            self._add_op(index, op)
+        for flow in placed.flows.values():
+            if flow.output >= 0:
+                place = self._move(flow, self._copy(flow), placed.to_output(flow), "output", (-1, -1))
+                self.outputs.append((place, flow))
+
+    # --- what runs
+
+    def _arrive(self, flow: Flow) -> None:
+        """An input, or what is held, which is not counted."""
+        name, placed = flow.value.name, self.placed
+        if flow.source == "held":
+            held: _Key = (name, "held", -1, -1)
+            num_bytes = placed.local_bytes(flow.value.type, placed.copies[name]) if flow.readers else 0.0
+            shape = placed.local_shape(flow.value.type, placed.copies[name]) if flow.readers else ()
+            self.copied[name] = _Place(held, _Point(held, num_bytes, True), in_order(shape))
+            return
+        key: _Key = (name, "source", -1, -1)
+        num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.source(flow))
+        if name not in placed.program.inputs or any(p.is_shard for p in placed.source(flow)):  # else it is the caller's
+            self.sizes[key] = num_bytes
+        shape = placed.local_shape(placed.view.value_type(flow), placed.source(flow))
+        self.produced[name] = _Place(key, _Point(key, num_bytes, False), in_order(shape))
+
+    def _add_op(self, index: int, op: Op) -> None:
+        placed = self.placed
+        state = placed.states[index]
+        places: list[_Place] = []
+        sources: list[_Point] = []
+        for mention, name in enumerate(op.operands):
+            flow = placed.flows[name]
+            steps = placed.to_reader(flow, index, mention)
+            places.append(self._move(flow, self._copy(flow), steps, "operand", (index, mention)))
+            if flow.value.requires_grad:
+                sources.append(places[-1].point)
+        reads = [place.key for place in places]
+        makes: dict[_Key, float] = {}
+        targets: list[_Point] = []
+        shape = state.operand_types[0].shape if places else ()
+        for name, tensor in zip(op.results, state.result_types, strict=True):
+            made: _Key = (name, "source", -1, -1)
+            point = _Point(made, tensor.num_bytes, False)
+            part = tensor.shape
+            is_view, order = result_order(op, shape, places[0].order, part) if places else (False, in_order(part))
+            if is_view:
+                made = reads[0]
+            else:
+                makes[made] = self.sizes[made] = tensor.num_bytes
+            self.produced[name] = _Place(made, point, order)
+            if placed.flows[name].value.requires_grad:
+                targets.append(point)
+        # torch's loss keeps the logarithm of the softmax, which is as large as the logits, in place of these.
+        logits = float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
+        is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
+        saves, extra = (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
+        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in saves if i or not logits]
+        share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
+        trains = [placed.flows[name].value.requires_grad for name in op.operands]
+        self.nodes.append(
+            _Node(
+                reads, makes, targets, sources, kept, extra * share + logits,
+                forward_extra=_wide_logits_bytes(op, state), backward_extra=_backward_extra(op, state, trains),
+                hands_on=_hands_gradient_on(op), is_joint=_base_name(op) in _JOINT, is_cheap=is_cheap(op),
+            )
+        )  # fmt: skip
+
+    def _copy(self, flow: Flow) -> _Place:
+        name = flow.value.name
+        if name not in self.copied:
+            self.copied[name] = self._move(flow, self.produced[name], self.placed.to_copy(flow), "copy", (-1, -1))
+        return self.copied[name]
+
+    def _move(self, flow: Flow, where: _Place, steps: tuple[Step, ...], stage: str, reader: tuple[int, int]) -> _Place:
+        """Where the value is after `steps`, which run now."""
+        if not steps:
+            return where
+        placed = self.placed
+        made: _Key = (flow.value.name, stage, *reader)
+        if stage == "operand":
+            operand = placed.states[reader[0]].operand_types[reader[1]]
+            num_bytes, shape = float(operand.num_bytes), operand.shape
+        else:
+            layout = placed.copies[flow.value.name] if stage == "copy" else placed.departures[flow.output]
+            num_bytes = placed.local_bytes(placed.view.value_type(flow), layout)
+            shape = placed.local_shape(placed.view.value_type(flow), layout)
+        before, point, order = where
+        stays = all(step.forward == "none" for step in steps)
+        key = before if stays else made
+        target = _Point(made, num_bytes, False)
+        makes = {} if stays else {made: num_bytes}
+        self.sizes.update(makes)
+        has_gradient = flow.value.requires_grad
+        self.nodes.append(
+            _Node(
+                [before], makes, [target] if has_gradient else [], [point] if has_gradient else [],
+                forward_extra=_staging(steps, num_bytes, point.num_bytes, is_forward=True),
+                backward_extra=_staging(steps, num_bytes, point.num_bytes, is_forward=False),
+                hands_on=all(step.backward == "none" for step in steps),
+                is_cheap=all(step.forward in LOCAL for step in steps),
+            )
+        )  # fmt: skip
+        return _Place(key, target, order if stays else in_order(shape))
+
+    # --- what is kept
+
+    def _saves(self, how: str) -> tuple[dict[_Key, float], float]:
+        """What is kept from forward to backward, and bytes besides."""
+        everything = [key for node in self.nodes for key in node.saves]
+        extra = sum(node.saved_extra for node in self.nodes)
+        if how == "full":
+            read = {key for node in self.nodes for key in node.reads}
+            kept = [place.key for place in self.produced.values() if place.key in read and self._arrived(place.key)]
+            return self._sized(kept), 0.0
+        if how == "selective":
+            everything = self._without_cheap(everything)
+        return self._sized(everything), extra
+
+    def _sized(self, keys: Iterable[_Key]) -> dict[_Key, float]:
+        return {key: self.sizes[key] for key in keys if key in self.sizes}
+
+    def _without_cheap(self, wanted: Iterable[_Key]) -> set[_Key]:
+        """What to keep so that `wanted` can be had again by running cheap ops."""
+        maker = {key: node for node in self.nodes for key in node.makes}
+        kept: set[_Key] = set()
+        seen: set[_Key] = set()
+        waiting = list(wanted)
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if key in maker and maker[key].is_cheap:
+                waiting += maker[key].reads
+            else:
+                kept.add(key)
+        return kept
+
+    def _arrived(self, key: _Key) -> bool:
+        flow = self.placed.flows[key[0]]
+        return key[1] == "source" and flow.source == "input"
+
+    # --- how much there is when
+
+    def memory(self, hows: Iterable[str], is_training: bool) -> dict[str, RunningMemory]:
+        """See `running_memory`."""
+        if not is_training:
+            ahead = self._forward(set(), with_extra=False)
+            return dict.fromkeys(
+                hows, RunningMemory({}, 0.0, ahead, inputs=self._input_sizes(), outputs=self._leaving())
+            )
+        everything, extra = self._saves("none")
+        all_bytes = sum(everything.values()) + extra
+        whole = self._backward({})
+        found: dict[str, RunningMemory] = {}
+        for how in hows:
+            saved, own_extra = (everything, extra) if how == "none" else self._saves(how)
+            own_bytes = sum(saved.values()) + own_extra
+            dropped = {key: size for key, size in everything.items() if key not in saved} if how == "selective" else {}
+            tally = self._backward(dropped) if dropped else whole
+            again = 0.0
+            if how == "none":
+                ahead = self._forward(set(everything), with_extra=True)
+            elif how == "selective":
+                ahead = self._forward(set(everything) | self._around_cheap(), with_extra=True)
+            else:
+                ahead = self._forward(set(), with_extra=False)
+                again = self._forward(set(everything), with_extra=True) + tally.first
+            there = max(all_bytes, own_bytes) if how == "full" else own_bytes
+            found[how] = RunningMemory(
+                {_text(key): size for key, size in saved.items()},
+                own_extra,
+                max(ahead, own_bytes),
+                max(again, there + tally.most),
+                max(again, there + tally.most_with_weights),
+                tally.branches,
+                self._input_sizes(),
+                self._leaving(),
+            )
+        return found
+
+    def _input_sizes(self) -> dict[str, float]:
+        inputs = self.placed.layer.inputs
+        return {name: self.sizes.get((name, "source", -1, -1), 0.0) for name in inputs}
+
+    def _leaving(self) -> tuple[tuple[str, float, float], ...]:
+        """See `RunningMemory.outputs`."""
+        ordered = sorted(self.outputs, key=lambda pair: pair[1].output)
+        return tuple(
+            (
+                _text(place.key),
+                self.sizes.get(place.key, 0.0),
+                place.point.num_bytes if flow.value.requires_grad and _gets_gradient(self.placed, flow) else 0.0,
+            )
+            for place, flow in ordered
+        )
+
+    def _around_cheap(self) -> set[_Key]:
+        """What cheap ops read and make, which a layer that recomputes them holds until its forward has run."""
+        return {key for node in self.nodes if node.is_cheap for key in (*node.reads, *node.makes)}
+
+    def _forward(self, kept: set[_Key], *, with_extra: bool) -> float:
+        """The most that there is while the layer runs, if `kept` is never given up."""
+        last = {key: number for number, node in enumerate(self.nodes) for key in (*node.reads, *node.makes)}
+        stay = kept | {place.key for place, _ in self.outputs}
+        now = sum(size for key, size in self.sizes.items() if self._arrived(key))
+        most = now
+        for number, node in enumerate(self.nodes):
+            now += sum(node.makes.values()) + (node.saved_extra if with_extra else 0.0)
+            most = max(most, now + node.forward_extra)
+            for key in {*node.reads, *node.makes}:
+                if last[key] == number and key not in stay and key in self.sizes and not self._arrived(key):
+                    now -= self.sizes[key]
+        return most
+
+    def _backward(self, dropped: Mapping[_Key, float]) -> _Gradients:
+        """The gradients of a backward; `most` counts what it gives up of what was kept.
+
+        What was `dropped` is computed again all at once, for the first op that saved some of it, and is there as long
+        as one needs any; so is what it is computed from.
+        """
+        ends = self._ends(dropped)
+        tally = _Gradients()
+        for place, flow in self.outputs:
+            if flow.value.requires_grad and _gets_gradient(self.placed, flow):
+                tally.give(place.point, tally.make(place.point.num_bytes))
+        freed = 0.0
+        is_again = False
+        for number in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[number]
+            if not any(point.key in tally.pending for point in node.targets):
+                continue
+            if node.saves or node.saved_extra:
+                tally.first = tally.first or tally.now
+            if not is_again and not dropped.keys().isdisjoint(node.saves):
+                is_again = True
+                freed -= sum(dropped.values())
+            tally.run(node, freed)
+            freed += node.saved_extra + sum(self.sizes.get(key, 0.0) for key in ends.get(number, ()))
+        return tally
+
+    def _ends(self, dropped: Mapping[_Key, float]) -> dict[int, list[_Key]]:
+        """By node, what its backward gives up of what was saved: it is the last that needs it."""
+        first: dict[_Key, int] = {}
+        for number, node in enumerate(self.nodes):
+            for key in node.saves:
+                first.setdefault(key, number)
+        if dropped:
+            together = min(first[key] for key in dropped)
+            first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_cheap(dropped)), together)
+        found: dict[int, list[_Key]] = {}
+        for key, number in first.items():
+            if not self._arrived(key):
+                found.setdefault(number, []).append(key)
+        return found
+
+
+class _Gradients:
+    """The gradients that wait at some moment of a backward pass; some share memory.
+
+    Bytes: `first`, when something that was saved is asked for; `most` at any moment, `most_with_weights` with those of
+    parameters; `branches`, those at which a way to a parameter begins.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.branches = 0.0
+        self._branched: set[int] = set()
+        self.pending: dict[_Key, int] = {}
+        self.size: list[float] = []
+        self.users: list[int] = []
+        self.is_held: list[bool] = []
+        self.now = self.weights = 0.0
+        self.most = self.most_with_weights = 0.0
+
+    def make(self, num_bytes: float) -> int:
+        self.size.append(num_bytes)
+        self.users.append(0)
+        self.is_held.append(False)
+        self.now += num_bytes
+        return len(self.size) - 1
+
+    def give(self, point: _Point, gradient: int) -> None:
+        """`gradient` arrives at `point`, and is added to what is there."""
+        self.users[gradient] += 1
+        before = self.pending.get(point.key)
+        if before is None:
+            self.pending[point.key] = gradient
+            if point.is_held and self.users[gradient] == 1:
+                self.is_held[gradient] = True
+                self.now -= self.size[gradient]
+                self.weights += self.size[gradient]
+            return
+        if self.users[before] > 1:  # what others read can't be added to
+            total = self.make(self.size[before])
+            self.users[total] = 1
+            self._drop(before)
+            self.pending[point.key] = total
+        self._drop(gradient)
+
+    def run(self, node: _Node, freed: float) -> None:
+        """The backward of one node."""
+        arrived = [self.pending.pop(point.key) for point in node.targets if point.key in self.pending]
+        if len({point.is_held for point in node.sources}) > 1 and not self._branched.issuperset(arrived):
+            self.branches += sum(self.size[gradient] for gradient in arrived if gradient not in self._branched)
+            self._branched.update(arrived)
+        made = [
+            (
+                point,
+                arrived[0]
+                if node.hands_on and (node.is_joint or point.num_bytes == self.size[arrived[0]])
+                else self.make(point.num_bytes),
+            )
+            for point in node.sources
+        ]
+        self._note(node.backward_extra - freed)
+        for point, gradient in made:
+            self.give(point, gradient)
+            self._note(-freed)
+        for gradient in arrived:
+            self._drop(gradient)
+
+    def _drop(self, gradient: int) -> None:
+        self.users[gradient] -= 1
+        if self.users[gradient] <= 0:
+            if self.is_held[gradient]:
+                self.weights -= self.size[gradient]
+            else:
+                self.now -= self.size[gradient]
+
+    def _note(self, besides: float) -> None:
+        self.most = max(self.most, self.now + besides)
+        self.most_with_weights = max(self.most_with_weights, self.now + self.weights + besides)
+
+
+def _text(key: _Key) -> str:
+    return "/".join(map(str, key))
+
+
+def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
+    """Whether a gradient comes from outside the layer: not for what only the caller reads beside the loss."""
+    program, name = placed.program, flow.value.name
+    if not program.loss or name == program.loss:
+        return True
+    return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
+
+
+# Ops whose operands of the result's size get the very gradient of the result.
+_HAND_ON = frozenset({"add", "alias", "detach"})
+
+
+# Ops whose operands' gradients are views of the result's.
+_JOINT = frozenset({"cat", "stack"})
+
+
+def _hands_gradient_on(op: Op) -> bool:
+    return op.is_view or _base_name(op) in _HAND_ON | _JOINT
+
+
+# Ops that are several kernels forward and backward, and hold so many tensors of their result's size besides.
+_COMPOSITE_BACKWARD = frozenset({"pow", "div", "rsqrt", "sqrt", "var", "std", "logsumexp"})
+
+
+def _backward_extra(op: Op, state: OpState, trains: Sequence[bool]) -> float:
+    """Bytes besides; `trains`: which operands take gradients."""
+    if _is_loss(op, state):
+        return float(state.operand_types[0].num_bytes)
+    wide = _wide_logits_bytes(op, state)
+    if wide:  # the gradient is computed in the wider dtype
+        return wide if wide > state.operand_types[0].num_bytes else 0.0
+    result = state.result_types[0]
+    # The gradient of an operand that is spread out is computed in the result's size, and then summed.
+    is_spread = _base_name(op) == "mul" and any(
+        operand.num_elements < result.num_elements
+        for operand, takes in zip(state.operand_types, trains, strict=True)
+        if takes
+    )
+    return float(result.num_bytes) if is_spread or _base_name(op) in _COMPOSITE_BACKWARD else 0.0
+
+
+def _wide_logits_bytes(op: Op, state: OpState) -> float:
+    """Of a copy of the logits that a loss over classes on several devices works on: at least four bytes an element."""
+    if op.target != "autopar.cross_entropy" or _is_loss(op, state):
+        return 0.0
+    logits = state.operand_types[0]
+    return float(max(logits.num_bytes, 4 * logits.num_elements))
+
+
+def _is_loss(op: Op, state: OpState) -> bool:
+    """Whether it runs as torch's cross entropy: a logarithm of the softmax and a loss of it."""
+    return op.target == "autopar.cross_entropy" and not any(option.kernel for option in state.options)
+
+
+def _base_name(op: Op) -> str:
+    return op.target.split(".")[1] if "." in op.target else op.target
+
+
+def _staging(steps: tuple[Step, ...], after: float, before: float, *, is_forward: bool) -> float:
+    """Bytes of the buffers besides what is moved and what becomes of it.
+
+    A gather that joins another dim than the first one makes room for what arrives before it is put in order, and so
+    does what is cut along another dim before it is sent.
+    """
+    whole = max(after, before)
+    extra = 0.0
+    for step in steps:
+        kind = step.forward if is_forward else step.backward
+        dim = max(step.src.dim, step.dst.dim)
+        if kind == "all_to_all" or (kind in ("all_gather", "reduce_scatter") and dim > 0):
+            extra = max(extra, whole)
+    return extra

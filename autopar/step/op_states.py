@@ -1,0 +1,198 @@
+"""The ways to run one op on a mesh: a combination of options, one per axis, with their prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from autopar.placement import Axis, Layout, Placement, mesh_axes
+from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
+from autopar.step.value_flows import TimeView, option_of, options_of
+
+__all__ = ["Allowed", "KernelRun", "OpState", "assigned_state", "kernel_runs", "op_states"]
+
+# Whether an op may use an option on the mesh axis of this index.
+Allowed = Callable[[Op, int, Option], bool]
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """One collective inside a special kernel, per microbatch."""
+
+    kind: str
+    phase: str
+    axis: Axis
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class OpState:
+    """An op with a factor per axis: the layouts of its operands and results, and their types on one
+    device.
+    """
+
+    options: tuple[Option, ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    operand_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        """The factor that each axis splits."""
+        return tuple(option.factor for option in self.options)
+
+
+def op_states(
+    program: Program,
+    op: Op,
+    index: int,
+    mesh: tuple[int, ...],
+    view: TimeView,
+    allowed: Allowed | None = None,
+) -> tuple[OpState, ...]:
+    """Every legal combination of options: factors and local shapes divide evenly, and one kernel runs the op
+    at most.
+
+    An axis of one device takes the option ``"-"``.
+    """
+    every = options_of(op)
+    whole = option_of(op, "-")
+    choices = tuple(
+        (every if allowed is None else tuple(o for o in every if allowed(op, axis, o))) if size > 1 else (whole,)
+        for axis, size in enumerate(mesh)
+    )
+    types = _microbatch_types(program, op, index, view)
+    time = (view.factors[index], view.num_microbatches)
+    return _make_states(choices, mesh, types, time)
+
+
+def assigned_state(
+    program: Program, op: Op, index: int, factors: tuple[str, ...], mesh: tuple[int, ...], view: TimeView
+) -> OpState:
+    """The state of these factors.
+
+    Raises:
+        ValueError: they don't divide on this mesh.
+        KeyError: the op has no such factor.
+    """
+    options = tuple(option_of(op, factor) for factor in factors)
+    time = (view.factors[index], view.num_microbatches)
+    types = _microbatch_types(program, op, index, view)
+    states = _make_states(tuple((option,) for option in options), mesh, types, time)
+    if not states:
+        raise ValueError(f"{op.name} ({op.target}) can't split {factors} on mesh {mesh}: sizes don't divide")
+    return states[0]
+
+
+_Types = tuple[tuple[TensorType, ...], tuple[TensorType, ...]]
+
+
+def _microbatch_types(program: Program, op: Op, index: int, view: TimeView) -> _Types:
+    """Types of operands and results in one microbatch."""
+    operands = tuple(view.cut(program.type_of(n), p) for n, p in zip(op.operands, view.operands[index], strict=True))
+    results = tuple(view.cut(program.type_of(n), p) for n, p in zip(op.results, view.results[index], strict=True))
+    return operands, results
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Options for the outermost axes, and what they leave: local types, slices per factor, the kernel used."""
+
+    options: tuple[Option, ...]
+    local: _Types
+    degrees: dict[str, int]
+    kernel: str
+
+
+@lru_cache(maxsize=1024)  # many ops of a layer are alike but for what they compute
+def _make_states(
+    choices: tuple[tuple[Option, ...], ...], mesh: tuple[int, ...], types: _Types, time: tuple[str, int]
+) -> tuple[OpState, ...]:
+    """The legal states in the order of the choices, the last axis running fastest; `time` is the factor that
+    microbatches cut, and into how many.
+
+    States with equal local types share them as objects, so that these can be told apart by identity.
+    """
+    partials = [_Partial((), types, dict([time]), "")]
+    known: dict[_Types, _Types] = {}
+    for options, size in zip(choices, mesh, strict=True):
+        cuts: dict[tuple[int, int], _Types | None] = {}
+        partials = [
+            longer
+            for partial in partials
+            for option in options
+            if (longer := _extend(partial, option, size, cuts, known)) is not None
+        ]
+    return tuple(_finish(partial) for partial in partials)
+
+
+def _extend(
+    partial: _Partial,
+    option: Option,
+    size: int,
+    cuts: dict[tuple[int, int], _Types | None],
+    known: dict[_Types, _Types],
+) -> _Partial | None:
+    """`partial` with this option on the next axis, or None where that is illegal."""
+    if option.kernel and partial.kernel and option.kernel != partial.kernel:
+        return None
+    degrees = partial.degrees
+    if option.extent:
+        degree = degrees.get(option.factor, 1) * size
+        if option.extent % degree:
+            return None
+        degrees = {**degrees, option.factor: degree}
+    key = id(partial.local), id(option)
+    if key not in cuts:
+        operands = _cut_types(partial.local[0], option.operands, size)
+        results = _cut_types(partial.local[1], option.results, size)
+        cuts[key] = None
+        if operands is not None and results is not None:
+            cuts[key] = known.setdefault((operands, results), (operands, results))
+    local = cuts[key]
+    if local is None:
+        return None
+    return _Partial((*partial.options, option), local, degrees, option.kernel or partial.kernel)
+
+
+def _cut_types(
+    types: tuple[TensorType, ...], placements: tuple[Placement, ...], size: int
+) -> tuple[TensorType, ...] | None:
+    local: list[TensorType] = []
+    for tensor, placement in zip(types, placements, strict=True):
+        if not placement.is_shard or size == 1:
+            local.append(tensor)
+            continue
+        dim, shape = placement.dim, tensor.shape
+        whole, rest = divmod(shape[dim], size)
+        if rest:
+            return None
+        local.append(TensorType((*shape[:dim], whole, *shape[dim + 1 :]), tensor.dtype))
+    return tuple(local)
+
+
+def _finish(partial: _Partial) -> OpState:
+    options, (operand_types, result_types) = partial.options, partial.local
+    operands = tuple(zip(*(option.operands for option in options), strict=True))
+    results = tuple(zip(*(option.results for option in options), strict=True))
+    return OpState(options, operands, results, operand_types, result_types)
+
+
+def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[KernelRun, ...]:
+    """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in
+    turn.
+    """
+    runs: list[KernelRun] = []
+    if not any(option.collectives for option in state.options):
+        return ()
+    types = state.operand_types + state.result_types
+    for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
+        for collective in option.collectives:
+            shape = types[collective.operand].shape
+            elements = math.prod(size for dim, size in enumerate(shape) if dim not in collective.drop_dims)
+            num_bytes = elements * itemsize_bytes(collective.dtype) * collective.count
+            runs.append(KernelRun(collective.kind, collective.phase, axis, num_bytes))
+    return tuple(runs)

@@ -1,0 +1,183 @@
+"""Every collective that one training step by a plan runs: what was priced, what runs, what is explained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.placement import LOCAL, REPLICATE, Axis, local_shape, reshard, tidy
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Program
+from autopar.step.boundary_values import crossing_steps, find_crossings
+from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives
+from autopar.step.prices import Prices
+from autopar.step.sent_values import sent_values
+from autopar.step.value_flows import find_flows, time_view
+
+__all__ = [
+    "broadcast_s",
+    "crossing_collectives",
+    "own_strategy",
+    "plan_collectives",
+    "returning_collectives",
+    "stage_collectives",
+    "told_outputs",
+]
+
+
+def plan_collectives(
+    program: Program, plan: Plan, training: TrainingSpec | None = None, *, group: int = 0
+) -> tuple[PricedCollective, ...]:
+    """Every collective of one step: for each layer what is moved to it, then its own.
+
+    With pipeline stages these are the collectives of the device group `group`; what it sends to other groups comes
+    behind them, and the broadcast of the loss (without one, of all outputs): `stage_collectives`.
+
+    These are the ones that the plan's price counts (`layer_collectives` and `crossings.crossing_s`), with the actual
+    layers' values as names.  Collectives of parameters may travel in shared buffers: fewer calls, the same bytes.
+    What the caller gets costs nothing in plans that a search made: the loss and new values of buffers leave whole
+    there, and other outputs as they lie.
+
+    Args:
+        program: that the plan is for.
+        plan: any plan that fits it, searched, edited or random.
+        training: how it is trained; by default as `TrainingSpec` says.
+        group: which device group's, in a plan with stages.
+
+    Raises:
+        ValueError: the plan does not fit the program.
+    """
+    training = training or TrainingSpec()
+    strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
+    values = {name: value for value, name in program.parameters.items()}
+    shared = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
+    arriving: list[list[PricedCollective]] = [[] for _ in program.layers]
+    for reader, run in crossing_collectives(program, strategies, plan.num_microbatches, training):
+        arriving[reader].append(run)
+    found: list[PricedCollective] = []
+    stages = [stage for stage in plan.stages if stage.group == group]
+    own = {layer for stage in stages for layer in range(stage.start, stage.stop)}
+    for index, (layer, strategy, before) in enumerate(zip(program.layers, strategies, arriving, strict=True)):
+        if index in own or not plan.stages:
+            found += before
+            found += _own_collectives(program, layer, strategy, plan.num_microbatches, training, shared)
+            found += returning_collectives(program, layer, strategy, plan.num_microbatches, training)
+    return (*found, *stage_collectives(program, plan, training, group))
+
+
+def _own_collectives(
+    program: Program,
+    layer: Layer,
+    strategy: LayerStrategy,
+    num_microbatches: int,
+    training: TrainingSpec,
+    shared: SharedStorage,
+) -> tuple[PricedCollective, ...]:
+    """Those inside a layer."""
+    return layer_collectives(program, layer, own_strategy(program, layer, strategy), num_microbatches, training, shared)
+
+
+def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> LayerStrategy:
+    """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
+    names = dict(zip(_value_names(program.kinds[layer.kind]), _value_names(layer), strict=True))
+    return replace(strategy, copies=tuple((names[name], layout) for name, layout in strategy.copies))
+
+
+def _value_names(layer: Layer) -> tuple[str, ...]:
+    return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
+
+
+def crossing_collectives(
+    program: Program, strategies: list[LayerStrategy], num_microbatches: int, training: TrainingSpec
+) -> Iterator[tuple[int, PricedCollective]]:
+    """(index of the reading layer, collective) for every value that crosses to another layer."""
+    time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
+    for crossing in find_crossings(program, time, num_microbatches):
+        source, target = strategies[crossing.producer], strategies[crossing.reader]
+        steps = crossing_steps(
+            (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input])
+        )
+        has_gradient = crossing.requires_grad and training.is_training
+        for step in steps:
+            for kind, phase in ((step.forward, "forward"), (step.backward, "backward")):
+                if kind not in LOCAL and (phase == "forward" or has_gradient):
+                    num_bytes = crossing.tensor.num_bytes * step.fraction
+                    yield (
+                        crossing.reader,
+                        PricedCollective(
+                            crossing.value, kind, step.axis, num_bytes, num_microbatches, phase, "activation"
+                        ),
+                    )
+
+
+def returning_collectives(
+    program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, training: TrainingSpec
+) -> Iterator[PricedCollective]:
+    """Those that make the loss and new values of buffers whole, and turn terms of other outputs into values."""
+    given = {*program.outputs, *program.updates.values()}
+    flows = find_flows(program, layer)
+    view = time_view(layer, flows, strategy.time, num_microbatches)
+    for name, layout in zip(layer.outputs, strategy.outputs, strict=True):
+        if name not in given or flows[name].source != "op":
+            continue
+        is_whole = not program.loss or name == program.loss or name in program.updates.values()
+        target = (REPLICATE,) * len(layout) if is_whole else tidy(layout)
+        tensor, times = view.value_type(flows[name]), num_microbatches
+        if not is_whole:
+            tensor, times = program.type_of(name), 1  # all microbatches at once
+        has_gradient = training.is_training and program.values[name].requires_grad
+        is_differentiated = has_gradient and (name == program.loss or not program.loss)
+        for step in reshard(layout, target, strategy.mesh):
+            for kind, phase in ((step.forward, "forward"), (step.backward, "backward")):
+                if kind not in LOCAL and (phase == "forward" or is_differentiated):
+                    num_bytes = tensor.num_bytes * step.fraction
+                    yield PricedCollective(name, kind, step.axis, num_bytes, times, phase, "activation")
+
+
+def stage_collectives(program: Program, plan: Plan, training: TrainingSpec, group: int) -> Iterator[PricedCollective]:
+    """What device group `group` sends to others in a step, and what all groups are told at its end.
+
+    Their purposes are ``"stage"`` for values between stages and their gradients, ``"tied"`` for gradients of
+    parameters that several groups hold, ``"output"`` for the loss.
+    """
+    if not plan.stages:
+        return
+    axis = Axis(plan.num_groups, plan.group_size)
+    strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
+    time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
+    crossings = find_crossings(program, time, plan.num_microbatches)
+    groups = [stage.group for stage in plan.stages]
+    for sent in sent_values(crossings, [stage.start for stage in plan.stages], strategies):
+        sender, receiver = groups[sent.stage], groups[sent.stage + 1]
+        name, times = sent.crossing.value, plan.num_microbatches
+        if sender != receiver and sender == group:
+            yield PricedCollective(name, "send", axis, sent.num_bytes, times, "forward", "stage")
+        if sender != receiver == group and sent.crossing.requires_grad and training.is_training:
+            yield PricedCollective(name, "send", axis, sent.num_bytes, times, "backward", "stage")
+    values = {name: value for value, name in program.parameters.items()}
+    for name, layout in plan.shared_storage:
+        value = program.values[values[name]]
+        readers = {
+            stage.group
+            for stage in plan.stages
+            if any(value.name in program.layers[layer].held for layer in range(stage.start, stage.stop))
+        }
+        if group in readers and len(readers) > 1 and value.requires_grad and training.is_training:
+            stored = math.prod(local_shape(value.type.shape, layout, plan.shared_mesh))
+            num_bytes = float(stored * training.gradient_itemsize(value.type.dtype))
+            yield PricedCollective(value.name, "send", axis, num_bytes, len(readers) - 1, "backward", "tied")
+    for name in told_outputs(program):
+        yield PricedCollective(name, "broadcast", axis, float(program.type_of(name).num_bytes), 1, "forward", "output")
+
+
+def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
+    """Seconds to tell all device groups what they all get."""
+    sizes = (float(program.type_of(name).num_bytes) for name in told_outputs(program))
+    return sum(prices.collective_s("broadcast", pipeline_axis, size) for size in sizes)
+
+
+def told_outputs(program: Program) -> tuple[str, ...]:
+    """What every device group is told at the end: the loss, or without one all outputs, and new values of buffers."""
+    returned = (program.loss,) if program.loss else tuple(dict.fromkeys(program.outputs))
+    return tuple(name for name in (*returned, *program.updates.values()) if program.values[name].role == "op")

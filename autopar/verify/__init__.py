@@ -1,0 +1,225 @@
+"""Rehearse a plan without its cluster: every rank is a thread of this process, and one device is the judge.
+
+`verify` runs the program that `parallelize` would run, on the model in float64 (so that a mistake can't hide
+in rounding), and compares the loss, every gradient and the parameters after some optimizer steps with the
+single device's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.api import ExampleInputs, trace_model
+from autopar.errors import AutoparError, PlanMismatchError, VerificationError
+from autopar.lower.compat import map_leaves
+from autopar.lower.run.microbatch_updates import ops_per_microbatch
+from autopar.plan import Plan
+from autopar.planning.arguments import check_materialized
+from autopar.step.plan_check import check_fit
+from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside
+from autopar.verify.diagnosis import first_difference
+from autopar.verify.rehearsal import (
+    MakeOptimizer,
+    Run,
+    keep_double,
+    keep_double_program,
+    run_parallel,
+    run_single,
+    steady_adamw,
+)
+from autopar.verify.shrink_plan import shrink_inputs, shrink_plan
+
+__all__ = ["VerificationReport", "compare", "verify"]
+
+# A gradient that is zero in exact arithmetic (a bias before a norm, a key's bias) holds rounding noise only,
+# and so does a parameter that starts at zero and trains on it: they are compared on this fraction of the
+# model's largest one.
+_NOISE = 1e-6
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """How far a parallel run is from the single device's.
+
+    Args:
+        world_size: number of simulated devices.
+        loss_error: largest relative difference of a step's loss.
+        gradient_errors: per parameter, the largest difference relative to the gradient's largest entry.
+        parameter_errors: per parameter, the largest difference after all steps, relative to its largest
+            entry.
+        buffer_errors: the same for buffers.
+    """
+
+    world_size: int
+    loss_error: float
+    gradient_errors: Mapping[str, float]
+    parameter_errors: Mapping[str, float]
+    buffer_errors: Mapping[str, float]
+
+    @property
+    def worst_gradient(self) -> tuple[str, float]:
+        """The parameter with the largest gradient error, and that error."""
+        return max(self.gradient_errors.items(), key=lambda item: item[1], default=("", 0.0))
+
+    @property
+    def parameter_error(self) -> float:
+        """The largest error of a parameter or buffer."""
+        return max((*self.parameter_errors.values(), *self.buffer_errors.values()), default=0.0)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        name, error = self.worst_gradient
+        return (
+            f"{self.world_size} ranks against one device: loss within {self.loss_error:.1e}, gradients within "
+            f"{error:.1e}{f' ({name})' if name else ''}, parameters after training within {self.parameter_error:.1e}"
+        )
+
+
+def verify(  # noqa: PLR0913  (all but three have good defaults)
+    model: nn.Module,
+    plan: Plan,
+    example_inputs: ExampleInputs | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
+    steps: int = 3,
+    shrink: bool = True,
+    make_optimizer: MakeOptimizer = steady_adamw,
+    planned: nn.Module | None = None,
+    loss_tolerance: float = 1e-12,
+    gradient_tolerance: float = 1e-9,
+    parameter_tolerance: float = 1e-7,
+) -> VerificationReport:
+    """Run `plan` on all its ranks in this process and compare with the single device, in float64.
+
+    Shapes are shrunk first, consistently: the plan's axes to their smallest factors on at most 8 devices, and the batch
+    as far as the model takes it.  The model's own sizes stay, and every simulated rank holds its part of it here, so
+    for a model that fills a device give a twin with fewer and narrower layers.  Random ops can't be compared; a model
+    that draws is refused.
+
+    Args:
+        model: the model that the plan is for, with real parameters; it is not changed.
+        plan: what to rehearse.
+        example_inputs: as in `autopar.parallelize`.
+        loss_fn: as in `autopar.parallelize`.
+        example_target: as in `autopar.parallelize`.
+        steps: optimizer steps.
+        shrink: False rehearses with all devices and the whole batch.
+        make_optimizer: parameters -> optimizer; by default AdamW that doesn't blow up the rounding noise of gradients.
+        planned: the model as it was when `plan` was made, if it was on the meta device then: what its buffers hold was
+            not known, so they are no constants of its program.
+        loss_tolerance: relative.
+        gradient_tolerance: relative to each gradient's largest entry.
+        parameter_tolerance: relative to each parameter's largest entry, after all steps.
+
+    Raises:
+        VerificationError: something differs by more; the message names the first op whose result (or
+            gradient) differs.  Or there is nothing to compare: the model draws, or doesn't run in float64.
+        PlanMismatchError: the plan is for another model, or inputs of other shapes.
+        MaterializationError: the model is on the meta device.
+
+    Example:
+        >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
+    """
+    check_materialized(model)
+    planned, _ = put_loss_inside(model if planned is None else planned, example_inputs, loss_fn, example_target)
+    model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
+    inputs = default_example_inputs(model) if example_inputs is None else example_inputs
+    plan = shrink_plan(plan) if shrink else plan
+    batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])
+    inputs, traced = _first_that_fits(planned, plan, batches)
+    double = copy.deepcopy(model).double().train()
+    if any(op.is_random for layer in traced.program.layers for op in layer.ops):
+        raise VerificationError(
+            "the model draws random numbers (dropout): ranks draw others than one device does, so there "
+            "is nothing to compare; verify it with dropout probabilities of 0"
+        )
+    if approximate := ops_per_microbatch(traced.program, plan):
+        raise VerificationError(
+            f"the plan is not to be exact: {approximate[0].target} ({approximate[0].module}) takes each microbatch for "
+            "the whole batch, as a constraint allows. Verify a plan without that constraint"
+        )
+    plan = replace(plan, fingerprint=traced.program.fingerprint)
+    try:
+        with keep_double():
+            expected = run_single(double, _as_double(inputs), steps, make_optimizer)
+    except RuntimeError as error:
+        raise VerificationError(
+            f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
+            "kernels takes no float64 (grouped products of experts don't), verify it with another implementation of "
+            "that layer"
+        ) from error
+    try:
+        found = run_parallel(double, traced, plan, inputs, steps, make_optimizer)
+    except VerificationError as error:  # ranks don't even agree with each other
+        raise VerificationError(f"{error}. {first_difference(double, traced, plan, inputs)}") from error
+    report = compare(expected, found, plan.world_size)
+    if (
+        report.loss_error > loss_tolerance
+        or report.worst_gradient[1] > gradient_tolerance
+        or report.parameter_error > parameter_tolerance
+    ):
+        raise VerificationError(f"{report}. {first_difference(double, traced, plan, inputs)}")
+    return report
+
+
+def _first_that_fits(model: nn.Module, plan: Plan, batches: Iterator[ExampleInputs]) -> tuple[ExampleInputs, Traced]:
+    """The first of `batches` that the model takes and the plan fits, and the model traced on it."""
+    problem: AutoparError | None = None
+    for inputs in batches:
+        try:
+            traced = keep_double_program(trace_model(model, inputs))
+            check_fit(plan, traced.program, plan.world_size, same_shapes=False)
+        except AutoparError as error:
+            problem = error
+            continue
+        return inputs, traced
+    raise problem or PlanMismatchError("there is no batch to rehearse the plan with")
+
+
+def _as_double(inputs: ExampleInputs) -> ExampleInputs:
+    return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
+
+
+def compare(expected: Run, found: Run, world_size: int) -> VerificationReport:
+    """Errors of `found` against `expected`.
+
+    Raises:
+        VerificationError: one run has a gradient, parameter or buffer that the other lacks.
+    """
+    pairs = zip(expected.losses, found.losses, strict=True)
+    return VerificationReport(
+        world_size=world_size,
+        loss_error=max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0),
+        gradient_errors=_errors(expected.gradients, found.gradients, "gradient"),
+        parameter_errors=_errors(expected.parameters, found.parameters, "parameter"),
+        buffer_errors=_errors(expected.buffers, found.buffers, "buffer"),
+    )
+
+
+def _errors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> dict[str, float]:
+    if expected.keys() != found.keys():
+        raise VerificationError(f"{what} missing or added: {sorted(expected.keys() ^ found.keys())}")
+    largest = max((x.abs().max().item() for x in expected.values() if x.numel()), default=0.0)
+    return {name: relative_error(expected[name], found[name], _NOISE * largest) for name in expected}
+
+
+def relative_error(expected: Tensor, found: Tensor, floor: float = 0.0) -> float:
+    """The largest difference relative to the largest entry of `expected` (or to `floor`, if that is larger).
+
+    It is inf where shapes differ or one is not finite.
+    """
+    if expected.shape != found.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    difference = (expected.double() - found.double()).abs().max().item()
+    scale = max(expected.double().abs().max().item(), floor)
+    error = difference / scale if scale > 0 else difference
+    return float("inf") if math.isnan(error) else error

@@ -1,0 +1,176 @@
+"""Where a parallel run first departs from the single device: op by op, forward, then backward; then in its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from autopar.api import ExampleInputs
+from autopar.errors import VerificationError
+from autopar.lower.program.layer_program import find_option
+from autopar.lower.run.stage_map import StageMap
+from autopar.placement import Layout, format_layout
+from autopar.plan import Plan
+from autopar.program import Layer, Op, Program
+from autopar.trace import Traced
+from autopar.verify.op_observer import Observed, observe, single_device_plan
+from autopar.verify.rehearsal import Run, gradient_layout, join_layout, run_parallel
+
+__all__ = ["first_difference"]
+
+_TOLERANCE = 1e-9
+
+
+def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> str:
+    """A sentence that names the first op whose result, or else the last whose gradient, differs from one device's.
+
+    Microbatches and recomputation are left out of this second run, as they change when an op runs but not what it
+    gives; so are pipeline stages, at first.
+    """
+    program = traced.program
+    expected = observe(model, traced, single_device_plan(program), inputs)[0]
+    flat = replace(plan, world_size=plan.group_size, stages=(), schedule="")
+    problem = _first_op(program, _one_pass(flat), expected, observe(model, traced, _one_pass(flat), inputs))
+    if problem:
+        return problem
+    if not plan.stages:
+        return (
+            "Results and gradients of all ops agree in one pass without microbatches and recomputation: the difference "
+            "comes from those, from how parameters are stored, or from the optimizer"
+        )
+    return _first_difference_of_stages(_Rehearsal(model, traced, inputs), plan, flat, expected)
+
+
+def _one_pass(plan: Plan) -> Plan:
+    """`plan` without microbatches and recomputation; its stages stay, by a schedule that doesn't split backwards."""
+    strategies = tuple(replace(strategy, time=(), recompute="none") for strategy in plan.strategies)
+    return replace(plan, num_microbatches=1, strategies=strategies, schedule=_simple_schedule(plan))
+
+
+def _simple_schedule(plan: Plan) -> str:
+    """One that runs these stages on the same groups, for any number of microbatches."""
+    if plan.schedule in ("", "zbv"):
+        return plan.schedule
+    return "gpipe" if len(plan.stages) == plan.num_groups else "interleaved_1f1b"
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    model: nn.Module
+    traced: Traced
+    inputs: ExampleInputs
+
+    def run(self, plan: Plan) -> Run:
+        return run_parallel(self.model, self.traced, plan, self.inputs, 1)
+
+
+def _first_difference_of_stages(rehearsal: _Rehearsal, plan: Plan, flat: Plan, expected: Observed) -> str:
+    """The same for a plan whose ops all agree without its stages: what the pipeline makes wrong."""
+    program = rehearsal.traced.program
+    alone = rehearsal.run(single_device_plan(program))
+    problem = _first_parameter(rehearsal, flat, alone)
+    if problem:
+        return f"Even without stages, where all ops agree, {problem}: look at microbatches, recomputation and storage"
+    simple = _one_pass(plan)
+    found = observe(rehearsal.model, rehearsal.traced, simple, rehearsal.inputs)
+    problem = _first_op(program, simple, expected, found)
+    if problem:
+        return f"Without pipeline stages all ops agree; with them, they don't. {problem}"
+    problem = _first_parameter(rehearsal, simple, alone)
+    if problem:
+        return f"All ops agree, with pipeline stages, too, but {problem}"
+    problem = _first_parameter(rehearsal, plan, alone)
+    if problem:
+        return (
+            f"Without stages, and with them in one microbatch, all agrees; with {plan.num_microbatches} microbatches "
+            f"by {plan.schedule}, {problem}"
+        )
+    return "Results and gradients of the first step agree: the difference comes from the optimizer or from later steps"
+
+
+def _first_parameter(rehearsal: _Rehearsal, plan: Plan, expected: Run) -> str:
+    """Whether the loss or the gradient of a parameter is wrong in a step by `plan`, and how; else empty."""
+    try:
+        found = rehearsal.run(plan)
+    except VerificationError as error:
+        return str(error)
+    stages = StageMap(rehearsal.traced.program, plan, 0)
+    for name, gradient in expected.gradients.items():
+        problem = _difference(gradient, found.gradients[name]) if name in found.gradients else "it is missing"
+        if problem:
+            groups = stages.holders.get(name, ()) if plan.stages else ()
+            what = "device group" if len(groups) == 1 else "tied across the device groups"
+            where = f" ({what} {', '.join(map(str, groups))})" if groups else ""
+            return f"the gradient of {name}{where} differs: {problem}"
+    if abs(expected.losses[0] - found.losses[0]) > _TOLERANCE * abs(expected.losses[0]):
+        return f"the loss is {found.losses[0]} in place of {expected.losses[0]}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One result of an op: in which layer, how it lies, on which ranks."""
+
+    name: str
+    layer: Layer
+    op: Op
+    layout: Layout
+    mesh: tuple[int, ...]
+    ranks: range
+
+    def difference(self, expected: Mapping[str, Tensor], found: Sequence[Mapping[str, Tensor]], layout: Layout) -> str:
+        """How what these ranks have differs from what is expected; empty if it doesn't, or was not seen."""
+        parts = [found[rank] for rank in self.ranks]
+        if self.name not in expected or any(self.name not in part for part in parts):
+            return ""
+        try:
+            whole = join_layout([part[self.name] for part in parts], layout, self.mesh, self.name)
+        except (VerificationError, RuntimeError) as error:
+            return str(error)
+        return _difference(expected[self.name], whole)
+
+    def describe(self, what: str, problem: str) -> str:
+        source = f" ({self.op.source})" if self.op.source else ""
+        place = f"in layer {self.layer.name}, laid out as {format_layout(self.layout)}"
+        return f"{what} {self.op.name} = {self.op.target}{source} {place}: {problem}"
+
+
+def _results(program: Program, plan: Plan) -> Iterator[_Result]:
+    stages = StageMap(program, plan, 0)
+    for stage, indices in enumerate(stages.ranges):
+        first = stages.groups[stage] * plan.group_size
+        for place in indices:
+            layer, strategy = program.layers[place], plan.strategies[plan.layers[place].strategy]
+            for op, factors in zip(layer.ops, strategy.assignments, strict=True):
+                options = [find_option(op, factor) for factor in factors]
+                for index, name in enumerate(op.results):
+                    layout = tuple(option.results[index] for option in options)
+                    yield _Result(name, layer, op, layout, strategy.mesh, range(first, first + plan.group_size))
+
+
+def _first_op(program: Program, plan: Plan, expected: Observed, found: list[Observed]) -> str:
+    """The first op whose result, or else the last whose gradient, differs; empty if none does."""
+    results = list(_results(program, plan))
+    values, gradients = [rank.values for rank in found], [rank.gradients for rank in found]
+    for result in results:
+        problem = result.difference(expected.values, values, result.layout)
+        if problem:
+            return result.describe("The first op whose result differs is", problem)
+    for result in reversed(results):
+        problem = result.difference(expected.gradients, gradients, gradient_layout(result.layout))
+        if problem:
+            return result.describe("Forward agrees; the first gradient that differs is that of", problem)
+    return ""
+
+
+def _difference(expected: Tensor, found: Tensor) -> str:
+    if found.shape != expected.shape:
+        return f"its shape is {tuple(found.shape)} in place of {tuple(expected.shape)}"
+    if not expected.numel():
+        return ""
+    difference = (found.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    is_close = difference <= _TOLERANCE * max(scale, 1e-6)
+    return "" if is_close else f"off by {difference:.3g} where the largest entry is {scale:.3g}"

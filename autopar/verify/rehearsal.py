@@ -1,0 +1,314 @@
+"""Train a model by a plan with every rank a thread of this process, and on one device; join what the ranks hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.api import ExampleInputs, build
+from autopar.errors import VerificationError
+from autopar.lower import ParallelModule
+from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
+from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
+from autopar.plan import Plan
+from autopar.program import Op, Option, Program, TensorType, Value
+from autopar.trace import Traced
+
+__all__ = [
+    "MakeOptimizer",
+    "Run",
+    "gradient_layout",
+    "join_layout",
+    "join_runs",
+    "keep_double",
+    "keep_double_program",
+    "loss_of",
+    "run_parallel",
+    "run_ranks",
+    "run_single",
+    "steady_adamw",
+    "train",
+]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+T = TypeVar("T")
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def steady_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, but a gradient that is all but zero makes next to no step.
+
+    AdamW divides by the size of the gradient and its `eps`: with the usual 1e-8 the rounding noise of a gradient that
+    cancels (of a key's bias) would come out 1e8 times as large, and look like a mistake.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run leaves: every step's loss, the first step's gradients, parameters and buffers at the end."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def run_single(
+    model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw
+) -> Run:
+    """Train a copy of `model` on one device."""
+    return train(copy.deepcopy(model), inputs, steps, make_optimizer)
+
+
+def run_parallel(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    inputs: ExampleInputs,
+    steps: int,
+    make_optimizer: MakeOptimizer = steady_adamw,
+) -> Run:
+    """Train `model` by `plan`.
+
+    Raises:
+        VerificationError: ranks have different losses, or replicas of a tensor differ.
+    """
+    runs = run_ranks(model, traced, plan, inputs, lambda parallel: train(parallel, inputs, steps, make_optimizer))
+    return join_runs(runs, plan.num_groups)
+
+
+def join_runs(runs: Sequence[Run], num_groups: int) -> Run:
+    """The run of the whole model from those of its ranks, in rank order.
+
+    Raises:
+        VerificationError: ranks have different losses, or replicas of a tensor differ.
+    """
+    for number, run in enumerate(runs):
+        if run.losses != runs[0].losses:
+            raise VerificationError(f"rank {number} has losses {run.losses}, rank 0 has {runs[0].losses}")
+    return Run(
+        losses=runs[0].losses,
+        gradients=_join_groups([run.gradients for run in runs], num_groups),
+        parameters=_join_groups([run.parameters for run in runs], num_groups),
+        buffers=_join_groups([run.buffers for run in runs], num_groups),
+    )
+
+
+def run_ranks(
+    model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs, action: Callable[[ParallelModule], T]
+) -> list[T]:
+    """`action` on every rank's ParallelModule, in rank order."""
+
+    def rank(communicator: Communicator) -> T:
+        mesh = make_mesh((communicator.world_size,), range(communicator.world_size), "cpu", rank=communicator.rank)
+        return action(build(model, traced, plan, communicator, mesh, example_inputs=inputs))
+
+    return simulate(plan.world_size, rank)
+
+
+def train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw) -> Run:
+    """Train `model` itself, whole or one rank's part of it, on the same batch in every step."""
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+        run_backward(loss)
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {n: p.grad.detach().clone() for n, p in _filled(model) if p.grad is not None}
+        optimizer.step()
+    return Run(
+        tuple(losses),
+        gradients,
+        {name: p.detach().clone() for name, p in _filled(model)},
+        {name: b.detach().clone() for name, b in model.named_buffers()},
+    )
+
+
+def _filled(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters with elements: a rank with nothing to train has one without, for the user's optimizer."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.numel())
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar loss in a model's output; without one, a scalar that depends on every differentiable output."""
+    leaves = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
+    scalars = [x for x in leaves if x.dim() == 0]
+    return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
+
+
+def _join_groups(parts: Sequence[Mapping[str, Tensor]], num_groups: int) -> dict[str, Tensor]:
+    """What the device groups hold, joined within each; a tensor that several hold must be the same on all."""
+    size = len(parts) // num_groups
+    found: dict[str, Tensor] = {}
+    for group in range(num_groups):
+        for name, tensor in _join_all(parts[group * size : (group + 1) * size]).items():
+            _check_replicas([found.setdefault(name, tensor), tensor], name)
+    return found
+
+
+def _join_all(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    for number, part in enumerate(parts):
+        if part.keys() != parts[0].keys():
+            raise VerificationError(
+                f"rank {number} and rank 0 differ in having {sorted(part.keys() ^ parts[0].keys())}"
+            )
+    return {name: _join([part[name] for part in parts], name) for name in parts[0]}
+
+
+def _join(tensors: list[Tensor], name: str) -> Tensor:
+    first = tensors[0]
+    if not isinstance(first, DTensor):
+        return join_layout(tensors, (REPLICATE,), (len(tensors),), name)
+    if any(p.is_partial() for p in first.placements):
+        raise VerificationError(f"{name} is left as a sum of terms ({first.placements}): an all-reduce is missing")
+    layout = tuple(Placement("S", p.dim) if p.is_shard() else REPLICATE for p in first.placements)  # pyright: ignore
+    return join_layout(
+        [local_tensor(t) for t in tensors if isinstance(t, DTensor)], layout, tuple(first.device_mesh.shape), name
+    )
+
+
+def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], name: str) -> Tensor:
+    """The whole tensor from every rank's local one, in rank order.
+
+    Raises:
+        VerificationError: replicas differ.
+    """
+    parts = tensors
+    for placement, size in reversed(list(zip(layout, mesh, strict=True))):
+        # Axes to the right are joined already, so members of this axis stand side by side.
+        groups = [parts[start : start + size] for start in range(0, len(parts), size)]
+        if placement.is_shard:
+            parts = [torch.cat(group, placement.dim) for group in groups]
+        elif placement == PARTIAL:
+            parts = [torch.stack(group).sum(0) for group in groups]
+        else:
+            for group in groups:
+                _check_replicas(group, name)
+            parts = [group[0] for group in groups]
+    return parts[0]
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """How the gradient of a tensor lies that lies as `layout`."""
+    turned = {"P": REPLICATE, "B": PARTIAL}
+    return tuple(turned.get(placement.kind, placement) for placement in layout)
+
+
+def _check_replicas(tensors: list[Tensor], name: str) -> None:
+    first = tensors[0]
+    for number, other in enumerate(tensors):
+        if not torch.equal(other, first) and not torch.allclose(other, first, rtol=1e-9, atol=1e-14, equal_nan=True):
+            raise VerificationError(f"replicas of {name} differ: {number} from 0 by {(other - first).abs().max()}")
+
+
+class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used like a function)
+    """Inside, a differentiable float64 tensor is never cast to a narrower dtype.
+
+    Models that compute a norm or a loss in float32 whatever their parameters' dtype would hide errors in
+    that rounding.
+    """
+
+    _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.requires_grad and x.dtype == torch.float64 for x in tensors):
+            if func in self._CASTS:
+                return args[0]
+            args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
+            if (
+                getattr(func, "__module__", "") == "torch.nn.functional"
+            ):  # which takes all of one dtype: a loss's class weights
+                args, kwargs = map_leaves(_widen_float, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widen_dtype(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
+
+
+def _widen_float(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 and not x.requires_grad else x
+
+
+def keep_double_program(traced: Traced) -> Traced:
+    """`traced` computing in float64, and taking inputs of its own dtypes.
+
+    Parameters, buffers, inputs and all that is computed from them become float64, casts between them included, and
+    so do constants that only these meet; what is computed from constants or from integers stays as it is, as it would
+    in a model whose parameters are float64.
+    """
+    program = traced.program
+    wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
+    for layer in program.layers:
+        for op in layer.ops:
+            if any(name in wide and program.values[name].type.is_floating for name in op.operands):
+                wide.update(op.results)
+    met = _met_by_wide(program, wide)
+    wide |= met
+    values = {name: _widen_value(value) if name in wide else value for name, value in program.values.items()}
+    layers = tuple(
+        replace(layer, ops=tuple(_widen_op(op) if wide.intersection(op.results) else op for op in layer.ops))
+        for layer in program.layers
+    )
+
+    def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        tensors = traced.flatten_inputs(args, kwargs)
+        return [x.double() if x.is_floating_point() else x for x in tensors]
+
+    constants = {name: _widen_float(x) if name in met else x for name, x in traced.constants.items()}
+    program = replace(program, values=values, layers=layers)
+    return replace(traced, program=program, constants=constants, flatten_inputs=flatten_inputs)
+
+
+def _met_by_wide(program: Program, wide: Set[str]) -> set[str]:
+    """Constants that are only read beside values in `wide`; some ops take all of one dtype (a loss with weights)."""
+    constants = {name for name, value in program.values.items() if value.role == "constant"}
+    for layer in program.layers:
+        for op in layer.ops:
+            if wide.isdisjoint(op.operands):
+                constants.difference_update(op.operands)
+    return constants
+
+
+def _widen_value(value: Value) -> Value:
+    if value.type.dtype not in ("float32", "bfloat16", "float16"):
+        return value
+    return replace(value, type=TensorType(value.type.shape, "float64"))
+
+
+def _widen_op(op: Op) -> Op:
+    return replace(
+        op,
+        args=_widen_arg(op.args),
+        kwargs=tuple((key, _widen_arg(arg)) for key, arg in op.kwargs),
+        options=tuple(map(_widen_option, op.options)),
+    )
+
+
+def _widen_option(option: Option) -> Option:
+    """Kernels that communicate do it in the dtype of what they are given."""
+    if not option.collectives:
+        return option
+    return replace(option, collectives=tuple(replace(each, dtype="float64") for each in option.collectives))
+
+
+def _widen_arg(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(map(_widen_arg, arg))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return "torch.float64" if arg in ("torch.float32", "torch.bfloat16", "torch.float16") else arg
