@@ -188,13 +188,13 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, as
     forced = other_than(found.pop(), answer.plan) if options.why_seconds > 0 else ()
     what_if = tuple((text, plan) for (text, _), plan in zip(questions, found, strict=True))
     findings = Findings(options.target, answer, explain(answer), forced, what_if, (options.sweep or "", rows))
-    _write_files(options, findings)
     if options.json:
         printer.json(describe_findings(findings))
     else:
         printer.findings(findings)
         if options.formulas:
             printer.line(describe_formulas(answer))
+    _write_files(options, findings)
     return 0
 
 
@@ -203,14 +203,14 @@ def _plan(planner: Planner, asked: Asked) -> Plan:
 
 
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:
+    """After the answer is printed, so that whatever goes wrong here does not lose it; the page takes longest."""
     if options.save:
         _write(options.save, findings.answer.plan.to_json())
-    if options.html:
-        write_report(options.html, findings)
     if options.trace:
         _write(options.trace, findings.timeline.to_chrome())
-    for path in filter(None, (options.save, options.html, options.trace)):
-        sys.stderr.write(f"wrote {path}\n")
+    if options.html:
+        write_report(options.html, findings)
+        sys.stderr.write(f"wrote {options.html}\n")
 
 
 def _write(path: str, text: str) -> None:
@@ -218,6 +218,7 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise QuestionError(f"{path!r} can't be written: {error.strerror}. Name another file") from error
+    sys.stderr.write(f"wrote {path}\n")
 
 
 def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
@@ -241,7 +242,6 @@ def _check(options: argparse.Namespace, printer: Printer, planner: Planner, aske
     checked = check_plan(planner, asked, options.check)
     plan = checked.answer.plan
     rehearsal = rehearse(planner, asked, plan) if options.rehearse else None
-    _write_files(options, Findings(options.target, checked.answer, explain(checked.answer)))
     if options.json:
         printer.json(checked.describe() | {"rehearsal": str(rehearsal) if rehearsal else None})
     else:
@@ -250,6 +250,7 @@ def _check(options: argparse.Namespace, printer: Printer, planner: Planner, aske
         printer.line(f"{options.check}: {checked.verdict}")
         if rehearsal:
             printer.line(f"rehearsed: {rehearsal}")
+    _write_files(options, Findings(options.target, checked.answer, explain(checked.answer)))
     return 0 if checked.fits else 1
 
 

@@ -138,6 +138,24 @@ def test_a_page_and_a_trace_of_an_edited_plan_are_written(capsys: pytest.Capture
     assert "recompute" in {event["cat"] for event in spans}
 
 
+def test_the_answer_is_printed_and_saved_before_the_page_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopar.explain.cli.write_report", interrupt)
+    saved, trace, page = (tmp_path / name for name in ("plan.json", "trace.json", "page.html"))
+    written = ("--save", str(saved), "--trace", str(trace), "--html", str(page))
+    with pytest.raises(KeyboardInterrupt):
+        main([TARGET, "--cluster", "4xh100", *QUICK, *written])
+    assert "planning took trace" in capsys.readouterr().out
+    assert trace.exists()
+    with pytest.raises(KeyboardInterrupt):
+        main([TARGET, "--cluster", "4xh100", *QUICK, "--check", str(saved), "--html", str(page)])
+    assert f"{saved}: it runs on this model" in capsys.readouterr().out
+
+
 def test_two_plans_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
     for path, constraint in zip(paths, ("tensor=4", "data=4"), strict=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,6 +143,39 @@ def test_a_large_plan_stays_a_small_page(found: Findings) -> None:
     layers = tuple(PlannedLayer(f"layers.{n}", 0, n % 2) for n in range(126))
     strip = layer_strip(replace(plan, layers=layers, stages=(), schedule=""))
     assert sum(len(trace["x"]) for trace in strip.data) == 3 * 126
+
+
+def test_many_alternating_events_are_drawn_at_once_and_keep_their_seconds() -> None:
+    """A pipeline's compute stream alternates between microbatches' forwards and backwards: nothing to join touches."""
+    num_events = 100_000
+    events = tuple(
+        Event(0, "compute", f"layers.{n}", ("forward", "backward")[n % 2], n * 1e-3, (n + 0.5 + n % 2 / 4) * 1e-3,
+              microbatch=n // 2)
+        for n in range(num_events)
+    )  # fmt: skip
+    timeline = StepTimeline(num_events * 1e-3, events)
+    started_s = time.perf_counter()
+    drawn = condense(timeline, (0,))
+    assert time.perf_counter() - started_s < 10  # it took for ever
+    assert 1000 < len(drawn) <= 4000
+    for category, seconds in (("forward", 0.5e-3), ("backward", 0.75e-3)):
+        bars = [event for event in drawn if event.category == category]
+        assert sum(bar.seconds for bar in bars) == pytest.approx(seconds * num_events / 2)
+    in_order = sorted(drawn, key=lambda event: event.start_s)
+    assert all(a.stop_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(in_order))
+    assert in_order[0].name.startswith("layers.0 .. ")
+
+
+def test_overlapping_sends_are_bounded_too_and_stay_where_they_are() -> None:
+    events = tuple(
+        Event(0, "pipeline", f"value {n}", ("send", "broadcast")[n % 2], n * 1e-3, (n + 5) * 1e-3) for n in range(9000)
+    )
+    timeline = StepTimeline(9.005, events)
+    drawn = condense(timeline, (0,), most=100)
+    assert len(drawn) <= 100
+    assert max(event.stop_s for event in drawn) <= timeline.step_s * 1.02
+    assert condense(timeline, (0,), most=1)  # fewer than one of each category is not possible, and not waited for
+    assert condense(timeline, (0,), most=9000) == events
 
 
 @contextmanager

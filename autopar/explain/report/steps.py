@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = ["condense", "memory_figure", "memory_table", "shown_groups", "timelin
 
 _MOST_GROUPS = 8
 _MOST_BARS = 4000
+_TO = " .. "  # between the names of the first and the last of joined events
 _MOST_POINTS = 300  # of memory, for each group
 
 
@@ -41,7 +42,9 @@ def shown_groups(timeline: StepTimeline) -> tuple[int, ...]:
 def condense(timeline: StepTimeline, groups: Sequence[int], most: int = _MOST_BARS) -> tuple[Event, ...]:
     """The events of these groups; if there are more than `most`, neighbours of one kind are joined.
 
-    First those of one microbatch, then all of one category that (nearly) touch, ever less nearly.
+    First those of one microbatch and category that (nearly) touch.  If there are still too many, the step is divided
+    into equal intervals, as many as `most` allows, and the events of one stream and category that start in the same
+    interval become one, as long as they are together.  Fewer than streams times categories is not possible.
     """
     by_stream: dict[tuple[int, str], list[Event]] = {(group, stream): [] for group in groups for stream in STREAMS}
     for event in timeline.events:
@@ -50,29 +53,53 @@ def condense(timeline: StepTimeline, groups: Sequence[int], most: int = _MOST_BA
     streams = [sorted(events, key=lambda event: (event.start_s, event.stop_s)) for events in by_stream.values()]
     if sum(map(len, streams)) <= most:
         return tuple(event for events in streams for event in events)
-    gap_s = timeline.step_s / 5000
-    joined = [_join(events, gap_s, lambda event: (event.category, event.microbatch)) for events in streams]
-    while sum(map(len, joined)) > most:
-        joined = [_join(events, gap_s, lambda event: event.category) for events in joined]
-        gap_s *= 2
-    return tuple(event for events in joined for event in events)
+    drawn = touching = [_join_touching(events, timeline.step_s / 5000) for events in streams]
+    num_intervals = most
+    while sum(map(len, drawn)) > most and num_intervals:
+        drawn = [_join_in_intervals(events, timeline.step_s / num_intervals) for events in touching]
+        num_intervals //= 2
+    return tuple(event for events in drawn for event in events)
 
 
-def _join(events: Sequence[Event], gap_s: float, key: Callable[[Event], object]) -> list[Event]:
-    found: list[Event] = []
+def _join_touching(events: Iterable[Event], gap_s: float) -> list[Event]:
+    runs: list[list[Event]] = []
+    stop_s = 0.0
     for event in events:
-        last = found[-1] if found else None
-        if last is not None and key(last) == key(event) and event.start_s - last.stop_s <= gap_s:
-            name = last.name if " .. " not in last.name else last.name.split(" .. ")[0]
-            name = name if name == event.name else f"{name} .. {event.name.split(' .. ')[-1]}"
-            microbatch = last.microbatch if last.microbatch == event.microbatch else -1
-            num_bytes = last.num_bytes + event.num_bytes
-            found[-1] = replace(
-                last, name=name, stop_s=max(last.stop_s, event.stop_s), microbatch=microbatch, num_bytes=num_bytes
-            )
+        last = runs[-1][-1] if runs else None
+        is_alike = last is not None and (last.category, last.microbatch) == (event.category, event.microbatch)
+        if is_alike and event.start_s - stop_s <= gap_s:
+            runs[-1].append(event)
+            stop_s = max(stop_s, event.stop_s)
         else:
-            found.append(event)
-    return found
+            runs.append([event])
+            stop_s = event.stop_s
+    return [_as_one(run, run[0].start_s, max(event.stop_s for event in run)) for run in runs]
+
+
+def _join_in_intervals(events: Sequence[Event], interval_s: float) -> list[Event]:
+    """One event per category and interval in which events start; what lasts longer than an interval stays as it is."""
+    joined = [event for event in events if event.seconds > interval_s]
+    cells: dict[tuple[int, str], list[Event]] = {}
+    for event in events:
+        if event.seconds <= interval_s:
+            cells.setdefault((int(event.start_s / interval_s), event.category), []).append(event)
+    free_s: dict[int, float] = {}  # categories follow each other in their interval: none hides another
+    for (interval, _), cell in cells.items():
+        start_s = max(cell[0].start_s, free_s.get(interval, 0.0))
+        extent_s = max(event.stop_s for event in cell) - cell[0].start_s  # less than the sum where sends overlap
+        free_s[interval] = start_s + min(sum(event.seconds for event in cell), extent_s)
+        joined.append(_as_one(cell, start_s, free_s[interval]))
+    return joined
+
+
+def _as_one(events: Sequence[Event], start_s: float, stop_s: float) -> Event:
+    first, last = events[0], events[-1]
+    names = (first.name.split(_TO)[0], last.name.split(_TO)[-1])
+    microbatch = first.microbatch if all(event.microbatch == first.microbatch for event in events) else -1
+    return replace(
+        first, name=_TO.join(dict.fromkeys(names)), start_s=start_s, stop_s=stop_s, microbatch=microbatch,
+        num_bytes=sum(event.num_bytes for event in events),
+    )  # fmt: skip
 
 
 def timeline_figure(timeline: StepTimeline) -> Figure:
