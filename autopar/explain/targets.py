@@ -96,20 +96,22 @@ def _from_config(path: Path, data: Mapping[str, Any], batch: int | None, sequenc
         raise QuestionError(f"{str(path)!r} is a Hugging Face config: pip install transformers to read it") from error
     if batch is None:
         raise QuestionError(f"{str(path)!r} says nothing of the batch: add --batch 64 (rows of the global batch)")
-    config = transformers.AutoConfig.for_model(**data)
-    length = sequence or int(getattr(config, "max_position_embeddings", 0) or 0)
-    if not length:
-        raise QuestionError(f"{str(path)!r} says nothing of the sequence length: add --seq 4096")
-    config.use_cache = False
     try:
+        config = transformers.AutoConfig.for_model(**data)
+        config.use_cache = False
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        kind = data["model_type"]
+            # Without a word on it, transformers asks whether to run the code that "auto_map" names.
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # a config is anybody's file, and transformers raises what it happens to meet
+        code = " without the code that its auto_map names, which is never run" if "auto_map" in data else ""
         raise QuestionError(
-            f"{str(path)!r} is a {kind!r}, which is no causal language model: write a file with a factory that returns "
-            "(model, example_inputs) and name it as file.py:factory"
+            f"{str(path)!r} (model_type {data['model_type']!r:.40}) is no causal language model that transformers "
+            f"{transformers.__version__} builds{code}: {type(error).__name__}: {error!s:.200}. Write a file with a "
+            "factory that returns (model, example_inputs) and name it as file.py:factory"
         ) from error
+    length = sequence or getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise QuestionError(f"{str(path)!r} says nothing of the sequence length: add --seq 4096")
     ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
     return ModelTarget(model, {"input_ids": ids, "labels": ids})
 

@@ -176,6 +176,38 @@ def test_a_config_of_a_language_model_is_a_target(capsys: pytest.CaptureFixture[
     assert ask_json(capsys, *arguments)["plan"]["samples_per_step"] == 4
 
 
+REMOTE_CODE = {"auto_map": {"AutoModelForCausalLM": "someone/model--modeling.Model"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "vit", **REMOTE_CODE}, "without the code that its auto_map names, which is never run"),
+        ({"model_type": "their_own", **REMOTE_CODE}, "without the code that its auto_map names, which is never run"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "their_own"}, "no causal language model"),
+        ({"model_type": ["llama"]}, "no causal language model"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "no causal language model"),
+        ({"model_type": "llama", "hidden_size": -64, "num_attention_heads": 4}, "no causal language model"),
+    ],
+)
+def test_a_config_runs_no_foreign_code_and_nobody_is_asked_to(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config: dict[str, Any],
+    told: str,
+) -> None:
+    pytest.importorskip("transformers")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "no")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main([str(path), "--cluster", "2xa100", "--batch", "4", "--seq", "32"]) == 1
+    assert told in capsys.readouterr().err
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -96,6 +96,14 @@ def test_the_page_loads_nothing(found: Findings) -> None:
     assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(?!data:)", page)
 
 
+def test_nothing_offers_to_upload_a_chart(found: Findings) -> None:
+    page = render_report(found)
+    assert "form-action 'none'" in page
+    config = page[page.rindex("const config = ") :].partition("};")[0]
+    assert "showSendToCloud: false" in config
+    assert 'plotlyServerURL: ""' in config
+
+
 def test_charts_are_what_plotly_knows(found: Findings) -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     figures = [figure for section in sections(found) for figure in section.figures]
@@ -204,6 +212,8 @@ def test_the_page_works_in_a_browser(found: Findings, tmp_path: Path) -> None:
     with browser(path, "light") as (page, seen):
         charts = page.locator(".chart .main-svg").count()
         assert charts >= 8
+        assert page.locator(".modebar-btn").count() >= charts
+        assert page.locator(".modebar-btn[data-title*='hare'], .modebar-btn[data-title*='loud']").count() == 0
         assert float(page.locator("#step-time").get_attribute("value")) == found.answer.plan.step_time_s
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         background = "getComputedStyle(document.body).backgroundColor"

@@ -3,7 +3,14 @@
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const root = document.documentElement;
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+const config = {
+  displaylogo: false,
+  responsive: true,
+  modeBarButtonsToRemove: ["select2d", "lasso2d"],
+  // Nothing of a page is ever uploaded: no "Share chart" button, and nowhere to send a chart to.
+  showSendToCloud: false,
+  plotlyServerURL: "",
+};
 
 const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
