@@ -80,7 +80,7 @@ def plan_graph(
     if all(layout == (REPLICATE,) for _, _, layout in stored) and "zero=0" not in constraints:
         constraints = (*constraints, "zero=0")
     limit = None if options.memory is None else agree(group, lambda: read_bytes(options.memory or 0))
-    request = SearchRequest(limit, training, constraints, max_microbatches=1, stored=stored)
+    request = SearchRequest(limit, training, constraints, max_microbatches=1, stored=stored, any_batch=True)
     key = (traced.program.fingerprint, trains, stored, *options.key)
     if key not in session.plans:
         prices = session.prices(options).of_program(traced.program, session.communicator.world_size)

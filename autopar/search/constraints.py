@@ -3,7 +3,8 @@
 =================================  ===========================================================================
 text                               meaning
 =================================  ===========================================================================
-``data=4``                         mesh axes that split the batch multiply to 4; so ``tensor=``, ``sequence=``
+``data=4``                         mesh axes that split the batch, which must divide by it, multiply to 4; so
+                                   ``tensor=``, ``sequence=``, which leave layers alone that can't (the plan says which)
 ``zero=3``                         every layer has this ZeRO level
 ``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``
 ``microbatches=8``                 the batch runs in 8 microbatches

@@ -40,6 +40,8 @@ class SearchRequest:
         schedules: where the action lists of pipeline schedules come from; None: no pipeline is considered.
         stored: where the caller keeps parameters, and wants their gradients: (name in the module, mesh, layout on it).
             Of those that it does not name, storage is part of the search.
+        any_batch: leave a batch whole that a demanded data degree does not divide, with a note, instead of refusing
+            it: for a caller whose last batch is smaller.
         memory_factor: what predicted peaks are multiplied by, as real steps said; 1 without any.
         memory_error: how far they can be off then, relative: a plan must fit with that added.
         on_final: is told of every plan whose step was simulated: the one that is chosen, and those that came near.
@@ -53,6 +55,7 @@ class SearchRequest:
     max_axes: int = 2
     schedules: ScheduleSource | None = None
     stored: tuple[tuple[str, tuple[int, ...], Layout], ...] = ()
+    any_batch: bool = False
     memory_factor: float = 1.0
     memory_error: float = 0.0
     on_final: Callable[[Plan], None] | None = None

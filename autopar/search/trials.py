@@ -177,8 +177,13 @@ def _is_refined(mesh: tuple[int, ...], fine: tuple[int, ...]) -> bool:
 
 def batch_size(program: Program) -> int:
     """Rows of the global batch."""
-    shapes = [program.type_of(name).shape for name in program.inputs]
-    return next((shape[0] for shape in shapes if shape), 1)
+    return next(_rows(program), 1)
+
+
+def _rows(program: Program) -> Iterator[int]:
+    """Rows of each input."""
+    shapes = (program.type_of(name).shape for name in program.inputs)
+    return (shape[0] for shape in shapes if shape)
 
 
 def shared_menu(task: Task) -> Iterator[SharedStorage]:
@@ -333,12 +338,29 @@ def _search_class(task: Task, scene: Scene, layer: Layer, first: int) -> tuple[C
     for wanted in _relaxed(demands):
         found = layer_candidates(scene, layer, task.meshes, wanted)
         if found:
-            given_up = [f"{name}={degree}" for name, degree in demands.degrees if (name, degree) not in wanted.degrees]
+            missed = [each for each in demands.degrees if each not in wanted.degrees]
+            given_up = [f"{name}={degree}" for name, degree in missed]
             if given_up:
+                if not task.request.any_batch:
+                    _check_batch(task.program, dict(missed).get("data", 1), scene.num_microbatches)
                 task.notes.append(f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can")
             task.settled[first] = wanted
             return found
     raise ConstraintError(f"no strategy for layer {layer.name} meets the constraints: relax those that match it")
+
+
+def _check_batch(program: Program, degree: int, num_microbatches: int) -> None:
+    """Raise `ConstraintError` if the rows of no input divide over a data degree."""
+    pieces = degree * num_microbatches
+    if degree == 1 or any(rows % pieces == 0 for rows in _rows(program)):
+        return
+    count = batch_size(program) // num_microbatches
+    where = f" in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
+    raise ConstraintError(
+        f"constraint 'data={degree}': a batch of {count} row{'s' * (count != 1)}{where} does not divide over {degree} "
+        f"devices. Pass a batch that is a multiple of {pieces} (DataLoader(drop_last=True) leaves out a smaller last "
+        "one), or another degree"
+    )
 
 
 def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:

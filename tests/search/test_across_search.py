@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ConstraintError, InfeasibleError
+from autopar.lower.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
@@ -145,6 +146,35 @@ def test_a_degree_that_a_layer_cannot_use_is_noted() -> None:
         for layer in plan.layers
     )
     assert bool(given_up) != kept
+
+
+@pytest.mark.parametrize(
+    ("constraints", "rows"),
+    [
+        (("data=2",), "batch of 7 rows"),
+        (("blocks.1: data=2",), "batch of 7 rows"),
+        (("pipeline=2", "data=2"), "batch of 7 rows"),
+        (("data=2", "microbatches=7"), "batch of 1 row in each of 7 microbatches"),
+    ],
+)
+def test_a_batch_that_does_not_divide_over_a_data_degree_is_refused(constraints: tuple[str, ...], rows: str) -> None:
+    program = decoder_model(3, 7, 16, 64, **SIZES)
+    with pytest.raises(ConstraintError, match=rf"data=2.*{rows}.*multiple of"):
+        search(program, 4, PRICES, SearchRequest(constraints=constraints, schedules=schedule_actions))
+
+
+def test_a_caller_with_batches_of_any_size_may_leave_one_whole() -> None:
+    request = SearchRequest(constraints=("data=2",), max_microbatches=1, any_batch=True)
+    plan = search(decoder_model(3, 7, 16, 64, **SIZES), 4, PRICES, request)
+    assert sum("can't use data=2" in note for note in plan.notes) == 3
+
+
+def test_a_pipeline_has_no_more_microbatches_than_a_data_degree_leaves_rows_for() -> None:
+    program = decoder_model(3, 2, 16, 64, **SIZES)
+    request = SearchRequest(constraints=("pipeline=2", "data=2"), schedules=schedule_actions)
+    plan = search(program, 4, PRICES, request)
+    assert plan.num_microbatches == 1
+    assert all(degrees(s.labels, s.mesh)["data"] == 2 for s in plan.strategies)
 
 
 def test_settings_hold_where_they_are_asked_for() -> None:

@@ -137,7 +137,11 @@ class PipelineSearch:
                 raise ConstraintError(f"constraint 'microbatches={forced}': {found}")
             yield forced
             return
-        batch, most = batch_size(self.program), max(self.request.max_microbatches, 2 * _BUBBLE * groups)
+        most = max(self.request.max_microbatches, 2 * _BUBBLE * groups)
+        # A microbatch is to divide over the devices of a demanded data degree.
+        batch = batch_size(self.program) / max(
+            (dict(each.degrees).get("data", 1) for each in self.layer_demands), default=1
+        )
         count = 2
         while count <= most and batch % count == 0 and not isinstance(self._assignment(count), str):
             yield count
