@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
-from autopar.cost.observed import Corrections, corrections, step_key
-from autopar.cost.profile import ObservedStep
 from autopar.cost.profile_file import update
 from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.lower import ParallelModule, lower
@@ -28,7 +24,6 @@ from autopar.lower.communication.communicator import Communicator, ProcessGroupC
 from autopar.lower.communication.consensus import agree, agree_equal, digest_state, share, share_asking
 from autopar.lower.compat import map_leaves
 from autopar.lower.kernels.random import generator_state
-from autopar.lower.observe.first_steps import StepComparison
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
 from autopar.lower.run.schedules import schedule_actions
@@ -37,7 +32,7 @@ from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.planning.timed_layers import LayerTimer, Measure, search_with_timed_layers
 from autopar.planning.timed_together import LayerAnswers, asking_all
 from autopar.program import Program
-from autopar.search import SearchRequest, TrainingSpec, plan_like, search
+from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
@@ -150,7 +145,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         given = plan
         plan = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
     chosen = plan
-    parallel = agree(
+    return agree(
         group,
         lambda: build(
             model,
@@ -163,9 +158,6 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             compile_layers=compile,
         ),
     )
-    if profile is None:
-        _remember_step(parallel, setup, traced.program, communicator)
-    return parallel
 
 
 def plan(  # noqa: PLR0913  (what a user may say)
@@ -261,48 +253,17 @@ def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tenso
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     assert setup.prices is not None
-    found = search(program, world_size, setup.prices, _request(setup, program))
-    return _finish(found, setup, program)
+    return _finish(search(program, world_size, setup.prices, _request(setup)), setup)
 
 
-def _finish(found: Plan, setup: Setup, program: Program) -> Plan:
-    error = _corrections(setup, program).step_time_error or found.step_time_error
-    return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s), step_time_error=error)
+def _finish(found: Plan, setup: Setup) -> Plan:
+    return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
 
 
-def _request(setup: Setup, program: Program) -> SearchRequest:
-    known = _corrections(setup, program)
+def _request(setup: Setup) -> SearchRequest:
     return SearchRequest(
-        setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions,
-        memory_factor=known.memory_factor, memory_error=known.memory_error,
-    )  # fmt: skip
-
-
-def _corrections(setup: Setup, program: Program) -> Corrections:
-    """What real steps on this machine said about predictions."""
-    profile = setup.prices.profile if isinstance(setup.prices, ClusterPrices) else None
-    return corrections(profile, program.fingerprint)
-
-
-def _remember_step(
-    model: ParallelModule, setup: Setup, program: Program, communicator: ProcessGroupCommunicator
-) -> None:
-    """Have the first real step kept in this machine's profile."""
-    measured = setup.prices.profile if isinstance(setup.prices, ClusterPrices) else None
-    if measured is None:
-        return
-    factor = _corrections(setup, program).memory_factor
-    key = step_key(program.fingerprint, hashlib.sha256(model.plan.to_json().encode()).hexdigest()[:8])
-
-    def keep(seen: StepComparison) -> None:
-        step = ObservedStep(
-            seen.predicted_s, seen.measured_s, seen.predicted_bytes / factor, seen.measured_bytes, seen.spread,
-            datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
-        path = profile_path(_CACHE, communicator.device, communicator.world_size)
-        update(path, lambda stored: (stored or measured).with_steps({key: step}))
-
-    model.on_observed(keep)
+        setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
+    )
 
 
 def _search_and_time(
@@ -322,14 +283,14 @@ def _search_and_time(
 
     def search_here(measure: Measure | None = None) -> Plan:
         timer.measure = measure
-        request = _request(setup, traced.program)
+        request = _request(setup)
         found = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
         new = {key: layer for key, layer in timer.known.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             update(path, lambda stored: (stored or measured).with_layers(new))
-        return _finish(found, setup, traced.program)
+        return _finish(found, setup)
 
     group = communicator.process_group
     if communicator.device.type != "cpu":

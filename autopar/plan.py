@@ -19,7 +19,7 @@ from autopar.schedule import schedule_problem, stage_group
 
 __all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,7 @@ class Plan:
         overlapped_s: what simulating the step, with communication beside compute, takes off a sum: without stages that
             of the layers' seconds, with stages that of the schedule's timeline and what is done once per step.  Less
             than 0 where stages wait for each other longer than that sum says.
-        step_time_error: how far the step time can be off, relative to it: what was seen on runs like this; 0: unknown.
-        memory_error: the same of the peak memory.
+        memory_error: how far the peak memory can be off, relative to it; 0: unknown.
     """
 
     fingerprint: str
@@ -222,7 +221,6 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     schedule: str = ""
     overlapped_s: float = 0.0
-    step_time_error: float = 0.0
     memory_error: float = 0.0
 
     @property

@@ -204,8 +204,7 @@ def print_predictions(console: Console, plan: autopar.Plan, step_s: float, held_
     console.print(
         f"Measured memory: {held_bytes / mib:.1f} MiB of parameters"
         f"{', gradients' if plan.num_microbatches > 1 else ''} and optimizer state, and {saved_bytes / mib:.1f} MiB "
-        "that autograd keeps for backward.  Transients, which the prediction includes, are not in it: "
-        "`model.observed` has them."
+        "that autograd keeps for backward.  Transients, which the prediction includes, are not in it."
     )
 
 

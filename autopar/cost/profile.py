@@ -30,9 +30,8 @@ The keys of `Profile.readings`, other values over an amount:
 ``allocator/<what>``                 bytes of a device's allocator: `autopar.cost.measure.memory`
 ===================================  ====================================================
 
-`Profile.layers` holds whole layers, `Profile.steps` real training steps beside what was predicted of them; their keys
-are whatever text identifies them to who stores them.  To change a file of a profile that others may be changing too:
-`autopar.cost.profile_file.update`.
+`Profile.layers` holds whole layers, by whatever text identifies them to who stores them.  To change a file of a profile
+that others may be changing too: `autopar.cost.profile_file.update`.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from autopar.cost.curves import Curve, Point
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
 
-__all__ = ["Curve", "LayerTime", "ObservedStep", "Point", "Profile", "Reading", "Readings"]
+__all__ = ["Curve", "LayerTime", "Point", "Profile", "Reading", "Readings"]
 
-_VERSION = 3
+_VERSION = 4
 
 T = TypeVar("T")
 
@@ -91,27 +90,6 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class ObservedStep:
-    """A real training step beside what was predicted of it.
-
-    Args:
-        predicted_s: seconds that the plan promised.
-        measured_s: seconds that it took, a median.
-        predicted_bytes: peak memory of the fullest device that the plan promised.
-        measured_bytes: peak memory that was seen there.
-        spread: (q3-q1)/median of the seconds.
-        date: when it ran, ISO 8601.
-    """
-
-    predicted_s: float
-    measured_s: float
-    predicted_bytes: float
-    measured_bytes: float
-    spread: float = 0.0
-    date: str = ""
-
-
-@dataclass(frozen=True)
 class Profile:
     """Measurements of one machine.
 
@@ -123,7 +101,6 @@ class Profile:
         curves: see the module's first table.
         readings: see the module's second table.
         layers: whole layers.
-        steps: real steps.
     """
 
     device: str
@@ -133,15 +110,10 @@ class Profile:
     curves: Mapping[str, Curve] = field(hash=False)
     readings: Mapping[str, Readings] = field(default_factory=dict[str, Readings], hash=False)
     layers: Mapping[str, LayerTime] = field(default_factory=dict[str, LayerTime], hash=False)
-    steps: Mapping[str, ObservedStep] = field(default_factory=dict[str, ObservedStep], hash=False)
 
     def with_layers(self, layers: Mapping[str, LayerTime]) -> Self:
         """This profile and `layers`; new ones replace old ones of the same key."""
         return replace(self, layers={**self.layers, **layers})
-
-    def with_steps(self, steps: Mapping[str, ObservedStep]) -> Self:
-        """This profile and `steps`; new ones replace old ones of the same key."""
-        return replace(self, steps={**self.steps, **steps})
 
     def merged(self, newer: Profile) -> Self:
         """This profile and all that `newer` has, of the same machine; what both have is `newer`'s."""
@@ -151,7 +123,6 @@ class Profile:
             curves={**self.curves, **newer.curves},
             readings={**self.readings, **newer.readings},
             layers={**self.layers, **newer.layers},
-            steps={**self.steps, **newer.steps},
         )
 
     def measured_axes(self, kind: str) -> tuple[Axis, ...]:
@@ -181,7 +152,7 @@ class Profile:
         return spreads[len(spreads) // 2] if spreads else 0.0
 
     def to_json(self) -> str:
-        """The profile as readable JSON, one curve, layer or step a line."""
+        """The profile as readable JSON, one curve, reading or layer a line."""
         head = {
             "autopar_profile": _VERSION,
             "device": self.device,
@@ -196,7 +167,6 @@ class Profile:
             "readings": {key: _series(r, [[p.amount, p.value, p.spread] for p in r.points])
                          for key, r in self.readings.items()},
             "layers": {key: asdict(layer) for key, layer in self.layers.items()},
-            "steps": {key: asdict(step) for key, step in self.steps.items()},
         }  # fmt: skip
         for name, rows in sections.items():
             lines = [f"    {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(rows.items())]
@@ -220,7 +190,6 @@ class Profile:
                 curves=_section(data, "curves", lambda row: Curve(_rows(Point, row.pop("points")), **row)),
                 readings=_section(data, "readings", lambda row: Readings(_rows(Reading, row.pop("points")), **row)),
                 layers=_section(data, "layers", lambda row: LayerTime(**row)),
-                steps=_section(data, "steps", lambda row: ObservedStep(**row)),
                 **data,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:

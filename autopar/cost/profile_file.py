@@ -47,7 +47,7 @@ def update(path: str | Path, change: Callable[[Profile | None], Profile]) -> Pro
         filelock.Timeout: somebody has been changing the file for a minute.
 
     Example:
-        >>> update(path, lambda found: (found or empty).with_steps({key: step}))    # doctest: +SKIP
+        >>> update(path, lambda found: (found or empty).with_layers({key: layer}))    # doctest: +SKIP
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.cost.observed import corrections
 from autopar.errors import MaterializationError, PlanFormatError, QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.documents import describe_plan
@@ -93,10 +92,9 @@ def check_plan(
     check_fit(before, best.program, world_size)
     edited = apply_edits(before, best.program, edits)
     check_fit(edited, best.program, world_size)
-    known = corrections(best.prices.profile, best.program.fingerprint)
     before, priced = (
         replace(
-            reprice(best.program, plan, best.prices, best.training, schedule_actions, known.memory_factor),
+            reprice(best.program, plan, best.prices, best.training, schedule_actions),
             memory_limit_bytes=best.plan.memory_limit_bytes,
             memory_error=best.plan.memory_error,
         )

@@ -52,8 +52,7 @@ class Explanation:
         memory_share: predicted peak over the limit.
         sources: share of the seconds of work and communication by what their prices rest on: ``"measured"`` here,
             ``"published"``, ``"calibrated"`` on published training runs, ``"estimate"``.
-        step_time_error: how far predictions of such steps were off, relative to them; 0: not known.
-        memory_error: the same of the peak memory.
+        memory_error: how far the peak memory can be off, relative to it; 0: not known.
         optimality_gap: the step takes at most ``1 + optimality_gap`` times that of the best plan in the search space.
         runners_up: the best plans of other kinds, and by how much they lose.
         planning_s: seconds that planning took, by part.
@@ -65,7 +64,6 @@ class Explanation:
     binds: str
     memory_share: float
     sources: tuple[tuple[str, float], ...]
-    step_time_error: float
     memory_error: float
     optimality_gap: float
     runners_up: tuple[RunnerUp, ...]
@@ -96,7 +94,6 @@ def explain(answer: Answer) -> Explanation:
         binds=_binds(plan, dict(shares), links),
         memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
         sources=certainty(answer),
-        step_time_error=plan.step_time_error,
         memory_error=plan.memory_error,
         optimality_gap=plan.optimality_gap,
         runners_up=runners_up(answer.considered, plan),

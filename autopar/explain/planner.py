@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from autopar.api import trace_model
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.observed import corrections
 from autopar.errors import QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.targets import ModelTarget, load_target
@@ -15,7 +14,7 @@ from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.program import Program
-from autopar.search import Considered, SearchRequest, TrainingSpec, search
+from autopar.search import MEMORY_ERROR, Considered, SearchRequest, TrainingSpec, search
 from autopar.search.considered import considered_plan
 
 __all__ = ["Answer", "Planner"]
@@ -60,8 +59,6 @@ class Planner:
         """
         prices, request = self._request(asked)
         program, trace_s = self._traced_program(asked)
-        known = corrections(prices.profile, program.fingerprint)
-        request = replace(request, memory_factor=known.memory_factor, memory_error=known.memory_error)
         considered: list[Considered] = []
 
         def keep(final: Plan) -> None:
@@ -70,11 +67,7 @@ class Planner:
         request = replace(request, on_considered=considered.append, on_final=keep)
         prices = prices.of_program(program, asked.cluster.world_size)
         plan = search(program, asked.cluster.world_size, prices, request)
-        plan = replace(
-            plan,
-            planning_s=(("trace", trace_s), *plan.planning_s),
-            step_time_error=known.step_time_error or plan.step_time_error,
-        )
+        plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
         return Answer(asked, plan, program, prices, request.training, tuple(considered))
 
     def model(self, asked: Asked) -> ModelTarget:
@@ -105,7 +98,9 @@ class Planner:
     def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
         memory = None if asked.memory is None else read_bytes(asked.memory)
         training = training_spec(self.model(asked).model, asked.optimizer).on_device(asked.cluster.device.name)
-        request = SearchRequest(memory, training, asked.constraints, schedules=schedule_actions)
+        request = SearchRequest(
+            memory, training, asked.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
+        )
         measured = self.profile if self.profile is not None and asked.cluster.has(self.profile.device) else None
         return ClusterPrices(asked.cluster, measured), request
 

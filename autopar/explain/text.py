@@ -92,7 +92,7 @@ class Printer:
         self._title("How sure")
         sources = ", ".join(f"{name} {share:.0%}" for name, share in found.sources if share)
         self.line(f"prices of the step's seconds: {sources or 'none'}")
-        self.line(f"step time: {_error(found.step_time_error)}; peak memory: {_error(found.memory_error)}")
+        self.line(f"peak memory: {_error(found.memory_error)}")
         self.line(f"within {found.optimality_gap:.1%} of the best plan in the search space")
         self.line("planning took " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.planning_s))
 

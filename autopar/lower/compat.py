@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import os
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.autograd import profiler
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +30,6 @@ from autopar.errors import MeshError
 from autopar.placement import REPLICATE, Layout, Placement, shard
 
 __all__ = [
-    "AllocationEvent",
     "DispatchMode",
     "ModuleTables",
     "after_backward",
@@ -516,78 +512,3 @@ def whole_initializers(note: Callable[..., Tensor]) -> Generator[None]:
         yield
     finally:
         module._no_grad_trunc_normal_ = original
-
-
-class AllocationEvent(NamedTuple):
-    """Memory that torch's CPU allocator gave out, or took back (then `num_bytes` is negative)."""
-
-    time_ns: int
-    address: int
-    num_bytes: int
-
-
-def record_allocations() -> Callable[[], list[AllocationEvent] | None] | None:
-    """Have torch's profiler write down, from now on, what this thread's ops and their backward allocate on the CPU.
-
-    Returns:
-        A function that ends it, in the same thread, and gives the events in order of time; None of them if another
-        profiler took this one's place.  None at once where one is at work already.
-    """
-    untyped: Any = profiler
-    if untyped._is_profiler_enabled or torch.autograd._profiler_enabled():  # pyright: ignore
-        return None
-    ours = untyped.profile(profile_memory=True)
-    with _quiet_start():
-        older = torch.empty(1)
-        ours.__enter__()
-        del older  # the allocator warns of memory from before that is given back, the first time only
-    # Who starts a profiler now takes this one's place, and says so here.
-    untyped._is_profiler_enabled = False
-
-    def end() -> list[AllocationEvent] | None:
-        if untyped._is_profiler_enabled or not torch.autograd._profiler_enabled():  # pyright: ignore
-            return None
-        with _quiet_start():
-            ours.__exit__(None, None, None)
-        events: list[AllocationEvent] = []
-        waiting: list[Any] = list(ours.kineto_results.experimental_event_tree())
-        while waiting:
-            event = waiting.pop()
-            waiting += event.children
-            fields = event.extra_fields
-            size = getattr(fields, "alloc_size", 0)
-            if size and fields.device.type == "cpu":
-                events.append(AllocationEvent(event.start_time_ns, fields.ptr, size))
-        return sorted(events, key=lambda e: e.time_ns)
-
-    return end
-
-
-_CHATTER = (
-    b"profiler_start",
-    b"profiler_stop",
-    b"Memory block of unknown size",
-    b"gpuGetDeviceCount",
-    b"External init callback",
-)
-
-
-@contextmanager
-def _quiet_start() -> Generator[None]:
-    """Inside, what torch's profiler says of itself on the process's stderr is left out, for some milliseconds."""
-    try:
-        own = os.dup(2)
-    except OSError:  # there is none
-        yield
-        return
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(own, 2)
-            os.close(own)
-            said.seek(0)
-            kept = [line for line in said.readlines() if not any(each in line for each in _CHATTER)]
-            if kept:
-                os.write(2, b"".join(kept))

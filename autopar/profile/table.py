@@ -20,7 +20,7 @@ _IN_FLOPS = ("matmul", "batched", "convolution", "attention")
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Everything that `profile` holds, one line for each curve, reading, layer and step."""
+    """Everything that `profile` holds, one line for each curve, reading and layer."""
     software = ", ".join(f"{name} {value}" for name, value in profile.software.items() if value)
     console.print(
         f"{profile.device}, {profile.num_ranks} processes at a time, {profile.date}; {software}", markup=False
@@ -36,13 +36,6 @@ def print_profile(profile: Profile, console: Console) -> None:
         table = _table("layer", "forward", "backward", "spread")
         for key, layer in sorted(profile.layers.items()):
             table.add_row(key, _seconds(layer.forward_s), _seconds(layer.backward_s), f"{layer.spread:.0%}")
-        console.print(table)
-    if profile.steps:
-        table = _table("step", "predicted", "measured", "GiB predicted", "measured", "spread")
-        for key, step in sorted(profile.steps.items()):
-            seconds = (_seconds(step.predicted_s), _seconds(step.measured_s))
-            gibibytes = (f"{size / 2**30:.3g}" for size in (step.predicted_bytes, step.measured_bytes))
-            table.add_row(key, *seconds, *gibibytes, f"{step.spread:.0%}")
         console.print(table)
     console.print(
         "spread: distance of the quartiles over the median (of an interference: the distance itself); busy: seconds "
@@ -84,7 +77,7 @@ def _cells(found: Readings, unit: str) -> tuple[str, ...]:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
-        is_text = column in ("curve", "reading", "layer", "step", "what", "measured")
+        is_text = column in ("curve", "reading", "layer", "what", "measured")
         table.add_column(column, overflow="fold", justify="left" if is_text else "right")
     return table
 

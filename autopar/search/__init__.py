@@ -2,7 +2,7 @@
 
 from autopar.search.across import search
 from autopar.search.alike import plan_like
-from autopar.search.request import Considered, SearchRequest
+from autopar.search.request import MEMORY_ERROR, Considered, SearchRequest
 from autopar.step.training import TrainingSpec
 
-__all__ = ["Considered", "SearchRequest", "TrainingSpec", "plan_like", "search"]
+__all__ = ["MEMORY_ERROR", "Considered", "SearchRequest", "TrainingSpec", "plan_like", "search"]

@@ -49,7 +49,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
     # Beside the caller's batch, which is there whatever the plan.
     batch = request.training.batch_bytes(program)
-    limit = allowed / (request.memory_factor * (1 + request.memory_error)) - batch
+    limit = allowed / (1 + request.memory_error) - batch
     flats = FlatSearch(task, limit)
     if not demands.needs_pipeline:
         flats.begin()

@@ -75,7 +75,7 @@ def simulated(
 ) -> Plan:
     """`plan`, whose seconds and bytes are sums, with those of a simulated step."""
     plan = credit_overlap(program, plan, prices, request.training, request.schedules, facts)
-    plan = with_memory(program, plan, request.training, request.schedules, request.memory_factor, facts)
+    plan = with_memory(program, plan, request.training, request.schedules, facts)
     return replace(plan, memory_error=request.memory_error)
 
 
@@ -93,7 +93,7 @@ def best_final(
     """
     best: Final | None = None
     too_large: list[float] = []
-    allowed_bytes = (limit_bytes + batch_bytes) * request.memory_factor
+    allowed_bytes = limit_bytes + batch_bytes
     settings: set[tuple[int, int]] = set()
     flats = list(_flat_draws(trials, limit_bytes))
     draws = [*flats, *_pipeline_draws(found, limit_bytes)]

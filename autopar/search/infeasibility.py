@@ -27,7 +27,7 @@ def describe_infeasible(
 
     `limit_bytes` is what the user allows.  `smallest` is the smallest of the pipelines that were considered, if any.
     """
-    found = _smallest(trials, request.memory_factor * (1 + request.memory_error))
+    found = _smallest(trials, 1 + request.memory_error)
     pipeline = f"with {_describe_pipeline(smallest)}" if smallest else "no pipeline was considered"
     if found is None:
         return InfeasibleError(

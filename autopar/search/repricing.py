@@ -30,7 +30,6 @@ def reprice(
     prices: Prices,
     training: TrainingSpec,
     schedules: ScheduleSource,
-    memory_factor: float = 1.0,
 ) -> Plan:
     """`plan` with the costs, times and memory that its own decisions have; nothing is decided anew.
 
@@ -42,7 +41,6 @@ def reprice(
         prices: of the devices that it is to run on.
         training: how it is trained.
         schedules: where the action lists of its schedule come from.
-        memory_factor: see `SearchRequest`.
 
     Raises:
         ValueError: a strategy does not fit its layer.
@@ -57,7 +55,7 @@ def reprice(
     else:
         priced = assemble_plan(choice, program, prices, training)
     priced = credit_overlap(program, priced, prices, training, schedules)
-    priced = with_memory(program, priced, training, schedules, memory_factor)
+    priced = with_memory(program, priced, training, schedules)
     return replace(
         priced,
         memory_error=plan.memory_error,

@@ -96,12 +96,11 @@ def with_memory(
     plan: Plan,
     training: TrainingSpec,
     schedules: ScheduleSource | None,
-    factor: float = 1.0,
     facts: LayerFacts | None = None,
 ) -> Plan:
-    """`plan` with the peaks of its walk, `factor` times: what real steps took more than was predicted."""
+    """`plan` with the peaks of its walk."""
     walks = step_memory(program, plan, training, schedules, facts=facts)
-    peaks = [factor * peak_bytes(moments) for moments in walks]
+    peaks = [peak_bytes(moments) for moments in walks]
     stages = tuple(replace(stage, peak_memory_bytes=peaks[stage.group]) for stage in plan.stages)
     return replace(plan, peak_memory_bytes=max(peaks), stages=stages)
 

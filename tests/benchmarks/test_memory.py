@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.cost.observed import MEMORY_ERROR
+from autopar.search import MEMORY_ERROR
 from benchmarks.predictions.memory import Case, measure
 
 pytestmark = pytest.mark.slow

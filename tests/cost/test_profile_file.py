@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from autopar.cost import Curve, Point, Profile
-from autopar.cost.profile import LayerTime, ObservedStep, Reading, Readings
+from autopar.cost.profile import LayerTime, Reading, Readings
 from autopar.cost.profile_file import read, update
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
@@ -21,19 +21,18 @@ def test_a_profile_survives_its_text() -> None:
     readings = {"interference/all_reduce/2/1": Readings((Reading(1e3, 0.0, 0.1), Reading(1e6, 0.5)), "2026", 2.0)}
     profile = _profile(readings=readings)
     profile = profile.with_layers({"decoder b=1": LayerTime(1e-3, 2e-3, 0.05, "2026")})
-    profile = profile.with_steps({"gpt2 on 2 ranks": ObservedStep(0.1, 0.12, 1e9, 1.1e9)})
     assert Profile.from_json(profile.to_json()) == profile
     assert profile.interference("all_reduce", Axis(4, 1)) == 0.5
     assert profile.interference("broadcast", Axis(2, 1)) is None
 
 
 def test_text_of_another_version_is_refused_with_the_command_that_makes_a_new_one() -> None:
-    old = _profile().to_json().replace('"autopar_profile": 3', '"autopar_profile": 1')
-    with pytest.raises(MissingPriceError, match=r"autopar_profile is 1, not 3.*python -m autopar\.profile"):
+    old = _profile().to_json().replace('"autopar_profile": 4', '"autopar_profile": 1')
+    with pytest.raises(MissingPriceError, match=r"autopar_profile is 1, not 4.*python -m autopar\.profile"):
         Profile.from_json(old)
 
 
-@pytest.mark.parametrize("text", ["", "{ damaged", "[]", '{"autopar_profile": 3}', "\x00\x01"])
+@pytest.mark.parametrize("text", ["", "{ damaged", "[]", '{"autopar_profile": 4}', "\x00\x01"])
 def test_a_damaged_file_is_none_and_kept_aside(tmp_path, text) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -44,19 +43,19 @@ def test_a_damaged_file_is_none_and_kept_aside(tmp_path, text) -> None:
         assert update(path, lambda found: found or _profile()) == read(path) == _profile()
 
 
-def _add_steps(path: str, name: str) -> None:
+def _add_layers(path: str, name: str) -> None:
     for index in range(5):
-        step = {f"{name} {index}": ObservedStep(1.0, 1.0, 1.0, 1.0)}
-        update(path, lambda found, step=step: (found or _profile()).with_steps(step))
+        layer = {f"{name} {index}": LayerTime(1.0, 1.0)}
+        update(path, lambda found, layer=layer: (found or _profile()).with_layers(layer))
 
 
 @pytest.mark.slow
 def test_what_processes_add_at_the_same_time_is_all_there(tmp_path) -> None:
     context = multiprocessing.get_context("spawn")
     path = str(tmp_path / "profile.json")
-    processes = [context.Process(target=_add_steps, args=(path, name)) for name in "abc"]
+    processes = [context.Process(target=_add_layers, args=(path, name)) for name in "abc"]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-    assert len(Profile.load(path).steps) == 15
+    assert len(Profile.load(path).layers) == 15

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -298,7 +301,20 @@ def gloo_run(ranks: tuple[int, ...]) -> int:
         exchange(c, axis)
     overlapping = [c.start_all_reduce(torch.full((3,), float(i)), axis) for i, axis in enumerate(axes)]
     assert [handle.wait()[0].item() for handle in overlapping] == [0, 2, 4]
+    check_that_buffers_go(c)
     return c.rank
+
+
+def check_that_buffers_go(c: Communicator) -> None:
+    """What was received goes with its last reader: memory for a whole step's collectives would be too much."""
+    gc.disable()
+    try:
+        results = run_all_kinds(c, PAIR, torch.float32, 1 << 16)
+        there = [weakref.ref(result) for result in results.values()]
+        del results
+        assert [kind() for kind in there] == [None] * len(there)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

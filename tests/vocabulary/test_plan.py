@@ -56,8 +56,8 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> str:
     [
         (lambda d: d.pop("layers"), r"plan: fields missing: \['layers'\], unknown: \[\]"),
         (lambda d: d.update(colour=1), r"plan: fields missing: \[\], unknown: \['colour'\]"),
-        (lambda d: d.update(autopar_plan=99), "not a plan of format 3"),
-        (lambda d: d.pop("autopar_plan"), "not a plan of format 3"),
+        (lambda d: d.update(autopar_plan=99), f"not a plan of format {FORMAT_VERSION}"),
+        (lambda d: d.pop("autopar_plan"), f"not a plan of format {FORMAT_VERSION}"),
         (lambda d: d.update(layers=5), "plan: 'layers' must be a list of objects, but is 5"),
         (lambda d: d.update(layers=[5]), r"'layers' must be a list of objects, but is \[5\]"),
         (lambda d: d.update(world_size="4"), "plan: 'world_size' must be a whole number, but is '4'"),
@@ -95,9 +95,9 @@ def test_what_cannot_be_read_is_named(change: Callable[[dict[str, Any]], Any], m
     ("text", "message"),
     [
         ("", "line 1 column 1"),
-        ('{"autopar_plan": 3,\n "layers": }', "line 2 column 12"),
-        ("[]", "not a plan of format 3"),
-        ('"plan"', "not a plan of format 3"),
+        ('{"autopar_plan": 4,\n "layers": }', "line 2 column 12"),
+        ("[]", f"not a plan of format {FORMAT_VERSION}"),
+        ('"plan"', f"not a plan of format {FORMAT_VERSION}"),
     ],
 )
 def test_what_is_no_plan_at_all_is_refused(text: str, message: str):

@@ -134,8 +134,7 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
     """Id, name, number and what stands below it."""
     plan = findings.answer.plan
     rate = plan.samples_per_step / plan.step_time_s
-    error = f"give or take {plan.step_time_error:.0%}" if plan.step_time_error else "error not known yet"
-    yield "step-time", "Step, ms", milliseconds(plan.step_time_s), error
+    yield "step-time", "Step, ms", milliseconds(plan.step_time_s), "predicted"
     yield "throughput", "Rows per second", Number(rate, digits(rate)), f"{plan.samples_per_step} rows per step"
     margin = f", give or take {plan.memory_error:.0%}" if plan.memory_error else ""
     limit = f"of {size(plan.memory_limit_bytes).text} allowed{margin}"
@@ -262,17 +261,11 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
 def _certainty_section(findings: Findings) -> Section:
     plan = findings.answer.plan
     rows = tuple((name, percent(share)) for name, share in findings.explanation.sources)
-    errors = (
-        f"Runs like this were predicted with an error of {plan.step_time_error:.1%}."
-        if plan.step_time_error
-        else "No run like this has been compared with its prediction yet."
-    )
     spent = tuple((name, Number(seconds, f"{seconds:.2f}")) for name, seconds in plan.planning_s)
     return Section(
         "certainty-section",
         "How sure",
         (
-            errors,
             f"The plan is within {plan.optimality_gap:.1%} of a lower bound on every plan in the search space.",
             *plan.notes,
         ),

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator
 from autopar.lower.communication.consensus import agree, agree_equal, digest_inputs
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import leaves_of, local_tensor
+from autopar.lower.compat import local_tensor
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
@@ -136,7 +136,7 @@ class ParallelModule(nn.Module):
         object.__setattr__(self, _NOTHING, nn.Parameter(torch.empty(0, device=communicator.device)))
         self.whole_outputs = False
         self.training = module.training
-        self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device, self._always_held)
+        self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
 
     @property
     def plan(self) -> Plan:
@@ -152,14 +152,10 @@ class ParallelModule(nn.Module):
 
     @property
     def observed(self) -> StepComparison | None:
-        """A real step of this rank beside what the plan promised: known from the fourth training call on (on a CPU
-        when the fourth step has ended).
+        """A real step of this rank, compared with what the plan predicts: known from the fourth training call on (on a
+        GPU once it has run the third step).
         """
         return self._first_steps.seen
-
-    def on_observed(self, report: Callable[[StepComparison], None]) -> None:
-        """Have rank 0 call `report` once, when `observed` is known."""
-        self._first_steps.report = report
 
     @property
     def layer_runners(self) -> tuple[LayerRunner, ...]:
@@ -177,7 +173,7 @@ class ParallelModule(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)
-        self._first_steps.begin_step(x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor))
+        self._first_steps.begin_step()
         try:
             return self._run(args, kwargs)
         except BaseException:
@@ -199,7 +195,6 @@ class ParallelModule(nn.Module):
         self._update_buffers(executor, values)
         if executor.stages.is_pipeline and not self._trains():
             self._give_nothing_a_gradient(values)
-        self._first_steps.returns(values.values())
         return executable.unflatten_outputs(self._outputs(executor, values))
 
     def named_parameters(
@@ -287,11 +282,6 @@ class ParallelModule(nn.Module):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-
-    def _always_held(self) -> Iterator[Tensor]:
-        yield from (parameter for _, parameter in super().named_parameters())
-        yield from self.buffers()
-        yield from (constant for runner in self.layer_runners for _, constant in runner.constants)
 
     def _trains(self) -> bool:
         return any(parameter.requires_grad for _, parameter in super().named_parameters())
