@@ -1,6 +1,7 @@
 """What a layer keeps for backward is what its strategy says."""
 
 import gc
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from autopar.lower.communication.communicator import simulate
 from autopar.lower.program.recompute import _Box
 from autopar.placement import REPLICATE, shard
 from autopar.plan import Plan
-from autopar.program import is_cheap
+from autopar.program import Program, is_cheap
+from autopar.rehearsal import run_parallel, run_single
 from autopar.trace import trace
+from autopar.verify import compare
 from tests.lower.runs import build, loss_of
 from tests.models import make
-from tests.random_plans import random_plan
+from tests.random_plans import random_plan, with_stages
 
 
 class Wide(nn.Module):
@@ -35,10 +38,12 @@ class Wide(nn.Module):
         return self.second(h).square().mean()
 
 
-def whole_plan(model: nn.Module, inputs: Any, world: int, **changes: Any) -> tuple[Any, Plan]:
+def whole_plan(
+    model: nn.Module, inputs: Any, world: int, num_microbatches: int = 1, *, joins_outputs: bool = False, **changes: Any
+) -> tuple[Any, Plan]:
     """Every op whole on every device, parameters stored in slices where `changes` say so."""
     traced = trace(model, (), inputs)
-    plan = random_plan(traced.program, world, 0)
+    plan = random_plan(traced.program, world, 0, num_microbatches, joins_outputs=joins_outputs)
     strategies = tuple(
         replace(
             strategy, mesh=(world,), assignments=(("-",),) * len(layer.ops), copies=(), recompute="none",
@@ -48,6 +53,23 @@ def whole_plan(model: nn.Module, inputs: Any, world: int, **changes: Any) -> tup
         for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
     )  # fmt: skip
     return traced, replace(plan, strategies=tuple(replace(s, **changes) for s in strategies), shared_storage=())
+
+
+def stored_in_slices(program: Program, plan: Plan) -> Plan:
+    """`plan` with every parameter that has dims stored in slices and read whole."""
+    strategies = tuple(
+        replace(
+            strategy,
+            storage=tuple((shard(0),) if is_parameter(program, n) else (REPLICATE,) for n in layer.held),
+            copies=tuple((n, (REPLICATE,)) for n in layer.held),
+        )
+        for strategy, layer in zip(plan.strategies, program.kinds, strict=True)
+    )
+    return replace(plan, strategies=strategies)
+
+
+def is_parameter(program: Program, name: str) -> bool:
+    return program.values[name].role == "parameter" and bool(program.type_of(name).shape)
 
 
 def kept_bytes() -> int:
@@ -109,15 +131,7 @@ def test_eager_keeps_more_than_selective() -> None:
 def test_zero_3_gathers_twice_and_keeps_no_gathered_parameter(recompute: str) -> None:
     model, inputs = make("flat")
     traced, plan = whole_plan(model, inputs, 2, zero=3, recompute=recompute)
-    strategies = tuple(
-        replace(
-            strategy,
-            storage=tuple((shard(0),) if traced.program.type_of(n).shape else (REPLICATE,) for n in layer.held),
-            copies=tuple((n, (REPLICATE,)) for n in layer.held),
-        )
-        for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
-    )
-    plan = replace(plan, strategies=strategies, shared_storage=())
+    plan = stored_in_slices(traced.program, plan)
 
     def run(communicator: Any) -> tuple[int, int, int]:
         parallel = build(model, traced, plan, communicator)
@@ -142,3 +156,62 @@ def test_products_attention_and_random_ops_are_not_cheap() -> None:
     assert cheap["aten.gelu.default"]
     assert not cheap["aten.linear.default"]
     assert not cheap["aten.scaled_dot_product_attention.default"]
+
+
+class Block(nn.Module):
+    """Reads what the step before left in a buffer, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("level", torch.zeros(6))
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        gated = hidden * torch.sigmoid(hidden * (1 + self.level))
+        self.level.mul_(0.5).add_(x.sum(0))
+        return gated
+
+
+class Tracked(nn.Module):
+    """Returns a loss, or what a loss is computed from."""
+
+    def __init__(self, *, has_loss: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block(), Block()])
+        self.has_loss = has_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for block in self.blocks:
+            hidden = block(hidden, x)
+        return hidden.square().mean() if self.has_loss else hidden
+
+
+@pytest.mark.parametrize(
+    ("recompute", "zero", "schedule", "num_microbatches", "has_loss"),
+    [
+        ("none", 3, "", 1, True),
+        ("selective", 3, "", 1, True),
+        ("full", 0, "", 1, True),
+        ("full", 3, "", 1, True),
+        ("full", 3, "", 2, True),
+        ("full", 3, "gpipe", 2, True),
+        ("full", 3, "gpipe", 2, False),
+    ],
+)
+def test_backward_reads_the_buffer_that_forward_read(
+    recompute: str, zero: int, schedule: str, num_microbatches: int, has_loss: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Tracked(has_loss=has_loss).double()
+    inputs = {"x": torch.randn(8, 6, dtype=torch.float64)}
+    traced, plan = whole_plan(
+        model, inputs, 2, num_microbatches, joins_outputs=bool(schedule), zero=zero, recompute=recompute
+    )
+    if zero:
+        plan = stored_in_slices(traced.program, plan)
+    if schedule:
+        plan = with_stages(plan, 2, schedule, 2, random.Random(0))
+    found = compare(run_single(model, inputs, 2), run_parallel(model, traced, plan, inputs, 2), plan.world_size)
+    assert max(found.loss_error, found.worst_gradient[1], found.parameter_error) < 1e-12

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,21 +84,22 @@ class LayerRunner:
         """The layer's outputs, remembering for backward what the strategy says."""
         recompute = self.strategy.recompute if torch.is_grad_enabled() else "none"
         freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
+        others = self._others(context.communicator)
         if recompute == "full":
-            return self._run_again_in_backward(use, inputs, context)
-        held = self._held(use.copies(), context.communicator)
+            return self._run_again_in_backward(use, inputs, others, context)
+        held = self._held(use.copies(), others)
         if torch.is_grad_enabled() and (freed or self.keeping):
             return run_keeping_less(self.program, self.keeping, inputs, held, context, freed)
         return self.program.module(*inputs, *held, context)
 
     def _run_again_in_backward(
-        self, use: LayerUse, inputs: Sequence[Tensor], context: LayerContext
+        self, use: LayerUse, inputs: Sequence[Tensor], others: Mapping[int, Tensor], context: LayerContext
     ) -> Sequence[Tensor]:
         freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
-        kept = None if freed else self._held(use.copies(), context.communicator)
+        kept = None if freed else use.copies()
 
         def run(*inputs: Tensor) -> Sequence[Tensor]:
-            held = self._held(use.copies(), context.communicator) if kept is None else kept
+            held = self._held(use.copies() if kept is None else kept, others)
             outputs = self.program.module(*inputs, *held, context)
             if freed:
                 freed.free()
@@ -109,14 +109,17 @@ class LayerRunner:
         # priced.
         return run_twice(run, inputs)
 
-    def _held(self, copies: Sequence[Tensor], communicator: Communicator) -> list[Tensor]:
-        held: list[Any] = [None] * len(self.layer.held)
-        for position, copy in zip(self.parameters.positions, copies, strict=True):
-            held[position] = copy
-        for position, tensor in self.constants:
-            held[position] = tensor
+    def _others(self, communicator: Communicator) -> dict[int, Tensor]:
+        """The constants and buffers by position among held values, as they are now.
+
+        Buffers are copied, for backward to find what forward read: forward updates some.
+        """
+        found = dict(self.constants)
         for position, name, dtype, steps in self.buffers:
-            # a copy: forward may update the buffer before backward has read it
             buffer = self.parameters.store.buffer(name).to(dtype, copy=True)
-            held[position] = apply_forward(buffer, steps, communicator)
-        return held
+            found[position] = apply_forward(buffer, steps, communicator)
+        return found
+
+    def _held(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
+        held = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
+        return [held[position] for position in range(len(self.layer.held))]
