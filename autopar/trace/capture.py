@@ -24,6 +24,10 @@ from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 __all__ = ["WRAPPED", "Captured", "capture", "copy_with", "frame_of_text", "user_frame"]
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_CHECKPOINTS = (
+    "the model asks for activation checkpointing (torch.utils.checkpoint, gradient_checkpointing_enable()), which is "
+    "left out: the search decides what each layer recomputes; the constraint 'recompute=full' has all layers recompute"
+)
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
 
 
@@ -37,6 +41,7 @@ class Captured:
         classes: module path -> class name.
         names: every name of a parameter or buffer -> the first name of the same tensor.
         tensors: that first name -> the user's own tensor.
+        notes: what the user should know.
     """
 
     exported: Functional
@@ -44,6 +49,7 @@ class Captured:
     classes: Mapping[str, str]
     names: Mapping[str, str]
     tensors: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
 
 
 class _Wrapper(nn.Module):
@@ -69,6 +75,7 @@ class _Wrapper(nn.Module):
 class _Records:
     outputs: Structure | None = None
     custom_functions: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    has_checkpoints: bool = False
 
 
 def capture(
@@ -99,7 +106,8 @@ def capture(
     assert wrapper.records.outputs is not None
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     classes = {name: type(module).__qualname__ for name, module in modules}
-    return Captured(exported, wrapper.records.outputs, classes, names, own)
+    notes = (_CHECKPOINTS,) if wrapper.records.has_checkpoints else ()
+    return Captured(exported, wrapper.records.outputs, classes, names, own, notes)
 
 
 def _tensor_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -140,11 +148,14 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             where = user_frame(traceback.extract_stack())
             wrapper.records.custom_functions.append((function.__qualname__, where))
 
+    def note_checkpoint() -> None:
+        wrapper.records.has_checkpoints = True
+
     try:
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            with compat.intercept_autograd_functions(report), compat.unread_masks():
+            with compat.intercept_autograd_functions(report, note_checkpoint), compat.unread_masks():
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             compat.inline_grad_regions(exported.graph_module)
             found = decompose(exported)

@@ -167,17 +167,27 @@ def _detached(graph: fx.Graph, operand: Any) -> Any:
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
-def intercept_autograd_functions(report: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Call `report(function_class, args)` for each custom autograd function that runs in this context.
+def intercept_autograd_functions(
+    report: Callable[[type, tuple[Any, ...]], None], on_checkpoint: Callable[[], None]
+) -> Iterator[None]:
+    """Call `report(function_class, args)` for each custom autograd function that runs in this context, and
+    `on_checkpoint` for each checkpoint, reentrant or not.
 
     Reentrant checkpoints are such functions too; they are run as the plain function that they wrap.
     """
-    from torch.utils.checkpoint import CheckpointFunction  # noqa: PLC0415  (loads late on purpose)
+    from torch.utils import checkpoint  # noqa: PLC0415  (loads late on purpose)
 
     original = torch.autograd.Function.__dict__["apply"]
+    module: Any = checkpoint
+    original_frame = module._checkpoint_without_reentrant_generator
+
+    def frame(*args: Any, **kwargs: Any) -> Any:
+        on_checkpoint()
+        return original_frame(*args, **kwargs)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
+        if cls is module.CheckpointFunction:
+            on_checkpoint()
             run_function, _, *inputs = args
             return run_function(*inputs)
         if not cls.__module__.startswith("torch."):
@@ -186,10 +196,12 @@ def intercept_autograd_functions(report: Callable[[type, tuple[Any, ...]], None]
 
     function: Any = torch.autograd.Function
     function.apply = classmethod(apply)
+    module._checkpoint_without_reentrant_generator = frame
     try:
         yield
     finally:
         function.apply = original
+        module._checkpoint_without_reentrant_generator = original_frame
 
 
 def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

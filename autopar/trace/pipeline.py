@@ -97,7 +97,7 @@ def trace(
     is_training = model.training if training is None else training
     captured = capture(model, form, tensors, training=is_training, dtype=dtype)
     graph = normalise(convert(captured, form.names))
-    graph = replace(graph, notes=graph.notes + tuple(_dropped_notes(captured.outputs)))
+    graph = replace(graph, notes=(*graph.notes, *captured.notes, *_dropped_notes(captured.outputs)))
     graph, pieces = _merge_within_layers(graph, cut_layers(graph, captured.classes))
     graph = attach_factors(graph)
     values = _values(graph)

@@ -296,3 +296,15 @@ def test_checkpointed_blocks_are_traced_through():
     out = interpret(traced, model, [X])[0][0]
     assert torch.equal(out, model(X))
     assert out.requires_grad
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_plan_says_that_the_search_decides_what_is_recomputed_not_the_model(use_reentrant):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config)
+    batch = dict.fromkeys(("input_ids", "labels"), torch.zeros(2, 8, dtype=torch.long))
+    before = trace(model, (), batch, training=True).program.notes
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    (note,) = set(trace(model, (), batch, training=True).program.notes) - set(before)
+    assert "recompute=full" in note
