@@ -6,11 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from autopar.lower.schedules import schedule_actions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ConstraintError, InfeasibleError
+from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
