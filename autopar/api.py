@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
-from autopar.cost.profile_file import update
+from autopar.cost.profile_file import keep
 from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
@@ -289,7 +289,7 @@ def _search_and_time(
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
-            update(path, lambda stored: (stored or measured).with_layers(new))
+            keep(path, lambda stored: (stored or measured).with_layers(new))
         return _finish(found, setup)
 
     group = communicator.process_group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -11,7 +12,7 @@ from filelock import FileLock
 from autopar.cost.profile import Profile
 from autopar.errors import MissingPriceError
 
-__all__ = ["read", "update"]
+__all__ = ["keep", "read", "update"]
 
 _LOCK_S = 60.0
 
@@ -55,3 +56,22 @@ def update(path: str | Path, change: Callable[[Profile | None], Profile]) -> Pro
         changed = change(read(path))
         changed.save(path)
     return changed
+
+
+def keep(path: str | Path, change: Callable[[Profile | None], Profile]) -> bool:
+    """As `update`, for what nobody waits for: where the file can't be written, a warning.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        update(path, change)
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        _warn_once(f"what is measured is not kept, {path} can't be written: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)

@@ -1,13 +1,15 @@
 """The format of a profile, and a file of it that several processes change."""
 
+import errno
 import multiprocessing
 import warnings
 
+import filelock
 import pytest
 
 from autopar.cost import Curve, Point, Profile
 from autopar.cost.profile import LayerTime, Reading, Readings
-from autopar.cost.profile_file import read, update
+from autopar.cost.profile_file import keep, read, update
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
 
@@ -41,6 +43,29 @@ def test_a_damaged_file_is_none_and_kept_aside(tmp_path, text) -> None:
     assert (tmp_path / "profile.json.damaged").read_text() == text
     with warnings.catch_warnings(action="error"):
         assert update(path, lambda found: found or _profile()) == read(path) == _profile()
+
+
+def _fail(error: Exception):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), filelock.Timeout("it.lock"), NotImplementedError()]
+)
+def test_a_profile_that_cannot_be_kept_is_one_warning_with_path_and_reason(tmp_path, monkeypatch, error) -> None:
+    monkeypatch.setattr(Profile, "save", _fail(error))
+    path = tmp_path / "profile.json"
+    with pytest.warns(UserWarning, match=rf"profile\.json can't be written: {type(error).__name__}.*") as warned:
+        written = [keep(path, lambda found: found or _profile()) for _ in range(2)]
+    assert written == [False, False]
+    assert len(warned) == 1
+    assert str(error) in str(warned[0].message)
+    monkeypatch.undo()
+    assert keep(path, lambda found: found or _profile())
+    assert read(path) == _profile()
 
 
 def _add_layers(path: str, name: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cost import Curve, Point, Profile
-from autopar.cost.measure import Alone, doubt
+from autopar.cost import Curve, Point, Profile, measure
+from autopar.cost.measure import Alone, doubt, measure_profile
 from autopar.cost.measure.collectives import max_over_ranks
 from autopar.cost.measure.machine import describe_software
 from autopar.cost.measure.memory import memory_probes
@@ -138,3 +138,11 @@ def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path) -> None:
         )
     assert len(warned) == 1
     assert set(profile.curves) == set("abc")
+
+
+def test_a_cache_that_cannot_be_read_is_a_warning(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "quick_probes", lambda *_: _Counted(Alone(CPU), "a").probes)
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match=r"measured before is not used.*Not a directory.*file/cache/profile-cpu-1-"):
+        found = measure_profile(budget_s=0.1, cache_dir=tmp_path / "file" / "cache")
+    assert set(found.curves) == {"a"}

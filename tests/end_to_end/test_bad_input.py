@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autopar
+from autopar import api
+from autopar.cost import Curve, Point, Profile
 from autopar.errors import (
     AutoparError,
     ConstraintError,
@@ -177,7 +181,25 @@ def check_arguments() -> None:
             parallelize(Linear(), (X,), **arguments)
 
 
-def test_models_ranks_and_meshes() -> None:
+def check_full_cache(cache: str) -> None:
+    """What is measured while planning can't be kept: the plan is made all the same, and the first rank says it once."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    measured = Profile("cpu", 2, "2026", {}, {"optimizer": Curve((Point(1.0, 1e-3), Point(1e9, 10.0)))})
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
+        patched.setattr(api, "_CACHE", Path(cache))
+        patched.setattr(api, "measure_profile", lambda *_, **__: measured)
+        patched.setattr(Profile, "save", fail)
+        warnings.simplefilter("always")
+        parallelize(Linear(), (X,), profile=None)(X).backward()
+    said = [str(each.message) for each in caught if cache in str(each.message)]
+    assert len(said) == (dist.get_rank() == 0), said
+    assert all("is not kept" in text and "No space left on device" in text for text in said)
+
+
+def test_models_ranks_and_meshes(tmp_path: Path) -> None:
     launch(
         2,
         partial(check_models_that_cannot_be_traced),
@@ -185,6 +207,7 @@ def test_models_ranks_and_meshes() -> None:
         partial(check_ranks_that_differ),
         partial(check_meshes),
         partial(check_arguments),
+        partial(check_full_cache, str(tmp_path)),
     )
 
 

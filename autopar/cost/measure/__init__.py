@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from autopar.cost.measure.machine import CACHE_DIR, profile_path
 from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
 from autopar.cost.measure.wanted import default_dtypes, quick_probes
 from autopar.cost.profile import Profile
+from autopar.errors import ProfileError
 from autopar.placement import Axis
 
 __all__ = ["CACHE_DIR", "Alone", "Collectives", "default_dtypes", "measure_profile", "profile_path"]
@@ -63,8 +65,7 @@ def measure_profile(
         axes: groups to measure; by default neighbours in all sizes.
         dtypes: of matrix products and attention; by default float32, on cuda bfloat16 too (and first).
 
-    Raises:
-        ProfileError: on every rank, if the kept file can't be read.
+    A cache that can't be read or written is a warning: then everything is measured, and nothing kept.
 
     Example:
         >>> profile = measure_profile(budget_s=1.0)             # doctest: +SKIP
@@ -75,7 +76,12 @@ def measure_profile(
     axes = tuple(axes) if axes is not None else default_axes(ranks.world_size)
     ranks.prepare((Axis(ranks.world_size, 1), *axes))
     path = profile_path(cache_dir, device, ranks.world_size) if cache_dir is not None else None
-    found = load_shared(ranks, path)
+    try:
+        found = load_shared(ranks, path)
+    except ProfileError as error:  # on every rank
+        found = path = None
+        if ranks.rank == 0:
+            warnings.warn(f"what was measured before is not used, and nothing is kept: {error}", stacklevel=2)
     probes = quick_probes(device, communicator, axes, dtypes or default_dtypes(device))
     doubtful = doubtful_keys(ranks, found) if found is not None else frozenset[str]()
     lacking = missing_probes(probes, found, doubtful)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import filelock
-
 from autopar.cost import profile_file
 from autopar.cost.measure.collectives import Ranks, max_over_ranks, share_text
 from autopar.cost.measure.machine import describe_software, device_name
@@ -188,17 +186,14 @@ class _Session:
             return [], error
 
     def keep(self, every_s: float = 0.0) -> None:
-        """Add all that was measured to the file, if the last time is `every_s` ago; a file that can't be written is a
-        warning, once."""
+        """Add all that was measured to the file, if the last time is `every_s` ago."""
         path = self.path
         if path is None or len(self.taken) == self.num_kept or time.perf_counter() - self.kept_s < every_s:
             return
-        try:
-            profile_file.update(path, lambda found: (found or _empty(self.ranks)).merged(self.profile()))
+        if profile_file.keep(path, lambda found: (found or _empty(self.ranks)).merged(self.profile())):
             self.kept_s, self.num_kept = time.perf_counter(), len(self.taken)
-        except (OSError, filelock.Timeout) as error:
+        else:
             self.path = None
-            warnings.warn(f"what is measured is not kept, {path} can't be written: {error}", stacklevel=2)
 
     def profile(self) -> Profile:
         """What was measured, and only that."""
