@@ -15,9 +15,9 @@ from autopar.lower.program.recompute import _Box
 from autopar.placement import REPLICATE, shard
 from autopar.plan import Plan
 from autopar.program import Program, is_cheap
-from autopar.rehearsal import run_parallel, run_single
 from autopar.trace import trace
 from autopar.verify import compare
+from autopar.verify.rehearsal import run_parallel, run_single
 from tests.lower.runs import build, loss_of
 from tests.models import make
 from tests.random_plans import random_plan, with_stages
