@@ -79,7 +79,7 @@ class PlanFormatError(AutoparError):
 
 
 class PlanMismatchError(AutoparError):
-    """A plan was made for another model, other input shapes or another number of devices."""
+    """A plan was made for another model, other dtypes, input shapes or another number of devices."""
 
 
 class ProfileError(AutoparError):

@@ -153,6 +153,37 @@ def test_full_state_dict_is_a_copy() -> None:
     on_ranks("flat", 2, 0, change)
 
 
+CONVERSIONS = (
+    lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.float(), lambda m: m.to(torch.float16),
+    lambda m: m.to("meta"), lambda m: m.type(torch.float32), lambda m: next(m.children()).half(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+def test_what_the_plan_did_not_foresee_is_not_made_of_parameters(convert: Any) -> None:
+    def call(parallel: Any, inputs: Any) -> None:
+        before = parallel.full_state_dict()
+        with pytest.raises(PlanMismatchError, match=r"before autopar\.parallelize"):
+            convert(parallel)
+        torch.testing.assert_close(parallel.full_state_dict(), before, rtol=0, atol=0)
+
+    on_ranks("unet", 2, 0, call)
+
+
+def test_conversions_to_what_parameters_are_do_nothing() -> None:
+    def call(parallel: Any, inputs: Any) -> None:
+        before = parallel.full_state_dict()
+        assert parallel.double() is parallel
+        assert parallel.to("cpu", torch.float64) is parallel
+        torch.testing.assert_close(parallel.full_state_dict(), before, rtol=0, atol=0)
+        narrow = {name: x.to(torch.float16) if x.is_floating_point() else x for name, x in before.items()}
+        parallel.load_state_dict(narrow, assign=True)
+        assert {p.dtype for p in parallel.parameters()} == {torch.float64}
+        parallel(**inputs)["loss"].backward()
+
+    on_ranks("unet", 2, 0, call)
+
+
 def test_inputs_of_another_shape_are_refused_before_any_collective() -> None:
     def call(parallel: Any, inputs: Any) -> None:
         with parallel.recording() as collectives, pytest.raises(InputShapeError, match="x"):

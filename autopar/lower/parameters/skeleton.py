@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
+from autopar.errors import PlanMismatchError
 from autopar.lower.compat import module_tables
 
-__all__ = ["canonical_names", "copy_skeleton", "state_names"]
+__all__ = ["Skeleton", "canonical_names", "copy_skeleton", "state_names"]
+
+
+class Skeleton(nn.Module):
+    """A module without code, whose tensors keep the dtype and device that a plan was made for."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``half()``, ``to()`` and their like come down to.
+
+        Raises:
+            PlanMismatchError: it would give a tensor another dtype or device.
+        """
+        for dtype, device in dict.fromkeys((x.dtype, x.device) for x in (*self.parameters(), *self.buffers())):
+            made = fn(torch.zeros(1, dtype=dtype, device=device))
+            if (made.dtype, made.device) != (dtype, device):
+                raise PlanMismatchError(
+                    f"the plan was made for {dtype} on {device}: to convert parameters or buffers to {made.dtype} on "
+                    f"{made.device} would not change the program that runs. Convert the model before "
+                    "autopar.parallelize; to compute in another dtype than parameters have, pass it precision='bf16'"
+                )
+        untyped: Any = super()
+        return untyped._apply(fn, recurse)
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
@@ -26,8 +50,8 @@ def copy_skeleton(
     make_parameter: Callable[[str, nn.Parameter], nn.Parameter | None],
     make_buffer: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give `target` the submodules, parameters and buffers of `source` in the same order, as plain
-    ``nn.Module`` s.
+    """Give `target` the submodules, parameters and buffers of `source` in the same order, without
+    code.
 
     Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name; where it
     returns None, the name stays without a parameter.
@@ -51,7 +75,7 @@ def copy_skeleton(
         target.not_saved.update(source.not_saved)
         for name, child in source.children.items():
             if child is not None and id(child) not in modules:
-                modules[id(child)] = nn.Module()
+                modules[id(child)] = Skeleton()
                 fill(child, modules[id(child)], f"{prefix}{name}.")
             target.children[name] = None if child is None else modules[id(child)]
 

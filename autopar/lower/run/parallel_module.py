@@ -23,7 +23,7 @@ from autopar.lower.observe.reporting import report_steps
 from autopar.lower.observe.step_report import StepReport
 from autopar.lower.parameters.gradient_norm import clip_gradients
 from autopar.lower.parameters.materialize import Draws
-from autopar.lower.parameters.skeleton import state_names
+from autopar.lower.parameters.skeleton import Skeleton, state_names
 from autopar.lower.parameters.store import local_part, make_store
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.execution import Executor, check_plan
@@ -96,7 +96,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     return ParallelModule(executable, module, draws, communicator, mesh, factories, compile_layers, predictions)
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Skeleton):
     """Runs a model on all devices: call it, train it and save it as the original.
 
     Every rank passes the whole batch.  Parameters are DTensors under the original names; with pipeline stages a rank
@@ -398,6 +398,9 @@ class ParallelModule(nn.Module):
         if tuple(value.shape) != stored.shape:
             return value  # torch names the parameter and both shapes
         part = local_part(
-            value.detach().to(self._communicator.device), stored.layout, self._store.mesh, self._communicator
+            value.detach().to(self._communicator.device, stored.dtype),
+            stored.layout,
+            self._store.mesh,
+            self._communicator,
         )
         return self._store.wrap(name, part)
