@@ -21,7 +21,7 @@ from autopar.cost.profile_file import keep
 from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
-from autopar.lower.communication.consensus import agree, agree_equal, digest_state, share, share_asking
+from autopar.lower.communication.consensus import agree, agree_equal, digest_state, share
 from autopar.lower.compat import map_leaves
 from autopar.lower.kernels.random import generator_state
 from autopar.lower.observe.predictions import Predictions
@@ -29,8 +29,7 @@ from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, r
 from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
-from autopar.planning.timed_layers import LayerTimer, Measure, search_with_timed_layers
-from autopar.planning.timed_together import LayerAnswers, asking_all
+from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
 from autopar.step.plan_check import check_fit
@@ -276,13 +275,12 @@ def _search_and_time(
 ) -> Plan:
     """Search on the first rank, whose profile then has the layers that were timed for it; every rank calls it.
 
-    Layers are timed on that rank's device alone, or where devices share what they compute with, on all at once.
+    Layers are timed on that rank's device alone.
     """
     known = dict(prices.profile.layers) if prices.profile else {}
     timer = LayerTimer(traced.program, communicator.device, traced.constants, compiled, dict(known))
 
-    def search_here(measure: Measure | None = None) -> Plan:
-        timer.measure = measure
+    def search_here() -> Plan:
         request = _request(setup)
         found = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
         new = {key: layer for key, layer in timer.known.items() if key not in known}
@@ -292,10 +290,7 @@ def _search_and_time(
             keep(path, lambda stored: (stored or measured).with_layers(new))
         return _finish(found, setup)
 
-    group = communicator.process_group
-    if communicator.device.type != "cpu":
-        return share(group, search_here)
-    return share_asking(group, lambda ask: search_here(asking_all(ask, timer)), LayerAnswers(timer))
+    return share(communicator.process_group, search_here)
 
 
 def mesh_prices(

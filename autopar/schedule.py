@@ -7,9 +7,8 @@ schedule classes); the search simulates them here and the runtime executes the s
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -152,7 +151,6 @@ def simulate_schedule(
     actions: ScheduleActions,
     stages: tuple[StageTimes, ...],
     seconds: Sequence[float] = (),
-    crowding: float = 1.0,
     begins_s: Sequence[float] = (),
 ) -> Timeline:
     """When every action runs, each group working through its list in order.
@@ -165,8 +163,6 @@ def simulate_schedule(
         stages: what each stage takes.
         seconds: if given, what each action takes (F, B, I, W; the others not), instead of what `stages` says; the
             actions of all groups one after the other.
-        crowding: by how much the groups slow each other down when all of them compute, because they share cores; it is
-            part of the seconds, so a group goes on faster while others wait.
         begins_s: per group, what it does before the first of its actions; by default nothing.
 
     Raises:
@@ -174,11 +170,7 @@ def simulate_schedule(
     """
     wiring = _wire(actions)
     costs = [s for times in stages for s in _seconds(times)]
-    begins_s = begins_s or [0.0] * wiring.num_groups
-    if crowding > 1.0:
-        starts, stops = _run_crowded(wiring, costs, seconds, crowding, begins_s)
-    else:
-        starts, stops = _run(wiring, costs, seconds, begins_s)
+    starts, stops = _run(wiring, costs, seconds, begins_s or [0.0] * wiring.num_groups)
     timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
     return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
 
@@ -203,90 +195,6 @@ def _run(
             free[actor] = stops[index] = start + costs[cost]
             starts[index] = start
     return starts, stops
-
-
-def _run_crowded(
-    wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], crowding: float, begins_s: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """As `_run`, where groups that compute at the same time slow each other down."""
-    crowd = _Crowd(wiring, costs, seconds, crowding, begins_s)
-    while crowd.begin():
-        crowd.advance()
-    return crowd.starts, crowd.stops
-
-
-class _Crowd:
-    """Groups that share cores, in order of time.
-
-    While k of n groups compute, each goes on at ``min(crowding, n / k)`` times its speed of when all do.
-    """
-
-    def __init__(
-        self,
-        wiring: _Wiring,
-        costs: Sequence[float],
-        seconds: Sequence[float],
-        crowding: float,
-        begins_s: Sequence[float],
-    ) -> None:
-        beginning = wiring.num_actions + 1  # an index of its own for what comes before the first action
-        self.starts = [0.0] * (beginning + 1)
-        self.stops = [math.inf] * wiring.num_actions + [0.0, 0.0]
-        self._costs, self._seconds, self._crowding = costs, seconds, crowding
-        self._now_s = 0.0
-        self._lists: list[deque[_Event]] = [deque() for _ in range(wiring.num_groups)]
-        self._transfers = [event for event in wiring.events if event[0] == _TRANSFER]
-        for event in wiring.events:
-            if event[0] != _TRANSFER:
-                self._lists[event[2]].append(event)
-        self._received = {event[1] for event in self._transfers}
-        self._reached: set[int] = set()
-        # Per group: its action, and seconds left.
-        self._computing = {group: (beginning, seconds) for group, seconds in enumerate(begins_s) if seconds}
-        self._flying: dict[int, tuple[int, float]] = {}  # per link likewise
-
-    def begin(self) -> bool:
-        """Begin all that can begin now; whether anything goes on."""
-        for group in range(len(self._lists)):
-            self._begin_group(group)
-        waiting: list[_Event] = []
-        for event in self._transfers:
-            _, index, link, cost, sent = event
-            if index in self._reached and sent in self._reached and link not in self._flying:
-                self.starts[index] = self._now_s
-                self._flying[link] = index, self._costs[cost]
-            else:
-                waiting.append(event)
-        self._transfers = waiting
-        return bool(self._computing or self._flying)
-
-    def advance(self) -> None:
-        """Go on to when the next thing ends."""
-        speed = min(self._crowding, len(self._lists) / max(1, len(self._computing)))
-        running = ((self._computing, speed), (self._flying, 1.0))
-        passed_s = min(left / rate for each, rate in running for _, left in each.values())
-        self._now_s += passed_s
-        for each, rate in running:
-            for actor, (index, left) in list(each.items()):
-                if left / rate <= passed_s:
-                    self.stops[index] = self._now_s
-                    del each[actor]
-                else:
-                    each[actor] = index, left - passed_s * rate
-
-    def _begin_group(self, group: int) -> None:
-        listed = self._lists[group]
-        while listed and group not in self._computing:
-            kind, index, _, cost, read = listed[0]
-            if kind == _COMPUTE and self.stops[read] > self._now_s:
-                return
-            self.starts[index] = self._now_s
-            if kind == _COMPUTE:
-                self._computing[group] = index, self._seconds[index] if self._seconds else self._costs[cost]
-            else:
-                self._reached.add(index)
-                self.stops[index] = math.inf if index in self._received else self._now_s
-            listed.popleft()
 
 
 def peak_held(

@@ -1,9 +1,8 @@
 """Predicted beside measured: ``python benchmarks/accuracy.py WHAT``, WHAT a module of `benchmarks.predictions`.
 
 ``published`` compares published training runs with what their configurations should take; ``layers`` the seconds of
-every layer kind of the model zoo on this machine; ``steps`` those of whole training steps on a few processes;
-``memory`` what a rank allocates; ``gpu`` steps on one NVIDIA GPU.  ``python benchmarks/accuracy.py WHAT --help`` says
-more.
+every layer kind of the model zoo on this machine; ``memory`` what a rank allocates; ``gpu`` steps on one NVIDIA GPU.
+``python benchmarks/accuracy.py WHAT --help`` says more.
 """
 
 from __future__ import annotations

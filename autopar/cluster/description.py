@@ -30,6 +30,7 @@ class Cluster:
         num_nodes: how many such nodes.
         within: the link inside a node.
         between: the link from node to node; its rates are per device.
+        cores_per_node: of CPU processes, the cores of a node; 0: not known, or no CPU processes.
     """
 
     device: Device
@@ -37,6 +38,7 @@ class Cluster:
     num_nodes: int
     within: Link
     between: Link
+    cores_per_node: int = 0
 
     def __post_init__(self) -> None:
         """Refuse an empty cluster."""
@@ -50,6 +52,11 @@ class Cluster:
     def world_size(self) -> int:
         """How many devices there are."""
         return self.num_nodes * self.devices_per_node
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether a node is known to have fewer cores than processes."""
+        return 0 < self.cores_per_node < self.devices_per_node
 
     @classmethod
     def of(cls, name: str, nodes: int = 1, devices_per_node: int = 8, *, within: str = "", between: str = "") -> Self:
@@ -113,7 +120,7 @@ class Cluster:
         source = "published: the operating system's physical memory, shared by the node's processes"
         sources = {**plain.device.sources, "memory_bytes": source}
         device = replace(plain.device, memory_bytes=_physical_memory_bytes() / per_node, sources=sources)
-        return replace(plain, device=device)
+        return replace(plain, device=device, cores_per_node=os.cpu_count() or 0)
 
     def has(self, device_name: str) -> bool:
         """Whether its devices are what their driver calls `device_name` ("cpu" for a CPU)."""

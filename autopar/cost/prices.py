@@ -146,13 +146,9 @@ class ClusterPrices:
         return 1.0 if self.cluster.device.name == "cpu" else TAKEN
 
     @property
-    def crowding(self) -> float:
-        """By how much ranks slow each other down when all compute, because they share cores: threads over cores."""
-        if self.profile is None or self.cluster.device.name != "cpu":
-            return 1.0
-        ranks = min(self.profile.num_ranks, self.cluster.devices_per_node)
-        threads, cores = (int(self.profile.software.get(name) or 1) for name in ("threads", "cores"))
-        return max(1.0, ranks * threads / cores)
+    def notes(self) -> tuple[str, ...]:
+        """What a plan by these prices tells the user about them."""
+        return ("processes share cores: times are rough",) if self.cluster.shares_cores else ()
 
     def collective_source(self, kind: str, axis: Axis) -> str:
         """What `collective_s` rests on: ``"measured"``, ``"published"``, ``"calibrated"`` or ``"estimate"``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,17 +21,11 @@ from autopar.step.local_layer import PlacedLayer, place
 
 __all__ = ["LayerTimer", "search_with_timed_layers"]
 
-_ROUNDS = 3
-_LONG_S = 20.0
-"""A search that took longer than this is not done again."""
-_RUNS = 6  # of a layer that is timed: the first, and those that count, compared with what is left to spend
-_MOST_OF_A_KIND = 4  # in one round
-_EACH_S = 0.1
-_NOISY, _NOISY_S = 0.15, 1e-3  # spread, of layers that take so long
-_TRIES = 2
-
-Measure = Callable[[Layer, LayerStrategy, int], LayerTime | None]
-"""Seconds of the first layer of a kind under a strategy, of one of so many microbatches; None: it can't be timed."""
+_ROUNDS = 3  # of searching and timing: the second finds most, the third what the second's prices bring up
+_LONG_S = 20.0  # a search that took longer than this is not done again: users wait for it
+_RUNS = 6  # what timing a layer costs, in runs of it by the prices of its ops: a first one, and those that count
+_MOST_OF_A_KIND = 4  # layers timed of a kind in one round: its other strategies are scaled by what these say
+_EACH_S = 0.1  # spent on a layer: enough for a median of most
 
 
 @dataclass
@@ -45,7 +39,6 @@ class LayerTimer:
         compiled: whether the run will be compiled.
         known: what was timed before, by `layer_key`; new ones are added.
         budget_s: seconds to spend, about.
-        measure: times one layer; by default on `device`.
     """
 
     program: Program
@@ -54,15 +47,9 @@ class LayerTimer:
     compiled: bool = False
     known: dict[str, LayerTime] = field(default_factory=dict[str, LayerTime])
     budget_s: float = 4.0
-    measure: Measure | None = None
 
     def time(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LayerTime | None:
-        """Lower the layer and time it; None if it doesn't run."""
-        lone = self.lower(layer, strategy, num_microbatches)
-        return None if lone is None else self.run(lone)
-
-    def lower(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LoneLayer | None:
-        """The layer, ready to run.
+        """Lower the layer and time it.
 
         None if it doesn't run on inputs that are made up, or takes too much memory beside what is there.  With integers
         that may index something nothing is tried on a GPU: an index out of range would end the process there.
@@ -71,16 +58,10 @@ class LayerTimer:
         if has_integers and self.device.type != "cpu":
             return None
         try:
-            return LoneLayer(
+            lone = LoneLayer(
                 self.program, layer, strategy, num_microbatches, self.device, compiled=self.compiled,
                 constants=self.constants,
             )  # fmt: skip
-        except (RuntimeError, IndexError, ValueError):
-            return None
-
-    def run(self, lone: LoneLayer) -> LayerTime | None:
-        """Its seconds; None if it doesn't run."""
-        try:
             backward = lone.backward if lone.is_differentiable else None
             return time_layer(lone.forward, backward, self.device, min(_EACH_S, self.budget_s / 10))
         except (RuntimeError, IndexError, ValueError):
@@ -93,7 +74,6 @@ def search_with_timed_layers(
     """The plan of a search by prices of ops, corrected by timing whole layers of the plans that came out best.
 
     What is timed is compute alone, without recomputation: a layer that backward runs again is priced by its forward.
-    Where processes share cores, a layer timed by one of them takes longer when all compute (`ClusterPrices.crowding`).
 
     Args:
         program: what to plan for.
@@ -110,9 +90,9 @@ def search_with_timed_layers(
     for _ in range(_ROUNDS):
         finals: list[Plan] = []
         plan = search(program, world_size, current, replace(request, on_final=finals.append))
-        wanted = {use.key: use for found in (plan, *finals) for use in _uses(program, found, timer.compiled)}
-        left_s = _time_missing(wanted, timer, timed, prices, left_s)
-        is_new = any(timed.get(use.key) != current.timed.get(use.key) for use in wanted.values())
+        uses = {use.key: use for found in (plan, *finals) for use in _uses(program, found, timer.compiled)}
+        left_s = _time_missing(uses, timer, timed, prices, left_s)
+        is_new = any(timed.get(key) != current.timed.get(key) for key in uses)
         if not is_new or time.perf_counter() - started > _LONG_S:
             break
         current = prices.corrected(program, timed)
@@ -157,53 +137,21 @@ def _uses(program: Program, plan: Plan, compiled: bool) -> Iterator[_Use]:
 
 
 def _time_missing(
-    wanted: Mapping[str, _Use], timer: LayerTimer, timed: dict[str, TimedLayer], prices: ClusterPrices, left_s: float
+    uses: Mapping[str, _Use], timer: LayerTimer, timed: dict[str, TimedLayer], prices: ClusterPrices, left_s: float
 ) -> float:
-    """Time what is wanted and not known, while there is time; returns the seconds that are left.
-
-    What was noisy when it was timed is timed again, at once and when it is met again, and the less counts: something
-    else was going on, which may be over.
-    """
+    """Time those of `uses` that are not known, while there is time; returns the seconds that are left."""
     counts: dict[int, int] = {}
-    for key, use in wanted.items():
+    for key, use in uses.items():
         known = timer.known.get(key)
-        if key in timed and known is not None and not _is_noisy(known):
-            continue
-        if known is None or _is_noisy(known):
-            counts[use.layer.kind] = counts.get(use.layer.kind, 0) + 1
-            is_cheap = _RUNS * use.summed_s(prices) <= left_s
-            if is_cheap and counts[use.layer.kind] <= _MOST_OF_A_KIND:
-                started = time.perf_counter()
-                known = _less(known, _time_until_calm(use, timer, _TRIES - (known is not None)))
-                left_s -= time.perf_counter() - started
-                if known is not None:
-                    timer.known[key] = known
         if known is None:
-            continue
-        backward_s = known.backward_s * prices.crowding
-        timed[key] = TimedLayer(use.layer.kind, use.ops, known.forward_s * prices.crowding, backward_s)
+            counts[use.layer.kind] = counts.get(use.layer.kind, 0) + 1
+            if _RUNS * use.summed_s(prices) > left_s or counts[use.layer.kind] > _MOST_OF_A_KIND:
+                continue
+            started = time.perf_counter()
+            known = timer.time(use.layer, use.strategy, use.num_microbatches)
+            left_s -= time.perf_counter() - started
+            if known is None:
+                continue
+            timer.known[key] = known
+        timed[key] = TimedLayer(use.layer.kind, use.ops, known.forward_s, known.backward_s)
     return left_s
-
-
-def _time_until_calm(use: _Use, timer: LayerTimer, tries: int) -> LayerTime | None:
-    """The least of at most so many tries, until one isn't noisy."""
-    least: LayerTime | None = None
-    for _ in range(tries):
-        found = (timer.measure or timer.time)(use.layer, use.strategy, use.num_microbatches)
-        least = _less(least, found)
-        if found is None or not _is_noisy(found):
-            break
-    return least
-
-
-def _less(one: LayerTime | None, other: LayerTime | None) -> LayerTime | None:
-    known = [each for each in (one, other) if each is not None]
-    return min(known, key=_seconds, default=None)
-
-
-def _is_noisy(found: LayerTime) -> bool:
-    return found.spread > _NOISY and _seconds(found) > _NOISY_S
-
-
-def _seconds(found: LayerTime) -> float:
-    return found.forward_s + found.backward_s

@@ -80,7 +80,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         memory_limit_bytes=float(allowed),
         optimality_gap=max(0.0, least_s / lower_s - 1) if lower_s > 0 else 0.0,
         constraints=request.constraints,
-        notes=(*program.notes, *filter(None, dict.fromkeys(notes))),
+        notes=(*program.notes, *prices.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),
     )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.schedule import ScheduleSource, Shape
+from autopar.schedule import ScheduleSource
 from autopar.search.assembly import assemble_plan
 from autopar.search.request import SearchRequest
 from autopar.search.stages.assembly import assemble_staged
@@ -28,7 +28,6 @@ from autopar.step.layer_facts import LayerFacts
 from autopar.step.memory import with_memory
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
-from autopar.step.stage_times import pipeline_step_s
 from autopar.step.training import TrainingSpec
 
 __all__ = ["Final", "best_final", "credit_overlap", "simulated"]
@@ -160,13 +159,10 @@ def fastest_draws(trial: Trial) -> tuple[tuple[float, float], tuple[float, float
 
 def _pipeline_draws(found: Found | None, limit_bytes: float) -> Iterator[_Draw]:
     fitting = [staged for staged in found.simulated if staged.peak_bytes <= limit_bytes] if found else []
-    shares: dict[Shape, float] = {}
-    for staged in sorted(fitting, key=lambda staged: staged.step_s):
-        if staged.shape not in shares:
-            shares[staged.shape] = _crowded_share(staged)
+    for staged in fitting:
         costs = [each[index].cost for each, index in zip(staged.setting.candidates, staged.path, strict=True)]
-        step_s = staged.step_s * shares[staged.shape]
-        yield _Draw(step_s - sum(cost.parameter_comm_s for cost in costs), step_s, None, 0, staged)
+        least_s = staged.step_s - sum(cost.parameter_comm_s for cost in costs)
+        yield _Draw(least_s, staged.step_s, None, 0, staged)
 
 
 def _setting_of(staged: Staged) -> tuple[int, int]:
@@ -178,17 +174,6 @@ def _is_late(staged: Staged | None, settings: Set[tuple[int, int]]) -> bool:
     if staged is None:
         return False
     return _setting_of(staged) in settings or len(settings) >= (_PIPELINES if is_small(staged.shape) else 1)
-
-
-def _crowded_share(staged: Staged) -> float:
-    """What is left of the pipeline's seconds where groups that share cores go on faster while others wait."""
-    task = staged.setting.task
-    if task.prices.crowding <= 1.0 or not is_small(staged.shape):
-        return 1.0
-    assert task.request.schedules is not None
-    shape = staged.shape
-    actions = task.request.schedules(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
-    return pipeline_step_s(actions, staged.stages, task.prices.crowding) / staged.step_s
 
 
 def _parameter_comm_s(trial: Trial, path: int) -> float:

@@ -65,11 +65,8 @@ class Prices(Protocol):
         ...
 
     @property
-    def crowding(self) -> float:
-        """By how much devices slow each other down when all compute, because they share cores: 1.0 if they don't.
-
-        It is part of the seconds of ops: where a device waits, the others go on faster.
-        """
+    def notes(self) -> tuple[str, ...]:
+        """What a plan by these prices tells the user about them."""
         ...
 
     def collective_source(self, kind: str, axis: Axis) -> str:

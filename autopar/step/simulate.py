@@ -84,11 +84,10 @@ def simulate_step(
 
 
 class _Instance(NamedTuple):
-    """Something that ran on a group's two streams from `start_s` on, `speed` times as fast as `ran` says."""
+    """Something that ran on a group's two streams from `start_s` on."""
 
     group: int
     start_s: float
-    speed: float
     ran: tuple[Ran, ...]
     action: Action | None
 
@@ -128,14 +127,13 @@ class _Simulation:
         )
         ran, seconds = zip(*map(self._run, self.actions), strict=True)
         begins_s = [self._begin(group) for group in range(len(self.now_s))]
-        self.timeline = simulate_schedule(self.work.actions, stages, seconds, self.work.crowding, begins_s)
+        self.timeline = simulate_schedule(self.work.actions, stages, seconds, begins_s)
         spans = ((group, span) for group, listed in enumerate(self.timeline.spans) for span in listed)
-        for (group, (action, start_s, stop_s)), run, took_s in zip(spans, ran, seconds, strict=True):
+        for (group, (action, start_s, stop_s)), run in zip(spans, ran, strict=True):
             if action.kind in _CATEGORIES:
                 self.now_s[group] = stop_s
             if run:
-                speed = took_s / (stop_s - start_s) if self.work.crowding > 1.0 and took_s else 1.0
-                self.instances.append(_Instance(group, start_s, speed, run, action))
+                self.instances.append(_Instance(group, start_s, run, action))
         if self.work.told:
             self._tell()
         for group in range(len(self.now_s)):
@@ -186,7 +184,7 @@ class _Simulation:
     def _keep(self, group: int, ran: tuple[Ran, ...]) -> None:
         """Note what a group did from now on, outside of all actions."""
         if ran:
-            self.instances.append(_Instance(group, self.now_s[group], 1.0, ran, None))
+            self.instances.append(_Instance(group, self.now_s[group], ran, None))
             self.now_s[group] += max(each.stop_s for each in ran)
 
     def _tell(self) -> None:
@@ -236,7 +234,7 @@ class _Simulation:
             else:
                 microbatch = instance.action.microbatch if instance.action else -1
                 for ran in instance.ran:
-                    yield _event(instance.group, ran, microbatch, instance.start_s, instance.speed)
+                    yield _event(instance.group, ran, microbatch, instance.start_s)
         for group, ran in self.between:
             yield _event(group, ran, -1)
         for spans in self.timeline.spans:
@@ -310,9 +308,9 @@ def _seconds(items: Sequence[Item]) -> float:
     return sum(item.seconds for item in items)
 
 
-def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0, speed: float = 1.0) -> Event:
+def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0) -> Event:
     item = ran.item
-    start_s, stop_s = since_s + ran.start_s / speed, since_s + ran.stop_s / speed
+    start_s, stop_s = since_s + ran.start_s, since_s + ran.stop_s
     stream = "compute"
     if item.is_collective:
         stream = "pipeline" if item.category in ("send", "broadcast") else "communication"
@@ -323,15 +321,15 @@ def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0, speed: f
 
 def _joined(instance: _Instance, action: Action) -> Iterator[Event]:
     """One event for computing, one for all collectives."""
-    group, start_s, speed, ran, _ = instance
+    group, start_s, ran, _ = instance
     name = f"stage {action.stage}"
-    stop_s = start_s + max(each.stop_s for each in ran) / speed
+    stop_s = start_s + max(each.stop_s for each in ran)
     yield Event(group, "compute", name, _CATEGORIES[action.kind], start_s, stop_s, -1, action.microbatch)
     collectives = [each for each in ran if each.item.is_collective]
     if collectives:
         longest = max(collectives, key=lambda each: each.item.seconds)
-        first_s = start_s + min(each.start_s for each in collectives) / speed
-        last_s = start_s + max(each.stop_s for each in collectives) / speed
+        first_s = start_s + min(each.start_s for each in collectives)
+        last_s = start_s + max(each.stop_s for each in collectives)
         yield Event(
             group, "communication", name, longest.item.category, first_s, last_s, -1, action.microbatch,
             sum(each.item.num_bytes for each in collectives), f"{len(collectives)} collectives",

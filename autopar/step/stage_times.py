@@ -112,9 +112,9 @@ def stage_times(stages: Sequence[Stage]) -> tuple[StageTimes, ...]:
     )
 
 
-def pipeline_step_s(actions: ScheduleActions, stages: Sequence[Stage], crowding: float = 1.0) -> float:
-    """Seconds of a step that runs `actions` on `stages`; `crowding` is that of `simulate_schedule`."""
+def pipeline_step_s(actions: ScheduleActions, stages: Sequence[Stage]) -> float:
+    """Seconds of a step that runs `actions` on `stages`."""
     once: dict[int, float] = {}
     for stage in stages:
         once[stage.group] = once.get(stage.group, 0.0) + stage.step_s
-    return simulate_schedule(actions, stage_times(stages), crowding=crowding).step_s + max(once.values())
+    return simulate_schedule(actions, stage_times(stages)).step_s + max(once.values())

@@ -45,7 +45,6 @@ class StepWork:
         splits: whether backwards run in two parts.
         reduces_in_last: whether gradients that are reduced once a step are so in the last backward, not behind it.
         gathers_first: whether what is gathered once a step is so before the first action, on all groups at once.
-        crowding: see `Prices.crowding`.
     """
 
     actions: ScheduleActions
@@ -62,7 +61,6 @@ class StepWork:
     splits: bool
     reduces_in_last: bool
     gathers_first: bool
-    crowding: float
 
 
 def step_work(
@@ -109,7 +107,6 @@ def step_work(
         splits=any(action.kind == "I" for listed in actions for action in listed),
         reduces_in_last=not plan.stages,
         gathers_first=bool(plan.stages) and training.is_training,
-        crowding=prices.crowding,
     )
 
 

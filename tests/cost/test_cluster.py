@@ -3,8 +3,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import autopar
 from autopar.cluster import LINKS, Cluster, Device, Link
+from autopar.cost import ClusterPrices
 from autopar.errors import MeshError
+from tests.models import make_plain_gpt
 
 
 @pytest.mark.parametrize("thing", [*LINKS.values(), *(Cluster.of(name).device for name in Cluster.names())])
@@ -92,6 +95,17 @@ def test_from_mesh_of_processes_shares_the_memory():
     two, four = (Cluster.from_mesh(_mesh(size, "cpu")) for size in (2, 4))
     assert (two.world_size, two.num_nodes) == (2, 1)
     assert two.device.memory_bytes == pytest.approx(2 * four.device.memory_bytes)
+
+
+def test_a_plan_says_where_processes_share_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    model, inputs = make_plain_gpt()
+    for world, is_said in ((2, False), (4, True)):
+        cluster = Cluster.from_mesh(_mesh(world, "cpu"))
+        assert Cluster.from_json(cluster.to_json()) == cluster
+        plan = autopar.plan(model, cluster, inputs, constraints=("pipeline=1",))
+        assert ("processes share cores: times are rough" in plan.notes) is is_said
+    assert not ClusterPrices(Cluster.of("cpu")).notes
 
 
 @pytest.mark.parametrize(

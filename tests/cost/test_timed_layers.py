@@ -74,13 +74,14 @@ def _whole(values):
     return (plan_for("llama", 1).strategies[0].outputs[0],) * len(values)
 
 
-class _Slow:
-    """Takes as long as the prices say, but layers cut like `cut` ten times as long; writes down what it was asked."""
+class _Slow(LayerTimer):
+    """Layers take as long as the prices say, but ten times as long under `slow`; writes down what it was asked."""
 
-    def __init__(self, prices: ClusterPrices, program) -> None:
-        self.prices, self.program, self.slow, self.asked = prices, program, None, []
+    def __init__(self, prices: ClusterPrices, program, budget_s: float = 4.0) -> None:
+        super().__init__(program, torch.device("cpu"), budget_s=budget_s)
+        self.prices, self.slow, self.asked = prices, None, []
 
-    def __call__(self, layer, strategy, num_microbatches) -> LayerTime:
+    def time(self, layer, strategy, num_microbatches) -> LayerTime:
         self.asked.append((layer.kind, strategy.mesh, strategy.assignments))
         factor = 10.0 if (layer.kind, strategy.assignments) == self.slow else 1.0
         from autopar.step.local_layer import place
@@ -93,27 +94,6 @@ class _Slow:
         return LayerTime(factor * sum(t.forward_s for t in times), factor * sum(t.backward_s for t in times))
 
 
-class _Disturbed(_Slow):
-    """Takes ten times as long, and scatters, when it is asked for something for the first time."""
-
-    def __call__(self, layer, strategy, num_microbatches) -> LayerTime:
-        honest = super().__call__(layer, strategy, num_microbatches)
-        seconds = LayerTime(honest.forward_s + 1e-3, honest.backward_s)
-        if self.asked.count(self.asked[-1]) > 1:
-            return seconds
-        return LayerTime(10 * seconds.forward_s, 10 * seconds.backward_s, 0.6)
-
-
-@pytest.mark.slow
-def test_layers_that_scattered_are_timed_again_and_the_less_counts():
-    program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
-    disturbed = _Disturbed(prices, program)
-    timer = LayerTimer(program, torch.device("cpu"), measure=disturbed)
-    search_with_timed_layers(program, 4, prices, SearchRequest(), timer)
-    assert timer.known
-    assert all(found.spread == 0.0 for found in timer.known.values()), "what scattered has stayed"
-
-
 @pytest.mark.slow
 def test_a_strategy_that_turns_out_slow_loses():
     program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
@@ -122,7 +102,7 @@ def test_a_strategy_that_turns_out_slow_loses():
         return search_with_timed_layers(program, 4, prices, SearchRequest(), timer)
 
     honest = _Slow(prices, program)
-    first = planned(LayerTimer(program, torch.device("cpu"), measure=honest))
+    first = planned(honest)
     kind = program.layers[1].kind
     chosen = first.strategies[first.layers[1].strategy]
     assert honest.asked, "nothing was timed"
@@ -131,23 +111,20 @@ def test_a_strategy_that_turns_out_slow_loses():
 
     slow = _Slow(prices, program)
     slow.slow = (kind, chosen.assignments)
-    second = planned(LayerTimer(program, torch.device("cpu"), measure=slow))
+    second = planned(slow)
     assert second.strategies[second.layers[1].strategy].assignments != chosen.assignments
 
     known = _Slow(prices, program)
-    timer = LayerTimer(program, torch.device("cpu"), measure=known)
-    again = planned(timer)
+    again = planned(known)
     num_asked = len(known.asked)
-    assert planned(timer).strategies == again.strategies
+    assert planned(known).strategies == again.strategies
     assert len(known.asked) == num_asked, "what is known was timed again"
 
 
 @pytest.mark.slow
 def test_no_time_no_timing():
     program, prices = subject("plain_gpt", torch.float32).traced.program, quick_prices(4)
-    timer = _Slow(prices, program)
-    plan = search_with_timed_layers(
-        program, 4, prices, SearchRequest(), LayerTimer(program, torch.device("cpu"), budget_s=0.0, measure=timer)
-    )
+    timer = _Slow(prices, program, budget_s=0.0)
+    plan = search_with_timed_layers(program, 4, prices, SearchRequest(), timer)
     assert not timer.asked
     assert "layers" not in dict(plan.price_source)

@@ -154,7 +154,7 @@ class TablePrices:
     latency_s: float = 7e-6
     bytes_per_s: float = 3e11
     taken: float = 0.2
-    crowding: float = 1.0
+    notes: tuple[str, ...] = ()
 
     def op_s(
         self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -340,23 +339,3 @@ def test_torchs_lists_run_as_early_as_the_rules_allow(schedule: str):
     rounds = 1 if schedule in ("gpipe", "1f1b") else 2
     stages = tuple(StageTimes(1.0 + s % 3, 4.0 + s % 2, 1.5, 0.5, 0.25) for s in range(4 * rounds))
     check_timeline(simulate_schedule(schedule_actions(schedule, 4, 4 * rounds, 8), stages), stages)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_groups_that_share_cores_go_on_faster_while_others_wait(schedule: str) -> None:
-    num_stages = 4 if schedule in ("zbv", "interleaved_1f1b") else 2
-    actions = schedule_actions(schedule, 2, num_stages, 4)
-    stages = (StageTimes(1.0, 2.0, 1.0, 0.25, 0.125),) * num_stages
-    apart = simulate_schedule(actions, stages)
-    barely = simulate_schedule(actions, stages, crowding=1.0 + 1e-9)
-    assert barely.step_s == pytest.approx(apart.step_s, rel=1e-6)
-    for one, other in zip(apart.spans, barely.spans, strict=True):
-        computed = [[span for span in spans if span.action.kind in "FBIW"] for spans in (one, other)]
-        starts = [[span.start_s for span in spans] for spans in computed]
-        assert starts[1] == pytest.approx(starts[0], rel=1e-6, abs=1e-6)
-    # Two groups on the core of one: whoever computes alone is twice as fast, so no core ever waits but for sends.
-    crowded = simulate_schedule(actions, stages, crowding=2.0)
-    work_s = sum(3.0 * 4 for _ in stages) / 2
-    assert work_s <= crowded.step_s * (1 + 1e-9) < apart.step_s
-    free = tuple(replace(times, send_forward_s=0.0, send_backward_s=0.0) for times in stages)
-    assert simulate_schedule(actions, free, crowding=2.0).step_s == pytest.approx(work_s)

@@ -6,7 +6,6 @@ inside `agree` or `share`: its outcome is exchanged first, and if it failed anyw
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,11 +16,9 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "agree_equal", "digest_inputs", "digest_state", "share", "share_asking"]
+__all__ = ["agree", "agree_equal", "digest_inputs", "digest_state", "share"]
 
 T = TypeVar("T")
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
 
 _dist: Any = dist  # the annotations of its object collectives are incomplete
 
@@ -51,45 +48,6 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
-
-
-def share_asking(
-    group: dist.ProcessGroup | None,
-    action: Callable[[Callable[[Question], list[Answer]]], T],
-    answer: Callable[[Question], Answer],
-) -> T:
-    """As `share`; meanwhile `action` may ask: all ranks `answer` at the same time, and it gets all their answers.
-
-    Questions and answers must pickle.  If a rank fails to answer, its error is raised where `action` asked.
-    """
-
-    def collect(question: Question) -> list[Answer]:
-        result, error = _attempt(lambda: answer(question))
-        found: list[Any] = [None] * dist.get_world_size(group)
-        _dist.all_gather_object(found, (result, _portable(error)), group=group)
-        _raise_foreign([each[1] for each in found])
-        return [each[0] for each in found]
-
-    def ask(question: Question) -> list[Answer]:
-        dist.broadcast_object_list([True, question], group=group, group_src=0)
-        return collect(question)
-
-    if dist.get_rank(group) == 0:
-        result, error = _attempt(lambda: action(ask))
-        dist.broadcast_object_list([False, (result, _portable(error))], group=group, group_src=0)
-        if error is not None:
-            raise error
-        return result  # pyright: ignore[reportReturnType]  (no error: there is a result)
-    while True:
-        message: list[Any] = [None, None]
-        dist.broadcast_object_list(message, group=group, group_src=0)
-        if not message[0]:
-            result, error = message[1]
-            if error is not None:
-                raise error
-            return result
-        with contextlib.suppress(Exception):  # the first rank is told of it, and decides
-            collect(message[1])
 
 
 def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: str) -> None:

@@ -166,14 +166,11 @@ class PipelineSearch:
         return self.tasks[groups]
 
     def _try(self, found: Found, known_s: float, groups: int, count: int) -> float:
-        """Look at all pipelines with so many device groups and microbatches; the seconds of the best of them.
-
-        Groups that share cores may be so many times as fast as bounds say.
-        """
+        """Look at all pipelines with so many device groups and microbatches; the seconds of the best of them."""
         task, cache = self._task(groups)
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
-        known_s = min(known_s, found.hoped_s) * self.prices.crowding
+        known_s = min(known_s, found.hoped_s)
         bounds = {
             shape: least_step_s(shape, *self._least_layers(groups, count)) for shape in self._shapes(groups, count)
         }
@@ -185,11 +182,7 @@ class PipelineSearch:
             if setting is None:
                 continue
             least = self._least_of(setting)
-            shapes = [
-                s
-                for s in bounds
-                if max(bounds[s], least_step_s(s, *least)) < min(known_s, own.hoped_s * self.prices.crowding)
-            ]
+            shapes = [s for s in bounds if max(bounds[s], least_step_s(s, *least)) < min(known_s, own.hoped_s)]
             if shapes:
                 search_setting(setting, shapes, self.demands, own)
             self.least[groups, count] = np.minimum(self.least.get((groups, count), np.inf), least)
