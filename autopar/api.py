@@ -26,6 +26,7 @@ from autopar.lower.compat import map_leaves
 from autopar.lower.kernels.random import generator_state
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
+from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
@@ -96,7 +97,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
         optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the
-            class.
+            class.  Make it after this call, of the parameters of the module that is returned.
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
         compile: compile each distinct layer program once with ``torch.compile``.
@@ -144,6 +145,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         given = plan
         plan = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
     chosen = plan
+    watch_optimizers(model.parameters())
     return agree(
         group,
         lambda: build(

@@ -14,6 +14,7 @@ __all__ = [
     "MaterializationError",
     "MeshError",
     "MissingPriceError",
+    "OptimizerError",
     "OutputError",
     "PipelineError",
     "PlanFormatError",
@@ -44,6 +45,10 @@ class TraceError(AutoparError):
 
 class OutputError(AutoparError):
     """The model returns something that can't be carried out of a parallel program."""
+
+
+class OptimizerError(AutoparError):
+    """An optimizer was made before `autopar.parallelize`, of parameters that the parallel module does not train."""
 
 
 class PipelineError(AutoparError):

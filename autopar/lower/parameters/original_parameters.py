@@ -1,0 +1,46 @@
+"""Finds optimizers that were made before `autopar.parallelize`, of the original's parameters: they train nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autopar.errors import OptimizerError
+
+__all__ = ["watch_optimizers"]
+
+_ORIGINALS: set[int] = set()  # ids of parameters that are alive
+
+
+def watch_optimizers(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on a step of an optimizer that has some of these, and no gradient for any of them, is an error.
+
+    Whoever trains the original on purpose has gradients.
+    """
+    _watch_steps()
+    for parameter in parameters:
+        _ORIGINALS.add(id(parameter))
+        weakref.finalize(parameter, _ORIGINALS.discard, id(parameter))
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = [parameter for parameter in listed if id(parameter) in _ORIGINALS and parameter.requires_grad]
+    if own and all(parameter.grad is None for parameter in own):
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"this {name} has {len(own)} parameters of the model that was passed to autopar.parallelize, none of which "
+            "has a gradient: what trains is the module that parallelize returned, and it has parameters of its own. "
+            f"Make the optimizer after it: model = autopar.parallelize(model, ...); {name}(model.parameters(), ...)"
+        )
