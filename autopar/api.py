@@ -33,7 +33,7 @@ from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
-from autopar.step.plan_check import check_fit
+from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
 from autopar.trace import (
@@ -130,6 +130,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     setup = replace(setup, draws=draws)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
+    agree_equal(group, _describe_arguments(plan, profile, setup, compiled=compile), "arguments of parallelize",
+                "Pass the same arguments on every rank")  # fmt: skip
     agree_equal(group, agree(group, lambda: digest_state(model)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
@@ -143,7 +145,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
-        plan = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
+        own = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
+        plan = share(group, lambda: own)
+        agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
     chosen = plan
     watch_optimizers(model.parameters())
     return agree(
@@ -358,6 +362,13 @@ def _describe(model: nn.Module, program: Program) -> str:
     inputs = (f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs)
     count = sum(p.numel() for p in model.parameters())
     return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
+
+
+def _describe_arguments(plan: object, profile: object, setup: Setup, *, compiled: bool) -> str:
+    """What ranks must have alike before they can go on together."""
+    how = "searched for" if plan is None else "given"
+    prices = "measured" if profile is None else "given" if profile else "estimated"
+    return f"a plan {how}, prices {prices}, compile={compiled}, {setup.training}, constraints={setup.constraints}"
 
 
 def mesh_ranks(mesh: Any) -> list[int]:

@@ -20,6 +20,11 @@ from autopar.schedule import schedule_problem, stage_group
 __all__ = ["FORMAT_VERSION", "LayerCost", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
 FORMAT_VERSION = 4
+# Besides the stages' layers and groups.  The memory limit decides how evaluation is planned.
+_DECISIONS = (
+    "fingerprint", "world_size", "num_microbatches", "memory_limit_bytes", "layers", "strategies", "shared_mesh",
+    "shared_storage", "schedule",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,12 @@ class Plan:
     def group_size(self) -> int:
         """Devices of a group: what every mesh of the plan holds."""
         return self.world_size // self.num_groups
+
+    def decisions(self) -> dict[str, Any]:
+        """What decides how the program runs, as in `to_json`: no predictions, no notes."""
+        data = {name: value for name, value in _encode(self).items() if name in _DECISIONS}
+        data["stages"] = [{"start": s.start, "stop": s.stop, "group": s.group} for s in self.stages]
+        return data
 
     def __str__(self) -> str:
         """The plan as a table for people."""

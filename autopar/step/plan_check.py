@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any, cast
 
 from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, format_layout, local_shape
 from autopar.plan import LayerStrategy, Plan, stages_problem
 from autopar.program import Layer, Op, Program
 
-__all__ = ["check_fit"]
+__all__ = ["check_fit", "check_same_decisions"]
 
 
 def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: bool = True) -> None:
@@ -34,6 +36,29 @@ def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
             + more
             + ". Plan again for this model, these inputs and these devices with autopar.plan(...)"
         )
+
+
+def check_same_decisions(plan: Plan, rank: int, first: Plan) -> None:
+    """Raise PlanMismatchError, naming a decision, unless `rank` was given the plan that the first rank was given."""
+    for place, here, there in _differences("", plan.decisions(), first.decisions()):
+        raise PlanMismatchError(
+            f"ranks were given different plans: {place} is {here!r:.200} on rank {rank} and {there!r:.200} on the first "
+            "rank. Save the plan once and pass the same file on every rank"
+        )
+
+
+def _differences(place: str, here: Any, there: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What differs between two values of JSON: where, and what stands there in each."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        ours, theirs = cast("dict[str, Any]", here), cast("dict[str, Any]", there)
+        for key in (*ours, *(key for key in theirs if key not in ours)):
+            yield from _differences(f"{place}.{key}" if place else key, ours.get(key), theirs.get(key))
+    elif isinstance(here, list | tuple) and isinstance(there, list | tuple):
+        pairs = zip_longest(cast("list[Any]", here), cast("list[Any]", there))
+        for index, (one, other) in enumerate(pairs):
+            yield from _differences(f"{place}[{index}]", one, other)
+    elif here != there:
+        yield place, here, there
 
 
 def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: bool) -> Iterator[str]:

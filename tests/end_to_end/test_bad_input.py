@@ -311,6 +311,14 @@ def check_plans(folder: str) -> None:
     only_here = good if dist.get_rank() == 0 else Path(folder) / "none.json"
     with refused(PlanFormatError, "none.json"):
         parallelize(model, inputs, plan=only_here)
+    rank = dist.get_rank()
+    unlike = replace(plan, strategies=(replace(plan.strategies[0], zero=rank), *plan.strategies[1:]))
+    with refused(PlanMismatchError, rf"strategies\[0\]\.zero is 1 on rank 1 and 0 on the first rank"):
+        parallelize(model, inputs, plan=unlike)
+    with refused(MeshError, "different arguments of parallelize: rank 1 has a plan searched for.*rank 0 has a plan given"):
+        parallelize(model, inputs, plan=None if rank else plan)
+    predicted = replace(plan, step_time_s=1.0 + rank, notes=("made on rank 1",) * rank)
+    assert parallelize(copy.deepcopy(model), inputs, plan=predicted).plan.step_time_s == 1.0
     other_model, other_inputs = make("flat")
     with refused(PlanMismatchError, "it has layers .* the model has", r"autopar\.plan"):
         parallelize(other_model, other_inputs, plan=plan)
