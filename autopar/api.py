@@ -21,7 +21,8 @@ from autopar.cost.profile_file import keep
 from autopar.errors import MeshError, PlanFormatError, ProfileError
 from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
-from autopar.lower.communication.consensus import agree, agree_equal, digest_state, share
+from autopar.lower.communication.consensus import agree, agree_equal, share
+from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.compat import map_leaves
 from autopar.lower.kernels.random import generator_state
 from autopar.lower.observe.predictions import Predictions
@@ -132,7 +133,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
     agree_equal(group, _describe_arguments(plan, profile, setup, compiled=compile), "arguments of parallelize",
                 "Pass the same arguments on every rank")  # fmt: skip
-    agree_equal(group, agree(group, lambda: digest_state(model)), "initial values of parameters or buffers",
+    agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
@@ -362,6 +363,11 @@ def _describe(model: nn.Module, program: Program) -> str:
     inputs = (f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs)
     count = sum(p.numel() for p in model.parameters())
     return f"{type(model).__name__} of {count:,} parameters on {', '.join(inputs)} (fingerprint {program.fingerprint})"
+
+
+def _digest_state(model: nn.Module, traced: Traced) -> str:
+    """Of all values that the program has from the model: ranks compare it."""
+    return digest_tensors((*model.named_parameters(), *model.named_buffers(), *traced.constants.items()))
 
 
 def _describe_arguments(plan: object, profile: object, setup: Setup, *, compiled: bool) -> str:

@@ -18,7 +18,8 @@ from autopar.backend.session import Session
 from autopar.backend.storage import Stored, stored_parameters
 from autopar.cost import ClusterPrices
 from autopar.errors import BackendError, TraceError
-from autopar.lower.communication.consensus import agree, agree_equal, digest_inputs, digest_state, share
+from autopar.lower.communication.consensus import agree, agree_equal, share
+from autopar.lower.communication.digests import digest_tensors
 from autopar.placement import REPLICATE, refine_layout
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
@@ -71,8 +72,8 @@ def plan_graph(
     )
     if found is None:
         return None
-    _compare_ranks(module, inputs, session)
     traced, fixed = found
+    _compare_ranks(module, inputs, traced, session)
     stored = agree(group, lambda: stored_parameters(module, session.mesh))
     spec = agree(group, lambda: training_spec(module, options.optimizer))
     training = replace(spec.on_device(session.communicator.device.type), is_training=trains)
@@ -113,18 +114,16 @@ def _trace(
     return replace(traced, program=replace(program, outputs=outputs, loss="")), fixed
 
 
-def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], session: Session) -> None:
-    """Raise MeshError, on every rank, where inputs differ, or parameters when they are first met."""
+def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], traced: Traced, session: Session) -> None:
+    """Raise MeshError, on every rank, where inputs or constants differ, or parameters when they are first met."""
     agree_equal(
-        session.group, digest_inputs(inputs), "batches",
+        session.group, digest_tensors(("input", x) for x in inputs), "batches",
         "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
     )  # fmt: skip
-    members = nn.Module()
-    for number, tensor in enumerate(session.unchecked([*module.parameters(), *module.buffers()])):
-        if not isinstance(tensor, DTensor):
-            members.register_buffer(f"{number}", tensor.detach())
+    members = session.unchecked([*module.parameters(), *module.buffers()])
+    known = [*(("member", x) for x in members if not isinstance(x, DTensor)), *traced.constants.items()]
     agree_equal(
-        session.group, digest_state(members), "initial values of parameters or buffers",
+        session.group, digest_tensors(known), "initial values of parameters or buffers",
         "Call torch.manual_seed with the same seed on every rank before the model is made, or load the same checkpoint "
         "everywhere",
     )  # fmt: skip

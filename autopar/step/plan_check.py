@@ -42,8 +42,8 @@ def check_same_decisions(plan: Plan, rank: int, first: Plan) -> None:
     """Raise PlanMismatchError, naming a decision, unless `rank` was given the plan that the first rank was given."""
     for place, here, there in _differences("", plan.decisions(), first.decisions()):
         raise PlanMismatchError(
-            f"ranks were given different plans: {place} is {here!r:.200} on rank {rank} and {there!r:.200} on the first "
-            "rank. Save the plan once and pass the same file on every rank"
+            f"ranks were given different plans: {place} is {here!r:.200} on rank {rank} and {there!r:.200} on the "
+            "first rank. Save the plan once and pass the same file on every rank"
         )
 
 

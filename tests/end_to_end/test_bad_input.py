@@ -144,6 +144,12 @@ def check_ranks_that_differ() -> None:
     torch.manual_seed(rank)
     with refused(MeshError, "different initial values", r"torch\.manual_seed"):
         parallelize(Linear(), (X,))
+    permuted = Linear()
+    nn.init.constant_(permuted.linear.bias, 0.0)
+    with torch.no_grad():
+        permuted.linear.weight.copy_(torch.arange(64.0).view(8, 8).roll(rank, 0))
+    with refused(MeshError, "different initial values"):
+        parallelize(permuted, (X,))
     torch.manual_seed(0)
     parallel = parallelize(Linear(), (X,))
     with refused(MeshError, "different batches", "whole batch on every rank"):
@@ -313,9 +319,11 @@ def check_plans(folder: str) -> None:
         parallelize(model, inputs, plan=only_here)
     rank = dist.get_rank()
     unlike = replace(plan, strategies=(replace(plan.strategies[0], zero=rank), *plan.strategies[1:]))
-    with refused(PlanMismatchError, rf"strategies\[0\]\.zero is 1 on rank 1 and 0 on the first rank"):
+    with refused(PlanMismatchError, r"strategies\[0\]\.zero is 1 on rank 1 and 0 on the first rank"):
         parallelize(model, inputs, plan=unlike)
-    with refused(MeshError, "different arguments of parallelize: rank 1 has a plan searched for.*rank 0 has a plan given"):
+    with refused(
+        MeshError, "different arguments of parallelize: rank 1 has a plan searched for.*rank 0 has a plan given"
+    ):
         parallelize(model, inputs, plan=None if rank else plan)
     predicted = replace(plan, step_time_s=1.0 + rank, notes=("made on rank 1",) * rank)
     assert parallelize(copy.deepcopy(model), inputs, plan=predicted).plan.step_time_s == 1.0

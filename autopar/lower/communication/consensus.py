@@ -6,17 +6,14 @@ inside `agree` or `share`: its outcome is exchanged first, and if it failed anyw
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "agree_equal", "digest_inputs", "digest_state", "share"]
+__all__ = ["agree", "agree_equal", "share"]
 
 T = TypeVar("T")
 
@@ -63,32 +60,6 @@ def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: 
             raise MeshError(
                 f"ranks were given different {what}: rank {rank} has {other}, rank 0 has {values[0]}. {remedy}"
             )
-
-
-@torch.no_grad()
-def digest_state(model: nn.Module) -> str:
-    """A short text that differs (but for chance) where values of parameters or buffers differ, on any device.
-
-    Sums of bits as whole numbers: exact, so that their order does not matter.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            digest.update(f"{name} on the meta device\n".encode())
-            continue
-        wide = torch.int32 if tensor.element_size() % 4 == 0 else torch.uint8
-        total = int(tensor.detach().flatten().view(wide).sum(dtype=torch.int64))
-        digest.update(f"{name} {total}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-@torch.no_grad()
-def digest_inputs(tensors: Sequence[Tensor]) -> str:
-    """A short text that differs where the tensors of a batch differ."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
 from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator
-from autopar.lower.communication.consensus import agree, agree_equal, digest_inputs
+from autopar.lower.communication.consensus import agree, agree_equal
+from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_tensor
 from autopar.lower.kernels.random import agree_base_seed
@@ -306,7 +307,7 @@ class ParallelModule(Skeleton):
         tensors = agree(talk.process_group, flatten)
         agree_equal(
             talk.process_group,
-            digest_inputs(tensors),
+            digest_tensors(zip(executor.executable.program.inputs, tensors, strict=True)),
             "batches",
             "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
         )

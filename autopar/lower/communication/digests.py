@@ -1,0 +1,53 @@
+"""Short numbers that differ where tensors differ, in value or in order, for ranks to compare."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["digest_of", "digest_tensors"]
+
+_WORDS = 1 << 16  # number of weights
+_PIECE = 1 << 22  # words at a time: their products take 32 MiB
+
+
+def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A short text that differs (but for chance) where names, shapes, dtypes or values differ, on any device."""
+    digest = hashlib.sha256()
+    for name, x in named:
+        value = "meta" if x.is_meta else int(digest_of(x))
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype} {value}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def digest_of(x: Tensor) -> Tensor:
+    """A digest of the bits of `x` and their order: an int64 scalar on its device, which the host does not wait for."""
+    repeats = [dim for dim, stride in enumerate(x.stride()) if stride == 0 and x.shape[dim]]
+    for dim in repeats:
+        x = x.narrow(dim, 0, 1)
+    flat = x.detach().contiguous().flatten()
+    if flat.device.type == "cpu":
+        return torch.tensor(zlib.crc32(flat.view(torch.uint8).numpy()))
+    return weighted_sum(flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)))
+
+
+def weighted_sum(words: Tensor) -> Tensor:
+    """``[n]`` -> a scalar, modulo 2**64: each word times a weight of its place; what is long, block by block."""
+    weights = _weights(words.device)
+    whole = words.numel() // _WORDS * _WORDS
+    blocks = [(part.view(-1, _WORDS) * weights).sum(1) for part in words[:whole].split(_PIECE)]
+    sums = torch.cat([*blocks, (words[whole:] * weights[: words.numel() - whole]).sum().view(1)])
+    return sums[0] if sums.numel() == 1 else weighted_sum(sums)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers of 63 random bits: where words differ in high bits only, the products still differ by place."""
+    drawn = torch.randint(1 << 62, (_WORDS,), generator=torch.Generator().manual_seed(0))
+    return (2 * drawn + 1).to(device)
