@@ -203,7 +203,9 @@ class Profile:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(self.to_json())
+        part.unlink(missing_ok=True)
+        with part.open("x") as file:  # which doesn't follow a link that somebody put there
+            file.write(self.to_json())
         part.replace(path)
 
     @classmethod

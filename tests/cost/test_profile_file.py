@@ -2,6 +2,7 @@
 
 import errno
 import multiprocessing
+import os
 import warnings
 
 import filelock
@@ -66,6 +67,18 @@ def test_a_profile_that_cannot_be_kept_is_one_warning_with_path_and_reason(tmp_p
     monkeypatch.undo()
     assert keep(path, lambda found: found or _profile())
     assert read(path) == _profile()
+
+
+def test_saving_writes_through_no_link(tmp_path) -> None:
+    kept, path = tmp_path / "kept", tmp_path / "profile.json"
+    kept.write_text("mine")
+    part = tmp_path / f"profile.json.{os.getpid()}.part"
+    part.symlink_to(kept)
+    _profile().save(path)
+    assert kept.read_text() == "mine"
+    assert Profile.load(path) == _profile()
+    assert not path.is_symlink()
+    assert not part.is_symlink()
 
 
 def _add_layers(path: str, name: str) -> None:
