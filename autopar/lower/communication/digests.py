@@ -33,7 +33,7 @@ def digest_of(x: Tensor) -> Tensor:
         x = x.narrow(dim, 0, 1)
     flat = x.detach().contiguous().flatten()
     if flat.device.type == "cpu":
-        return torch.tensor(zlib.crc32(flat.view(torch.uint8).numpy()))
+        return torch.tensor(zlib.crc32(flat.view(torch.uint8).numpy().data))
     return weighted_sum(flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)))
 
 
@@ -41,7 +41,7 @@ def weighted_sum(words: Tensor) -> Tensor:
     """``[n]`` -> a scalar, modulo 2**64: each word times a weight of its place; what is long, block by block."""
     weights = _weights(words.device)
     whole = words.numel() // _WORDS * _WORDS
-    blocks = [(part.view(-1, _WORDS) * weights).sum(1) for part in words[:whole].split(_PIECE)]
+    blocks = [(part.view(-1, _WORDS) * weights).sum(1) for part in torch.split(words[:whole], _PIECE)]
     sums = torch.cat([*blocks, (words[whole:] * weights[: words.numel() - whole]).sum().view(1)])
     return sums[0] if sums.numel() == 1 else weighted_sum(sums)
 
