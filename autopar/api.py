@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
 from autopar.cost.profile_file import keep
-from autopar.errors import MeshError, PlanFormatError, ProfileError
+from autopar.errors import MeshError, ProfileError
 from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
@@ -48,7 +48,7 @@ from autopar.trace import (
     without_target,
 )
 
-__all__ = ["build", "load_plan", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan", "trace_model"]
+__all__ = ["build", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan", "trace_model"]
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
@@ -331,7 +331,7 @@ def load_profile(path: str | Path) -> Profile:
     """
     try:
         return Profile.load(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ProfileError(
             f"profile={str(path)!r} can't be read: {error}. Measure one on the device: "
             f"python -m autopar.profile --output {path}"
@@ -339,24 +339,9 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def _given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:
-    chosen = given if isinstance(given, Plan) else load_plan(given)
+    chosen = given if isinstance(given, Plan) else Plan.load(given)
     check_fit(chosen, program, world_size)
     return chosen
-
-
-def load_plan(path: str | Path) -> Plan:
-    """The plan in the file that `Plan.save` wrote.
-
-    Raises:
-        PlanFormatError: there is no such file, or no plan in it.
-    """
-    try:
-        return Plan.load(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFormatError(
-            f"plan={str(path)!r} can't be read: {error}. Pass a Plan, or the path of a file that "
-            "Plan.save wrote and that every rank sees"
-        ) from error
 
 
 def _describe(model: nn.Module, program: Program) -> str:

@@ -100,9 +100,9 @@ def parse_layout(text: str) -> Layout:
 
 
 def _parse_placement(text: str) -> Placement:
-    match = re.fullmatch(r"\s*(?:([RPB])|S\((\d+)\))\s*", text)
+    match = re.fullmatch(r"\s*(?:([RPB])|S\(([0-9]{1,9})\))\s*", text)
     if match is None:
-        raise PlanFormatError(f"placement {text!r} is none of R, P, B, S(<dim>): write for instance 'S(0),R'")
+        raise PlanFormatError(f"placement {text!r:.40} is none of R, P, B, S(<dim>): write for instance 'S(0),R'")
     return Placement(match[1]) if match[1] else shard(int(match[2]))
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from autopar.errors import PlanFormatError
+from autopar.json_reading import check_fields, read_json
 from autopar.placement import Layout, format_layout, parse_layout
 from autopar.schedule import schedule_problem, stage_group
 
@@ -263,11 +264,9 @@ class Plan:
                 form.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanFormatError(
-                f"a plan is JSON, but line {error.lineno} column {error.colno}: {error.msg}"
-            ) from error
+            data = read_json(text)
+        except ValueError as error:
+            raise PlanFormatError(f"a plan is JSON, but {error}") from error
         if not isinstance(data, dict) or cast("dict[str, Any]", data).get("autopar_plan") != FORMAT_VERSION:
             raise PlanFormatError(
                 f"not a plan of format {FORMAT_VERSION}: the file must hold "
@@ -281,8 +280,19 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote.  Raises what `from_json` raises, and OSError."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanFormatError: there is no such file, or no plan in it.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # the latter: no UTF-8, or no path
+            raise PlanFormatError(
+                f"plan={str(path)!r} can't be read: {error}. Pass a Plan, or the path of a file that Plan.save wrote "
+                "and that every rank sees"
+            ) from error
+        return cls.from_json(text)
 
 
 def _encode(plan: Plan) -> dict[str, Any]:
@@ -348,42 +358,11 @@ def _checked_parts(kind: type[Any], data: dict[str, Any], name: str) -> list[dic
     return parts
 
 
-def _is(*types: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types) and not isinstance(value, bool)
-
-
-def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_item, cast("list[Any]", value)))
-
-
-def _is_dict_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_item, cast("dict[str, Any]", value).values()))
-
-
-# How a field of this type stands in the file.
-_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", _is(int)),
-    "float": ("a number", _is(int, float)),
-    "str": ("a text", _is(str)),
-    "tuple[int, ...]": ("a list of whole numbers", _is_list_of(_is(int))),
-    "tuple[str, ...]": ("a list of texts", _is_list_of(_is(str))),
-    "tuple[Layout, ...]": ("a list of layouts such as 'S(0),R'", _is_list_of(_is(str))),
-    "tuple[tuple[str, ...], ...]": ("a list of texts such as 'b -'", _is_list_of(_is(str))),
-    "tuple[tuple[str, Layout], ...]": ("an object of layouts such as 'S(0),R'", _is_dict_of(_is(str))),
-    "tuple[tuple[str, float], ...]": ("an object of numbers", _is_dict_of(_is(int, float))),
-}
-_LIST_OF_OBJECTS = ("a list of objects", _is_list_of(_is(dict)))
-
-
 def _check_form(kind: type[Any], data: Mapping[str, Any], where: str) -> None:
-    known = {field.name for field in fields(kind)}
-    if known != set(data):
-        missing, unknown = sorted(known - set(data)), sorted(set(data) - known)
-        raise PlanFormatError(f"{where}: fields missing: {missing}, unknown: {unknown}")
-    for field in fields(kind):
-        form, fits = _FORMS.get(str(field.type), _LIST_OF_OBJECTS)
-        if not fits(data[field.name]):
-            raise PlanFormatError(f"{where}: {field.name!r} must be {form}, but is {data[field.name]!r:.80}")
+    try:
+        check_fields(kind, data, where)
+    except ValueError as error:
+        raise PlanFormatError(str(error)) from error
 
 
 def _check_consistency(plan: Plan) -> None:
@@ -399,17 +378,27 @@ def _check_consistency(plan: Plan) -> None:
                 f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh {plan.shared_mesh}"
             )
     _check_stages(plan)
+    _check_sizes(plan)
     for index, strategy in enumerate(plan.strategies):
         if math.prod(strategy.mesh) != plan.group_size:
             of = f"the {plan.group_size} devices of a stage" if plan.stages else f"world_size {plan.world_size}"
             raise PlanFormatError(f"strategies[{index}]: mesh {strategy.mesh} does not hold {of}")
         layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(x for _, x in strategy.copies))
-        for row in (*layouts, *strategy.assignments):
+        for row in (*layouts, *strategy.assignments, *filter(None, [strategy.labels])):
             if len(row) != len(strategy.mesh):
                 raise PlanFormatError(
-                    f"strategies[{index}]: {' '.join(map(str, row))!r} has {len(row)} parts, "
+                    f"strategies[{index}]: {' '.join(map(str, row))!r:.80} has {len(row)} parts, "
                     f"but mesh {strategy.mesh} has {len(strategy.mesh)} axes"
                 )
+
+
+def _check_sizes(plan: Plan) -> None:
+    counts = (("world_size", plan.world_size), ("num_microbatches", plan.num_microbatches))
+    meshes = (("shared_mesh", plan.shared_mesh), *((f"strategies[{n}]", s.mesh) for n, s in enumerate(plan.strategies)))
+    sizes = (*counts, *((f"{name}: mesh {mesh}", size) for name, mesh in meshes for size in mesh))
+    for name, size in sizes:
+        if size < 1:
+            raise PlanFormatError(f"{name}: {size} is no count of devices or microbatches: write at least 1")
 
 
 def _check_stages(plan: Plan) -> None:
@@ -421,10 +410,10 @@ def _check_stages(plan: Plan) -> None:
 def stages_problem(plan: Plan) -> str:
     """Why the stages of `plan` don't fit its layers, devices and schedule; "" if they do."""
     if not plan.stages:
-        without = f"schedule {plan.schedule!r} without stages: give stages, or leave schedule empty"
+        without = f"schedule {plan.schedule!r:.40} without stages: give stages, or leave schedule empty"
         return without if plan.schedule else ""
     groups = plan.num_groups
-    if plan.world_size % groups:
+    if groups < 1 or plan.world_size % groups:
         return f"{plan.world_size} devices don't fall into {groups} equal groups"
     problem = schedule_problem(plan.schedule, groups, len(plan.stages), plan.num_microbatches)
     if problem:

@@ -87,7 +87,7 @@ def stage_group(schedule: str, stage: int, num_groups: int) -> int:
 def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> str:
     """Why `schedule` can't run so many stages and microbatches on so many groups; "" if it can."""
     if schedule not in SCHEDULES:
-        return f"there is no schedule {schedule!r}; there are {', '.join(SCHEDULES)}"
+        return f"there is no schedule {schedule!r:.40}; there are {', '.join(SCHEDULES)}"
     if num_groups < 2 or num_stages % num_groups:
         return f"{num_stages} stages can't be dealt out to {num_groups} device groups"
     rounds = num_stages // num_groups

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.api import load_plan
 from autopar.backend.graph import CapturedGraph, make_module
 from autopar.backend.options import Options
 from autopar.backend.session import Session
@@ -136,7 +135,7 @@ def _decide(
     world = session.communicator.world_size
     path = options.plans / f"{program.fingerprint}.json" if options.plans else None
     if path is not None and path.exists():
-        plan = load_plan(path)
+        plan = Plan.load(path)
         check_fit(plan, program, world)
         _check_edit(plan, request.stored, str(path))
         return plan

@@ -7,14 +7,17 @@ import os
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from autopar.cluster.devices import DEVICES
 from autopar.cluster.hardware import Device, Link
 from autopar.cluster.links import LINKS
 from autopar.errors import MeshError
+from autopar.json_reading import check_fields, read_json
 
 __all__ = ["Cluster"]
+
+T = TypeVar("T")
 
 _ALIASES = {"a100": "a100-80gb"}
 
@@ -133,16 +136,22 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as readable JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote.
 
         Raises:
-            MeshError: the file is not a cluster's JSON.
+            MeshError: there is no such file, or no cluster in it.
         """
-        return cls.from_json(Path(path).read_text())
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # the latter: no UTF-8, or no path
+            raise MeshError(
+                f"the cluster file {str(path)!r} can't be read: {error}. Name a file that Cluster.save wrote"
+            ) from error
+        return cls.from_json(text)
 
     def to_json(self) -> str:
         """The cluster as readable JSON."""
@@ -156,19 +165,24 @@ class Cluster:
             MeshError: `text` is not a cluster's JSON.
         """
         try:
-            data = cast(dict[str, Any], json.loads(text))
+            data = cast(dict[str, Any], read_json(text))
             if data.pop("autopar_cluster") != 1:
                 raise ValueError("autopar_cluster is not 1")
-            device, within, between = (
-                Device(**data.pop("device")), Link(**data.pop("within")), Link(**data.pop("between"))
-            )  # fmt: skip
-            return cls(device=device, within=within, between=between, **data)
+            check_fields(cls, data, "cluster")
+            device = _read_part(Device, data, "device")
+            within, between = (_read_part(Link, data, name) for name in ("within", "between"))
+            return cls(device, data["devices_per_node"], data["num_nodes"], within, between)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             names = ", ".join(part.name for part in fields(cls))
             raise MeshError(
                 f"this is not the JSON of a cluster ({type(error).__name__}: {error}); it needs "
                 f"autopar_cluster=1 and {names}, as Cluster.save writes them"
             ) from error
+
+
+def _read_part(kind: type[T], data: dict[str, Any], name: str) -> T:
+    check_fields(kind, data[name], name, is_whole=False)
+    return kind(**data[name])
 
 
 def _link(name: str) -> Link:

@@ -10,6 +10,9 @@ from autopar.errors import MeshError
 
 __all__ = ["Device", "Link", "OpTime"]
 
+_LEAST, _MOST = 1e-12, 1e21
+"""What is positive and finite lies between these, so that a price, which divides by two such numbers, is finite too."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -59,7 +62,7 @@ class Device:
         )
         others = ("launch_s", "reserved_memory_bytes", "new_attention_efficiency")
         _check_numbers(self, positive=positive, fractions=fractions, others=others)
-        wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not rate > 0}
+        wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not _LEAST <= rate <= _MOST}
         if wrong:
             raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {wrong}")
 
@@ -149,7 +152,7 @@ def _check_numbers(
 ) -> None:
     for name in positive + fractions + others:
         value: Any = getattr(thing, name)
-        low = value >= 0 if name in others else value > 0
-        if not low or value == float("inf") or (name in fractions and value > 1):
+        least, most = (0.0 if name in others else _LEAST), (1.0 if name in fractions else _MOST)
+        if not least <= value <= most:
             wanted = "in (0, 1]" if name in fractions else "at least 0" if name in others else "positive"
             raise MeshError(f"{type(thing).__name__} {thing.name!r}: {name} must be {wanted} and finite, got {value}")

@@ -38,20 +38,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 from autopar.cost.curves import Curve, Point
 from autopar.errors import MissingPriceError
+from autopar.json_reading import check_fields, read_json
 from autopar.placement import Axis
 
 __all__ = ["Curve", "LayerTime", "Point", "Profile", "Reading", "Readings"]
 
 _VERSION = 4
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -182,17 +182,14 @@ class Profile:
             MissingPriceError: `text` is not a profile's JSON of this version.
         """
         try:
-            data = cast(dict[str, Any], json.loads(text))
+            data = cast(dict[str, Any], read_json(text))
             version = data.pop("autopar_profile")
             if version != _VERSION:
-                raise ValueError(f"autopar_profile is {version}, not {_VERSION}")
-            return cls(
-                curves=_section(data, "curves", lambda row: Curve(_rows(Point, row.pop("points")), **row)),
-                readings=_section(data, "readings", lambda row: Readings(_rows(Reading, row.pop("points")), **row)),
-                layers=_section(data, "layers", lambda row: LayerTime(**row)),
-                **data,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"autopar_profile is {version!r:.40}, not {_VERSION}")
+            check_fields(cls, data, "profile")
+            data |= {name: _read_section(data, name) for name in _SECTIONS}
+            return cls(**data)
+        except (ValueError, KeyError, TypeError, AttributeError, MissingPriceError) as error:
             raise MissingPriceError(
                 f"this is not the JSON of a profile ({type(error).__name__}: {error}); measure it again: "
                 "python -m autopar.profile"
@@ -204,7 +201,7 @@ class Profile:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         part.unlink(missing_ok=True)
-        with part.open("x") as file:  # which doesn't follow a link that somebody put there
+        with part.open("x", encoding="utf-8") as file:  # which doesn't follow a link that somebody put there
             file.write(self.to_json())
         part.replace(path)
 
@@ -214,8 +211,9 @@ class Profile:
 
         Raises:
             MissingPriceError: the file is not a profile.
+            OSError: there is no file that can be read.
         """
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def _axes(keys: Iterable[str], prefix: str) -> tuple[Axis, ...]:
@@ -227,9 +225,45 @@ def _series(series: Curve | Readings, points: list[list[float]]) -> dict[str, An
     return {"date": series.date, "contention": series.contention, "points": points}
 
 
-def _section(data: dict[str, Any], name: str, read: Callable[[dict[str, Any]], T]) -> dict[str, T]:
-    return {key: read(row) for key, row in data.pop(name).items()}
+_SECTIONS: dict[str, tuple[type[Any], Callable[..., Any] | None]] = {
+    "curves": (Curve, Point),
+    "readings": (Readings, Reading),
+    "layers": (LayerTime, None),
+}
+"""The dataclass of each entry, and of its points."""
+
+_LEAST, _MOST = 1e-12, 1e21
+"""Seconds, bytes and flops of a curve lie between these; interpolation multiplies three of them, and stays finite."""
+
+# The keys that are taken apart, by their first part; others are only looked up.
+_COUNT = "[1-9][0-9]{0,17}"
+_KEYS = {
+    "matmul": f"[^/]*/({_COUNT}x{_COUNT}/)?[^/]+",
+    "attention": f"[^/]*/([^/]*/{_COUNT}/{_COUNT}/)?[^/]+",
+    "op": f"[^/]*/({_COUNT}/|number/)?[^/]+",
+    "collective": f"[^/]*/{_COUNT}/{_COUNT}",
+    "interference": f"[^/]*/{_COUNT}/{_COUNT}",
+}
 
 
-def _rows(kind: Callable[..., T], rows: Iterable[Iterable[float]]) -> tuple[T, ...]:
-    return tuple(kind(*map(float, row)) for row in rows)
+def _read_section(data: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: _read_entry(f"{name}[{key!r:.80}]", name, key, row) for key, row in data[name].items()}
+
+
+def _read_entry(where: str, section: str, key: str, row: dict[str, Any]) -> Curve | Readings | LayerTime:
+    kind, point = _SECTIONS[section]
+    check_fields(kind, row, where, is_whole=False)
+    family, _, rest = key.partition("/")
+    if point is not None and family in _KEYS and not re.fullmatch(_KEYS[family], rest):
+        raise ValueError(f"{where}: it is no key of the form {family}/{_KEYS[family]}")
+    points: list[list[float]] = row.get("points", [])
+    numbers = [each for each in row.values() if isinstance(each, int | float)] + [n for p in points for n in p]
+    if not all(0 <= number <= _MOST for number in numbers):
+        raise ValueError(f"{where}: its numbers must be between 0 and {_MOST:g}, but one of them is not: {row!r:.200}")
+    if point is None:
+        return kind(**row)
+    least = 0.0 if kind is Readings else _LEAST
+    if not points or not all(number >= least for p in points for number in p[:2]):
+        raise ValueError(f"{where}: it needs points, of at least {least:g}, but has {points!r:.200}")
+    row = row | {"points": tuple(point(*map(float, p)) for p in points)}
+    return kind(**row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autopar.cluster import Cluster
 from autopar.errors import QuestionError
@@ -52,14 +53,13 @@ def parse_cluster(text: str) -> Cluster:
         MeshError: there is no such device.
     """
     if text.endswith(".json"):
-        try:
-            return Cluster.load(text)
-        except OSError as error:
+        if not Path(text).is_file():
             raise QuestionError(
-                f"cluster file {text!r} can't be read: {error.strerror}; write nodes x devices per node x device "
-                "instead, such as 8x8xh100, or a file with Cluster.save"
-            ) from error
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text)
+                f"there is no cluster file {text!r}: write nodes x devices per node x device instead, such as "
+                "8x8xh100, or a file with Cluster.save"
+            )
+        return Cluster.load(text)
+    match = re.fullmatch(r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([A-Za-z][\w-]*)", text)
     if match is None or not int(match[2]) or (match[1] is not None and not int(match[1])):
         raise QuestionError(
             f"--cluster {text!r}: write nodes x devices per node x device, such as 8x8xh100 (one node: 4xa100-80); "
@@ -107,7 +107,7 @@ def change(asked: Asked, text: str) -> Asked:
 
 
 def _whole(text: str, value: str) -> int:
-    if not value.isdecimal() or not int(value):
+    if not re.fullmatch("[0-9]{1,9}", value) or not int(value):
         name = text.partition("=")[0]
         raise QuestionError(f"{text!r}: {value!r} is no positive whole number; write for instance {name}=16")
     return int(value)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import MaterializationError, PlanFormatError, QuestionError
+from autopar.errors import MaterializationError, QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.documents import describe_plan
 from autopar.explain.editing import Edit, apply_edits
@@ -110,14 +110,11 @@ def load_plan(path: str) -> Plan:
         QuestionError: there is no such file.
         PlanFormatError: it is no plan.
     """
-    try:
-        return Plan.load(path)
-    except OSError as error:
+    if not Path(path).is_file():
         raise QuestionError(
-            f"plan {path!r} can't be read: {error.strerror}; write one with TARGET --cluster ... --save {path}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise PlanFormatError(f"plan {path!r} is no text: name a file that --save or Plan.save wrote") from error
+            f"plan {path!r} can't be read: there is no such file; write one with TARGET --cluster ... --save {path}"
+        )
+    return Plan.load(path)
 
 
 def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:

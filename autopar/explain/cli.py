@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    if not re.fullmatch("[0-9]{1,9}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number: write one, such as 64")
     return int(text)
 

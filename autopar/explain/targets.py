@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar.errors import QuestionError
+from autopar.json_reading import read_json
 from autopar.plan import Plan
 
 __all__ = ["ModelTarget", "load_target"]
@@ -72,7 +72,8 @@ def _functions(path: Path) -> list[str]:
 
 def _load_json(path: Path, batch: int | None, sequence: int | None) -> ModelTarget | Plan:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = read_json(text)
     except OSError as error:
         raise QuestionError(
             f"{str(path)!r} can't be read: {error.strerror}; give the path of a Hugging Face config.json or of a saved "
@@ -81,7 +82,7 @@ def _load_json(path: Path, batch: int | None, sequence: int | None) -> ModelTarg
     except ValueError as error:
         raise QuestionError(f"{str(path)!r} is no JSON: {error}") from error
     if isinstance(data, dict) and "autopar_plan" in data:
-        return Plan.load(path)
+        return Plan.from_json(text)
     if isinstance(data, dict) and "model_type" in data:
         return _from_config(path, cast("dict[str, Any]", data), batch, sequence)
     raise QuestionError(

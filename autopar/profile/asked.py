@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -90,7 +91,7 @@ def _read_axis(part: str, text: str) -> Axis:
 
 
 def _read_count(text: str, where: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text) or int(text) < 1:
         raise ProfileError(
             f"{where}: {text.strip()!r} is no count. Say group sizes such as --group-sizes 2,8, or sizes and strides "
             "such as --axes 2x1,2x4"

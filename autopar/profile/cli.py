@@ -140,7 +140,7 @@ def _load(path: Path) -> Profile:
         others = "".join(f"\n  {other}" for other in sorted(CACHE_DIR.glob("profile-*.json")))
         there = f"; there are{others}" if others else ""
         raise ProfileError(f"--show: there is no {path}. Name a profile, or measure one first{there}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ProfileError(f"--show: {path} can't be read: {error}. Name the JSON file of a profile") from error
 
 

@@ -71,7 +71,7 @@ def _strategies(draw, mesh):
         storage=draw(_many(layouts)),
         zero=draw(st.integers(0, 3)),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        labels=draw(_many(_names)),
+        labels=draw(st.just(()) | st.tuples(*[_names] * len(mesh))),
     )
 
 

@@ -33,4 +33,7 @@ def doubtful_keys(ranks: Ranks, found: Profile) -> frozenset[str]:
 
 
 def _age_s(series: Curve | Readings, now_s: float) -> float:
-    return now_s - datetime.fromisoformat(series.date).timestamp() if series.date else float("inf")
+    try:
+        return now_s - datetime.fromisoformat(series.date).timestamp()
+    except (ValueError, OverflowError):  # there is no date, or none that a clock knows
+        return float("inf")

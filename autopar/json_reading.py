@@ -1,0 +1,124 @@
+"""Reading JSON that anybody may have written, or a disk damaged: plans, profiles, clusters and configs.
+
+Whatever a text holds, `read_json` and `check_fields` raise nothing but ValueError; the caller knows which file it is,
+and makes that an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, cast
+
+__all__ = ["check_fields", "read_json"]
+
+_MOST = 2**63
+"""Whole numbers are below this: larger ones don't fit a tensor's sizes, and sums of floats overflow on them."""
+
+
+def read_json(text: str) -> Any:
+    """What `text` says; ``Infinity`` is read as well, as `json.dumps` writes it.
+
+    Raises:
+        ValueError: it is no JSON, nested too deeply, or has a number that no arithmetic survives (NaN, 2**63 or more),
+            or half of a surrogate pair, which can't be written.
+    """
+    try:
+        found = json.loads(text, parse_int=_read_int, parse_float=_read_float, parse_constant=_read_constant)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from error
+    return found
+
+
+def _read_int(text: str) -> int:
+    number = int(text) if len(text) < 20 else _MOST  # Python itself refuses to read more than 4,300 digits
+    if not -_MOST < number < _MOST:
+        raise ValueError(f"the number {text[:20]}{'...' * (len(text) > 20)} is too large")
+    return number
+
+
+def _read_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:20]}{'...' * (len(text) > 20)} is too large")
+    return number
+
+
+def _read_constant(text: str) -> float:
+    if text != "Infinity":
+        raise ValueError(f"{text} is no number to work with")
+    return math.inf
+
+
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types) and not isinstance(value, bool)
+
+
+def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, cast("list[Any]", value)))
+
+
+def _is_dict_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_item, cast("dict[str, Any]", value).values()))
+
+
+# How a field of this type stands in the file.
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", _is(int)),
+    "float": ("a number", _is(int, float)),
+    "str": ("a text", _is(str)),
+    "tuple[int, ...]": ("a list of whole numbers", _is_list_of(_is(int))),
+    "tuple[str, ...]": ("a list of texts", _is_list_of(_is(str))),
+    "tuple[Layout, ...]": ("a list of layouts such as 'S(0),R'", _is_list_of(_is(str))),
+    "tuple[Point, ...]": ("a list of lists of numbers", _is_list_of(_is_list_of(_is(int, float)))),
+    "tuple[Reading, ...]": ("a list of lists of numbers", _is_list_of(_is_list_of(_is(int, float)))),
+    "tuple[tuple[str, ...], ...]": ("a list of texts such as 'b -'", _is_list_of(_is(str))),
+    "tuple[tuple[str, Layout], ...]": ("an object of layouts such as 'S(0),R'", _is_dict_of(_is(str))),
+    "tuple[tuple[str, float], ...]": ("an object of numbers", _is_dict_of(_is(int, float))),
+    "Mapping[str, float]": ("an object of numbers", _is_dict_of(_is(int, float))),
+    "Mapping[str, str]": ("an object of texts", _is_dict_of(_is(str))),
+}
+_OBJECT = ("an object", _is(dict))
+_LIST_OF_OBJECTS = ("a list of objects", _is_list_of(_is(dict)))
+_OBJECT_OF_OBJECTS = ("an object of objects", _is_dict_of(_is(dict)))
+
+
+def check_fields(kind: type[Any], data: Any, where: str, *, is_whole: bool = True) -> None:
+    """Check that `data` is an object with the fields of the dataclass `kind`, each of its own form.
+
+    Args:
+        kind: its fields may be numbers, texts, other dataclasses, and tuples and mappings of these.
+        data: from `read_json`.
+        where: what it is in its file, for messages.
+        is_whole: whether fields that have defaults must be there too.
+
+    Raises:
+        ValueError: fields are missing or unknown, or one is of another form.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be an object, but is {data!r:.80}")
+    given = cast("dict[str, Any]", data)
+    known = {field.name: field for field in fields(kind) if field.init}
+    needed = [name for name, field in known.items() if is_whole or field.default is field.default_factory is MISSING]
+    missing, unknown = sorted({*needed} - given.keys()), sorted(given.keys() - known.keys())
+    if missing or unknown:
+        raise ValueError(f"{where}: fields missing: {missing}, unknown: {unknown!s:.200}")
+    for name, value in given.items():
+        form, fits = _form_of(str(known[name].type))
+        if not fits(value):
+            raise ValueError(f"{where}: {name!r} must be {form}, but is {value!r:.80}")
+
+
+def _form_of(type_name: str) -> tuple[str, Callable[[Any], bool]]:
+    if type_name in _FORMS:
+        return _FORMS[type_name]
+    if type_name.startswith("tuple["):
+        return _LIST_OF_OBJECTS
+    return _OBJECT_OF_OBJECTS if type_name.startswith("Mapping[") else _OBJECT
