@@ -21,7 +21,7 @@ __all__ = ["PlacedLayer", "SharedStorage", "place", "stored_steps"]
 SharedStorage = Mapping[str, tuple[tuple[int, ...], Layout]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacedLayer:
     """Everything about a layer under a strategy that its cost depends on.
 
@@ -98,8 +98,7 @@ def place(
     """Apply `strategy` to `layer`, the first of its kind (by its values the strategy's copies are named).
 
     Raises:
-        ValueError: a factor or layout does not divide.
-        KeyError: an op lacks a factor.
+        PlanMismatchError: a factor does not divide, or an op lacks it.
     """
     flows = find_flows(program, layer)
     view = time_view(layer, flows, strategy.time, num_microbatches)

@@ -7,24 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from autopar.errors import PlanMismatchError
 from autopar.placement import Axis, Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
+from autopar.step.collective_calls import CollectiveCall
 from autopar.step.value_flows import TimeView, option_of, options_of
 
-__all__ = ["Allowed", "KernelRun", "OpState", "assigned_state", "kernel_runs", "op_states"]
+__all__ = ["Allowed", "OpState", "assigned_state", "kernel_runs", "op_states"]
 
 # Whether an op may use an option on the mesh axis of this index.
 Allowed = Callable[[Op, int, Option], bool]
-
-
-@dataclass(frozen=True)
-class KernelRun:
-    """One collective inside a special kernel, per microbatch."""
-
-    kind: str
-    phase: str
-    axis: Axis
-    num_bytes: float
 
 
 @dataclass(frozen=True)
@@ -75,15 +67,17 @@ def assigned_state(
     """The state of these factors.
 
     Raises:
-        ValueError: they don't divide on this mesh.
-        KeyError: the op has no such factor.
+        PlanMismatchError: the op has no such factor, or they don't divide on this mesh.
     """
     options = tuple(option_of(op, factor) for factor in factors)
     time = (view.factors[index], view.num_microbatches)
     types = _microbatch_types(program, op, index, view)
     states = _make_states(tuple((option,) for option in options), mesh, types, time)
     if not states:
-        raise ValueError(f"{op.name} ({op.target}) can't split {factors} on mesh {mesh}: sizes don't divide")
+        raise PlanMismatchError(
+            f"op {op.name} ({op.target}) can't split {' '.join(factors)} on mesh {mesh}: sizes don't divide, or two "
+            "special kernels would run it at once"
+        )
     return states[0]
 
 
@@ -181,18 +175,18 @@ def _finish(partial: _Partial) -> OpState:
     return OpState(options, operands, results, operand_types, result_types)
 
 
-def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[KernelRun, ...]:
+def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, ...]:
     """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in
     turn.
     """
-    runs: list[KernelRun] = []
+    runs: list[CollectiveCall] = []
     if not any(option.collectives for option in state.options):
         return ()
     types = state.operand_types + state.result_types
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
-        for collective in option.collectives:
+        for collective in option.collectives if axis.size > 1 else ():
             shape = types[collective.operand].shape
             elements = math.prod(size for dim, size in enumerate(shape) if dim not in collective.drop_dims)
             num_bytes = elements * itemsize_bytes(collective.dtype) * collective.count
-            runs.append(KernelRun(collective.kind, collective.phase, axis, num_bytes))
+            runs.append(CollectiveCall(collective.kind, collective.phase, axis, num_bytes))
     return tuple(runs)

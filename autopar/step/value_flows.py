@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.errors import PlanMismatchError
 from autopar.placement import BROADCAST, REPLICATE, Placement, local_shape
 from autopar.program import Layer, Op, Option, Program, TensorType, Value
 
@@ -110,12 +111,14 @@ def option_of(op: Op, factor: str) -> Option:
     """The op's option of this factor.
 
     Raises:
-        KeyError: the op has no such factor.
+        PlanMismatchError: the op has no such factor.
     """
     for option in options_of(op):
         if option.factor == factor:
             return option
-    raise KeyError(f"{op.name} ({op.target}) has no factor {factor!r}; it has {[o.factor for o in options_of(op)]}")
+    raise PlanMismatchError(
+        f"op {op.name} ({op.target}) has no factor {factor!r}; it has {[option.factor for option in options_of(op)]}"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""One layer under one strategy as an FX program on plain local tensors, with every move between devices in
-sight.
+"""One layer under one strategy as an FX program on plain local tensors, with every move between devices in sight.
 
-A value goes: produced layout --once--> copy layout --for each reader--> that operand's layout.  `search`
-prices exactly these moves.  In time (microbatches) a value is cut on the way: before the copy if it arrives
-whole and all readers want the same slices, else for each reader.
+What runs, in which order and on which local types is `autopar.step.local_program`'s to say; a program has one node for
+each of its instructions.
 """
 
 from __future__ import annotations
@@ -19,22 +17,16 @@ from torch import fx
 from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target
 from autopar.lower.program.layer_ops import draw, microbatch_slice, redistribute, run_kernel
-from autopar.lower.program.naming import Buffer, layout_suffix, node_name, step_buffers, type_comment
-from autopar.placement import (
-    BROADCAST,
-    REPLICATE,
-    Axis,
-    Layout,
-    Placement,
-    format_layout,
-    local_shape,
-    mesh_axes,
-    reshard,
-)
+from autopar.lower.program.naming import layout_suffix, node_name, type_comment
+from autopar.placement import LOCAL, Axis, Layout, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
-from autopar.program import Arg, Layer, Op, Option, Program, Ref, TensorType, is_cheap
+from autopar.program import Arg, Layer, Op, Program, Ref, is_cheap
+from autopar.step.collective_calls import reshard_calls
+from autopar.step.local_layer import place
+from autopar.step.local_program import LocalProgram, Reshard, RunOp, TakeMicrobatch, derive
+from autopar.step.op_states import kernel_runs
 
-__all__ = ["LayerProgram", "find_option", "layer_program"]
+__all__ = ["LayerProgram", "layer_program"]
 
 
 @dataclass(frozen=True)
@@ -43,35 +35,15 @@ class LayerProgram:
 
     `module` is called ``module(*inputs, *held, context)``: inputs in the strategy's input layouts, held
     values in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
-     `output_times` are their placements in time.  `cheap` names the nodes that selective recomputation may
-     run again.
+    `local` is what it was emitted from.  `cheap` names the nodes that selective recomputation may run again.
     """
 
     module: fx.GraphModule
     layer: Layer
     strategy: LayerStrategy
     num_microbatches: int
-    held_layouts: tuple[Layout, ...]
-    output_times: tuple[Placement, ...]
+    local: LocalProgram
     cheap: frozenset[str]
-
-
-def find_option(op: Op, factor: str) -> Option:
-    """The op's option of this factor; ``"-"`` and ``"~"`` exist for every op.
-
-    Raises:
-        PlanMismatchError: the op has no such factor.
-    """
-    for option in op.options:
-        if option.factor == factor:
-            return option
-    if factor in ("-", "~"):
-        placement = REPLICATE if factor == "-" else BROADCAST
-        return Option(factor, (placement,) * len(op.operands), (placement,) * len(op.results))
-    raise PlanMismatchError(
-        f"op {op.name} ({op.target}) has no factor {factor!r}; it has "
-        f"{[option.factor for option in op.options]}: plan again with this version of autopar"
-    )
 
 
 def layer_program(
@@ -89,7 +61,7 @@ def layer_program(
         layer: the first layer of the kind (the strategy's copies are named after its values).
         strategy: how it runs.
         num_microbatches: into how many slices the batch is cut in time.
-        arrivals: per layer input, its placement in time where it arrives; by default whole (``R``).
+        arrivals: per layer input, its placement in time where it arrives; by default see `derive`.
         device: where ops that create tensors put them.
 
     Raises:
@@ -100,260 +72,138 @@ def layer_program(
             f"layer {layer.name} has {len(layer.ops)} ops, but the strategy assigns "
             f"{len(strategy.assignments)} in space and {len(strategy.time)} in time"
         )
-    time_factors = strategy.time if num_microbatches > 1 else ()
-    builder = _Builder(program, layer, strategy, num_microbatches, time_factors, device)
-    builder.add_placeholders(arrivals or (REPLICATE,) * len(layer.inputs))
-    for index, op in enumerate(layer.ops):
-        builder.add_op(index, op)
-    return builder.finish()
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor at one point of its way: its node, layout on the devices and placement in time."""
-
-    node: fx.Node
-    layout: Layout
-    time: Placement
+    local = derive(place(program, layer, strategy, num_microbatches), arrivals)
+    emitter = _Emitter(layer, strategy.mesh, num_microbatches, local, device)
+    emitter.add_placeholders()
+    for instruction in local.instructions:
+        emitter.add(instruction)
+    graph = emitter.finish()
+    module = fx.GraphModule(torch.nn.Module(), graph, class_name=f"Kind{layer.kind}")
+    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.cheap))
 
 
 @dataclass
-class _Builder:
-    """The state of one build: the graph so far and where each value lies in it."""
+class _Emitter:
+    """The graph so far, and the node of each local value."""
 
-    program: Program
     layer: Layer
-    strategy: LayerStrategy
+    mesh: tuple[int, ...]
     num_microbatches: int
-    time_factors: tuple[str, ...]
+    local: LocalProgram
     device: str
     graph: fx.Graph = field(default_factory=fx.Graph)
-    produced: dict[str, _Place] = field(default_factory=dict[str, _Place])
-    copies: dict[str, _Place] = field(default_factory=dict[str, _Place])
+    nodes: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
     cheap: set[str] = field(default_factory=set[str])
+    place: tuple[str, str] = ("", "")  # the module and the line that nodes are made for
 
-    def __post_init__(self) -> None:
-        self.mesh = self.strategy.mesh
-        self.place = ("", "")  # the module and the line that nodes are made for
-        self.copy_layouts = dict(self.strategy.copies)
-        self.time_operands = [
-            find_option(op, factor).operands
-            for op, factor in zip(self.layer.ops, self.time_factors or ("-",) * len(self.layer.ops), strict=True)
-        ]
-
-    def add_placeholders(self, arrivals: tuple[Placement, ...]) -> None:
+    def add_placeholders(self) -> None:
         """Inputs, held values (in their copy layouts), and the context."""
-        strategy = self.strategy
-        for name, layout, time in zip(self.layer.inputs, strategy.inputs, arrivals, strict=True):
-            self.produced[name] = self._placeholder(name, layout, time)
-        for name, layout in zip(self.layer.held, self.held_layouts(), strict=True):
-            self.produced[name] = self._placeholder(name, layout, REPLICATE)
+        for index in (*self.local.inputs, *self.local.held):
+            self._keep(index, self.graph.placeholder(node_name(self.local.values[index].value.name)))
         self.context = self.graph.placeholder("context")
-        for name in (*self.layer.inputs, *self.layer.held):
-            self._cut_on_arrival(name)
+        self.places = {op.index: (op.op.module, op.op.source) for op in self._ops()}
 
-    def add_op(self, index: int, op: Op) -> None:
-        """The op on its operands' local tensors, each moved to where the op's options want it."""
-        self.place = (op.module, op.source)
-        options = [find_option(op, factor) for factor in self.strategy.assignments[index]]
-        operands = iter(
-            [
-                self._operand(name, tuple(option.operands[i] for option in options), self.time_operands[index][i])
-                for i, name in enumerate(op.operands)
-            ]
+    def _ops(self) -> Iterator[RunOp]:
+        return (each for each in self.local.instructions if isinstance(each, RunOp))
+
+    def add(self, instruction: TakeMicrobatch | Reshard | RunOp) -> None:
+        """The node of one instruction."""
+        if isinstance(instruction, RunOp):
+            self.place = self.places[instruction.index]
+            self._run(instruction)
+        elif isinstance(instruction, Reshard):
+            self.place = self.places.get(instruction.before, ("", ""))
+            self._reshard(instruction)
+        else:
+            self._take_microbatch(instruction)
+
+    def finish(self) -> fx.Graph:
+        """Put the outputs out."""
+        self.graph.output(tuple(self.nodes[index] for index in self.local.outputs))
+        self.graph.lint()
+        return self.graph
+
+    def _keep(self, index: int, node: fx.Node) -> None:
+        value = self.local.values[index]
+        node.meta["comment"] = type_comment(value.type, value.layout)
+        self.nodes[index] = node
+
+    def _take_microbatch(self, instruction: TakeMicrobatch) -> None:
+        target = self.local.values[instruction.target]
+        args = (self.nodes[instruction.source], target.time.dim, self.num_microbatches, self.context)
+        node = self._call(microbatch_slice, args, f"{node_name(target.value.name)}_microbatch")
+        self.cheap.add(node.name)
+        self._keep(instruction.target, node)
+
+    def _reshard(self, instruction: Reshard) -> None:
+        source, target = (self.local.values[index] for index in (instruction.source, instruction.target))
+        args = (
+            self.nodes[instruction.source], format_layout(source.layout), format_layout(target.layout), self.mesh,
+            self.context,
+        )  # fmt: skip
+        node = self._call(redistribute, args, f"{node_name(target.value.name)}_{layout_suffix(target.layout)}")
+        node.meta["collectives"] = reshard_calls(
+            instruction.steps, instruction.tensor.num_bytes, has_gradient=target.value.requires_grad
         )
-        time = find_option(op, self.time_factors[index]) if self.time_factors else None
-        times = time.results if time else (REPLICATE,) * len(op.results)
-        layouts = [tuple(option.results[i] for option in options) for i in range(len(op.results))]
-        local = [self._local(name, layout, t) for name, layout, t in zip(op.results, layouts, times, strict=True)]
-        args = [self._literal(arg, operands) for arg in op.args]
+        node.meta["axes"] = frozenset(step.axis for step in instruction.steps)
+        if all(step.forward in LOCAL for step in instruction.steps):
+            self.cheap.add(node.name)
+        self._keep(instruction.target, node)
+
+    def _run(self, instruction: RunOp) -> None:
+        op, state = instruction.op, instruction.state
+        operands = (self.nodes[index] for index in instruction.operands)
+        args = [_literal(arg, operands) for arg in op.args]
         for position in op.size_args:
-            args[position] = local[0].shape
-        kwargs = {key: self._literal(arg, operands) for key, arg in op.kwargs}
+            args[position] = state.result_types[0].shape
+        kwargs = {key: _literal(arg, operands) for key, arg in op.kwargs}
         if "device" in kwargs:
             kwargs["device"] = torch.device(self.device)
-        node = self._call_op(index, op, options, layouts, tuple(args), kwargs)
-        self._define(op, node, local, layouts, times)
+        node = self._call_op(instruction, tuple(args), kwargs)
+        nodes = [node]
+        if len(op.results) > 1:
+            nodes = [self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)]
+            if node.name in self.cheap:
+                self.cheap.update(each.name for each in nodes)
+        for index, name, own in zip(instruction.results, op.results, nodes, strict=True):
+            own.meta["value"] = name  # fx renames nodes that are called as a builtin is
+            self._keep(index, own)
 
-    def finish(self) -> LayerProgram:
-        """Move the outputs to their layouts and compile the code."""
-        nodes: list[fx.Node] = []
-        times: list[Placement] = []
-        self.place = ("", "")
-        for name, layout in zip(self.layer.outputs, self.strategy.outputs, strict=True):
-            place = self._copy(name)
-            nodes.append(self._move(name, place, layout).node)
-            times.append(place.time)
-        self.graph.output(tuple(nodes))
-        self.graph.lint()
-        module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Kind{self.layer.kind}")
-        return LayerProgram(
-            module,
-            self.layer,
-            self.strategy,
-            self.num_microbatches,
-            self.held_layouts(),
-            tuple(times),
-            frozenset(self.cheap),
-        )
-
-    def held_layouts(self) -> tuple[Layout, ...]:
-        """In which layouts held values arrive: as copies, but whole in the dim in which time cuts them first."""
-        found: list[Layout] = []
-        for name, stored in zip(self.layer.held, self.strategy.storage, strict=True):
-            time = self._time_on_arrival(name)
-            copy = self.copy_layouts.get(name, stored)
-            found.append(tuple(REPLICATE if time is not None and p == time else p for p in copy))
-        return tuple(found)
-
-    def _placeholder(self, name: str, layout: Layout, time: Placement) -> _Place:
-        node = self.graph.placeholder(node_name(name))
-        node.meta["comment"] = type_comment(self._local(name, layout, time), layout)
-        return _Place(node, layout, time)
-
-    def _local(self, name: str, layout: Layout, time: Placement) -> TensorType:
-        tensor = self.program.type_of(name)
-        shape = local_shape(tensor.shape, (time,), (self.num_microbatches,))
-        return TensorType(local_shape(shape, layout, self.mesh), tensor.dtype)
-
-    def _cut_on_arrival(self, name: str) -> None:
-        time = self._time_on_arrival(name)
-        if time is not None and not self.produced[name].time.is_shard:
-            self.produced[name] = self._cut(name, self.produced[name], time)
-
-    def _time_on_arrival(self, name: str) -> Placement | None:
-        """How a whole arrival that is no parameter is cut right away: if all its readers want the same slices."""
-        wanted = {
-            self.time_operands[index][mention]
-            for index, op in enumerate(self.layer.ops)
-            for mention, operand in enumerate(op.operands)
-            if operand == name
-        }
-        is_cut = len(wanted) == 1 and self.program.values[name].role != "parameter"
-        return next((time for time in wanted if is_cut and time.is_shard), None)
-
-    def _copy(self, name: str) -> _Place:
-        if name not in self.copies:
-            place = self.produced[name]
-            self.copies[name] = self._move(name, place, self.copy_layouts.get(name, place.layout))
-        return self.copies[name]
-
-    def _operand(self, name: str, layout: Layout, time: Placement) -> fx.Node:
-        place = self._copy(name)
-        if place.time != time:
-            place = self._cut(name, place, time)
-        return self._move(name, place, layout).node
-
-    def _cut(self, name: str, place: _Place, time: Placement) -> _Place:
-        """Change the placement in time; only what needs no other microbatch is possible."""
-        value = self.program.values[name]
-        is_whole = place.time.kind in "RB"
-        if is_whole and time.kind in "RB" and (not value.requires_grad or value.role == "parameter"):
-            return _Place(place.node, place.layout, time)
-        if not (is_whole and time.is_shard) or value.requires_grad:
-            raise PlanMismatchError(
-                f"microbatches can't take {name} from {place.time} to {time} in time: plan again "
-                "with this version of autopar"
-            )
-        # Time is outside all devices: microbatch m of a shard is not the shard of microbatch m.
-        place = self._move(name, place, tuple(REPLICATE if p == time else p for p in place.layout))
-        node = self._call(
-            microbatch_slice,
-            (place.node, time.dim, self.num_microbatches, self.context),
-            f"{node_name(name)}_microbatch",
-        )
-        node.meta["comment"] = type_comment(self._local(name, place.layout, time), place.layout)
-        self.cheap.add(node.name)
-        return _Place(node, place.layout, time)
-
-    def _move(self, name: str, place: _Place, layout: Layout) -> _Place:
-        steps = reshard(place.layout, layout, self.mesh)
-        if not steps:
-            return _Place(place.node, layout, place.time)
-        args = (place.node, format_layout(place.layout), format_layout(layout), self.mesh, self.context)
-        node = self._call(redistribute, args, f"{node_name(name)}_{layout_suffix(layout)}")
-        local = self._local(name, layout, place.time)
-        tensor = self.program.type_of(name)
-        whole = TensorType(local_shape(tensor.shape, (place.time,), (self.num_microbatches,)), tensor.dtype)
-        node.meta["comment"] = type_comment(local, layout)
-        node.meta["collectives"] = step_buffers(steps, whole, has_gradient=self.program.values[name].requires_grad)
-        node.meta["axes"] = frozenset(step.axis for step in steps)
-        if all(step.forward in ("none", "slice", "pad", "mask") for step in steps):
+    def _call_op(self, instruction: RunOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        op, state = instruction.op, instruction.state
+        name = node_name(op.results[0]) if len(op.results) == 1 else node_name(op.name)
+        kernel = next((option.kernel for option in state.options if option.kernel), "")
+        if kernel:
+            split = self._axes_where(tuple(bool(option.kernel) for option in state.options))
+            node = self._call(run_kernel, (kernel, split, self.context, *args), name, kwargs)
+            node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
+            node.meta["collectives"] = kernel_runs(state, self.mesh)
+            return node
+        if op.is_random:
+            shards = self._axes_where(tuple(placement.is_shard for placement in state.results[0]))
+            return self._call(draw, (op.target, instruction.index, shards, self.context, *args), name, kwargs)
+        node = self._call(resolve_target(op.target), args, name, kwargs)
+        if is_cheap(op):
             self.cheap.add(node.name)
-        return _Place(node, layout, place.time)
+        return node
+
+    def _axes_where(self, chosen: tuple[bool, ...]) -> tuple[tuple[int, int], ...]:
+        """The axes of more than one device that are chosen, as literals."""
+        axes = zip(mesh_axes(self.mesh), chosen, strict=True)
+        return tuple((axis.size, axis.stride) for axis, is_chosen in axes if is_chosen and axis.size > 1)
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Any = None) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         node.meta["place"] = self.place
         return node
 
-    def _call_op(
-        self,
-        index: int,
-        op: Op,
-        options: list[Option],
-        layouts: list[Layout],
-        args: tuple[Any, ...],
-        kwargs: Any,
-    ) -> fx.Node:
-        axes = mesh_axes(self.mesh)
-        name = node_name(op.results[0]) if len(op.results) == 1 else node_name(op.name)
-        kernels = {option.kernel for option in options if option.kernel}
-        if len(kernels) > 1:
-            raise PlanMismatchError(f"op {op.name} can't run by two kernels at once: {sorted(kernels)}")
-        if kernels:
-            split = tuple((a.size, a.stride) for a, o in zip(axes, options, strict=True) if o.kernel and a.size > 1)
-            node = self._call(run_kernel, (kernels.pop(), split, self.context, *args), name, kwargs)
-            node.meta["axes"] = frozenset(Axis(*axis) for axis in split)
-            node.meta["collectives"] = self._kernel_buffers(index, op, options, layouts)
-            return node
-        if op.is_random:
-            shards = tuple(
-                (a.size, a.stride) for a, p in zip(axes, layouts[0], strict=True) if p.is_shard and a.size > 1
-            )
-            return self._call(draw, (op.target, index, shards, self.context, *args), name, kwargs)
-        node = self._call(resolve_target(op.target), args, name, kwargs)
-        if is_cheap(op):
-            self.cheap.add(node.name)
-        return node
 
-    def _kernel_buffers(self, index: int, op: Op, options: list[Option], layouts: list[Layout]) -> tuple[Buffer, ...]:
-        """What the kernel of `op` communicates."""
-        names = (*op.operands, *op.results)
-        laid = [*zip(*(option.operands for option in options), strict=True), *layouts]
-        times = (*self.time_operands[index], *(REPLICATE for _ in op.results))
-        found: list[Buffer] = []
-        for axis, option in zip(mesh_axes(self.mesh), options, strict=True):
-            for each in option.collectives if axis.size > 1 else ():
-                whole = self._local(names[each.operand], laid[each.operand], times[each.operand]).shape
-                shape = tuple(size for dim, size in enumerate(whole) if dim not in each.drop_dims)
-                num_bytes = TensorType(shape, each.dtype).num_bytes * each.count
-                found.append(Buffer(each.kind, axis, num_bytes, each.phase))
-        return tuple(found)
 
-    def _define(
-        self,
-        op: Op,
-        node: fx.Node,
-        local: list[TensorType],
-        layouts: list[Layout],
-        times: tuple[Placement, ...],
-    ) -> None:
-        nodes = [node]
-        if len(op.results) > 1:
-            nodes = [self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)]
-            if node.name in self.cheap:
-                self.cheap.update(n.name for n in nodes)
-        for name, own, tensor, layout, time in zip(op.results, nodes, local, layouts, times, strict=True):
-            own.meta["value"] = name  # fx renames nodes that are called as a builtin is
-            own.meta["comment"] = type_comment(tensor, layout)
-            self.produced[name] = _Place(own, layout, time)
-
-    def _literal(self, arg: Arg, operands: Iterator[fx.Node]) -> Any:
-        if isinstance(arg, Ref):
-            return next(operands)
-        if isinstance(arg, tuple):
-            return [self._literal(part, operands) for part in arg]
-        if isinstance(arg, str) and arg.startswith("torch."):
-            return getattr(torch, arg.removeprefix("torch."))
-        return arg
+def _literal(arg: Arg, operands: Iterator[fx.Node]) -> Any:
+    if isinstance(arg, Ref):
+        return next(operands)
+    if isinstance(arg, tuple):
+        return [_literal(part, operands) for part in arg]
+    if isinstance(arg, str) and arg.startswith("torch."):
+        return getattr(torch, arg.removeprefix("torch."))
+    return arg

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from autopar.placement import Axis, Layout, Step, format_layout
+from autopar.placement import Layout, format_layout
 from autopar.program import TensorType
 
 __all__ = [
-    "Buffer",
     "format_bytes",
     "format_seconds",
     "format_statement",
     "layout_suffix",
     "node_name",
-    "step_buffers",
     "type_comment",
 ]
-
-_LOCAL = ("none", "slice", "pad", "mask")
-
 
 def node_name(value: str) -> str:
     """A Python identifier for the value called `value`."""
@@ -37,30 +30,6 @@ def layout_suffix(layout: Layout) -> str:
 def type_comment(tensor: TensorType, layout: Layout) -> str:
     """Local shape, dtype, layout and bytes: ``[4, 16] float32 S(0),R 256 B``."""
     return f"{list(tensor.shape)} {tensor.dtype} {format_layout(layout)} {format_bytes(tensor.num_bytes)}"
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """What one collective of a program moves.
-
-    Args:
-        kind: as in `autopar.placement.Step`.
-        axis: on which.
-        num_bytes: of the larger side of one device's buffer.
-        phase: ``"forward"`` or ``"backward"``.
-    """
-
-    kind: str
-    axis: Axis
-    num_bytes: float
-    phase: str
-
-
-def step_buffers(steps: Sequence[Step], whole: TensorType, *, has_gradient: bool) -> tuple[Buffer, ...]:
-    """The collectives of a move: in forward order, then those of the gradient."""
-    forward = [Buffer(s.forward, s.axis, whole.num_bytes * s.fraction, "forward") for s in steps]
-    backward = [Buffer(s.backward, s.axis, whole.num_bytes * s.fraction, "backward") for s in reversed(steps)]
-    return tuple(each for each in forward + backward * has_gradient if each.kind not in _LOCAL)
 
 
 def format_bytes(count: float) -> str:

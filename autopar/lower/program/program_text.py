@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.lower.program.naming import (
-    Buffer,
     format_bytes,
     format_seconds,
     format_statement,
-    step_buffers,
 )
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.placement import Axis
 from autopar.plan import LayerCost, LayerStrategy, Plan
 from autopar.program import Program, TensorType
+from autopar.step.collective_calls import CollectiveCall, reshard_calls
 
 __all__ = ["CollectiveSeconds", "LoweredProgram"]
 
@@ -92,16 +91,18 @@ class LoweredProgram:
         cost = self.plan.costs[planned.strategy]
         return cost if cost.total_s else None
 
-    def _totals(self, moved: Sequence[Buffer], inside: Sequence[Buffer]) -> Iterator[str]:
+    def _totals(self, moved: Sequence[CollectiveCall], inside: Sequence[CollectiveCall]) -> Iterator[str]:
         for where, buffers in (("around it", moved), ("inside", inside)):
             if buffers:
                 total = sum(each.num_bytes for each in buffers)
                 count = f"{len(buffers)} collectives" if len(buffers) > 1 else "1 collective"
                 yield f"# {count} {where}, {format_bytes(total)}{self._seconds(buffers)}"
 
-    def _arriving(self, name: str, runner: LayerRunner, index: int) -> tuple[Buffer, ...]:
+    def _arriving(self, name: str, runner: LayerRunner, index: int) -> tuple[CollectiveCall, ...]:
         value = self.source.values[name]
-        return step_buffers(runner.moves[index][1], self._slice(value.type, runner), has_gradient=value.requires_grad)
+        return reshard_calls(
+            runner.moves[index][1], self._slice(value.type, runner).num_bytes, has_gradient=value.requires_grad
+        )
 
     def _slice(self, tensor: TensorType, runner: LayerRunner) -> TensorType:
         """A microbatch's part of an activation, for its bytes."""
@@ -109,13 +110,13 @@ class LoweredProgram:
         shape = tensor.shape
         return TensorType((shape[0] // count, *shape[1:]), tensor.dtype) if count > 1 and shape else tensor
 
-    def _stored(self, runner: LayerRunner) -> Iterator[tuple[str, tuple[Buffer, ...]]]:
+    def _stored(self, runner: LayerRunner) -> Iterator[tuple[str, tuple[CollectiveCall, ...]]]:
         """Parameters that move alike share a buffer."""
         parameters = runner.parameters
-        alike: dict[tuple[str, ...], list[tuple[str, tuple[Buffer, ...]]]] = {}
+        alike: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
         for name, position, steps in zip(parameters.names, parameters.positions, parameters.steps, strict=True):
             value = self.source.values[runner.layer.held[position]]
-            buffers = step_buffers(steps, value.type, has_gradient=value.requires_grad)
+            buffers = reshard_calls(steps, value.type.num_bytes, has_gradient=value.requires_grad)
             moves = (value.type.dtype, *(f"{b.phase} {b.kind} {b.axis}" for b in buffers))
             alike.setdefault(moves, []).append((name, buffers))
         for together in alike.values():
@@ -157,7 +158,7 @@ class LoweredProgram:
             yield f"{f'    {name},'.ljust(_WIDTH)}  # {comment}" if comment else f"    {name},"
         yield "):"
 
-    def _moves(self, buffers: Iterable[Buffer]) -> str:
+    def _moves(self, buffers: Iterable[CollectiveCall]) -> str:
         phases: dict[str, list[str]] = {"forward": [], "backward": []}
         for each in buffers:
             phases[each.phase].append(
@@ -165,7 +166,7 @@ class LoweredProgram:
             )
         return "; ".join(f"{phase} {', '.join(texts)}" for phase, texts in phases.items() if texts)
 
-    def _seconds(self, buffers: Sequence[Buffer]) -> str:
+    def _seconds(self, buffers: Sequence[CollectiveCall]) -> str:
         if self.collective_s is None:
             return ""
         return f", {format_seconds(sum(self.collective_s(b.kind, b.axis, b.num_bytes) for b in buffers))}"
@@ -175,7 +176,7 @@ def _labels(strategy: LayerStrategy) -> tuple[str, ...]:
     return strategy.labels or ("",) * len(strategy.mesh)
 
 
-def _gathers(buffers: Iterable[Buffer]) -> bool:
+def _gathers(buffers: Iterable[CollectiveCall]) -> bool:
     return any(each.phase == "forward" for each in buffers)
 
 
