@@ -146,7 +146,14 @@ def _copy_domain(scene: _Scene, flow: Flow) -> tuple[Layout, ...]:
             same = layout[axis] == BROADCAST and not scene.has_gradient(flow)
             wanted[axis][REPLICATE if same else layout[axis]] = None
     tensor = scene.view.value_type(flow)
-    return tuple(layout for layout in itertools.product(*wanted) if _divides(tensor, layout, scene.mesh))
+    # Microbatch m of a shard is not the shard of microbatch m: a copy that readers slice in time is whole in that dim.
+    sliced = {scene.view.operands[op][mention] for op, mention in flow.readers} - {scene.view.values[flow.value.name]}
+    in_time = {placement for placement in sliced if placement.is_shard}
+    return tuple(
+        layout
+        for layout in itertools.product(*wanted)
+        if in_time.isdisjoint(layout) and _divides(tensor, layout, scene.mesh)
+    )
 
 
 def _divides(tensor: TensorType, layout: Layout, mesh: tuple[int, ...]) -> bool:

@@ -19,8 +19,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import LOCAL, Layout, Step, refine_layout, refine_mesh, reshard
+from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 from autopar.program import Layer, Program, TensorType
+from autopar.step.collective_calls import reshard_calls
 from autopar.step.prices import Prices
 from autopar.step.value_flows import find_flows, time_view
 
@@ -117,12 +118,12 @@ def crossing_parts_s(
 ) -> tuple[float, float]:
     """`crossing_s` in its two parts: for the value, for its gradient."""
     ahead_s = back_s = 0.0
-    for step in crossing_steps(source, target):
-        num_bytes = tensor.num_bytes * step.fraction
-        if step.forward not in LOCAL:
-            ahead_s += prices.collective_s(step.forward, step.axis, num_bytes)
-        if has_gradient and step.backward not in LOCAL:
-            back_s += prices.collective_s(step.backward, step.axis, num_bytes)
+    for call in reshard_calls(crossing_steps(source, target), tensor.num_bytes, has_gradient=has_gradient):
+        seconds = prices.collective_s(call.kind, call.axis, call.num_bytes)
+        if call.phase == "forward":
+            ahead_s += seconds
+        else:
+            back_s += seconds
     return num_microbatches * ahead_s, num_microbatches * back_s
 
 

@@ -30,7 +30,8 @@ class CollectiveCall:
 def reshard_calls(
     steps: Sequence[Step], num_bytes: float, *, gradient_bytes: float | None = None, has_gradient: bool
 ) -> tuple[CollectiveCall, ...]:
-    """The collectives of a reshard: in forward order, then those that bring the gradient back.
+    """The collectives of a reshard: of the value, then of its gradient, both in the order of `steps`; backward runs its
+    own from the last to the first.
 
     Args:
         steps: from `autopar.placement.reshard`.
@@ -41,7 +42,5 @@ def reshard_calls(
     back = num_bytes if gradient_bytes is None else gradient_bytes
     calls = [CollectiveCall(step.forward, "forward", step.axis, num_bytes * step.fraction) for step in steps]
     if has_gradient:
-        calls += [
-            CollectiveCall(step.backward, "backward", step.axis, back * step.fraction) for step in reversed(steps)
-        ]
-    return tuple(call for call in calls if call.kind not in LOCAL)
+        calls += [CollectiveCall(step.backward, "backward", step.axis, back * step.fraction) for step in steps]
+    return tuple(call for call in calls if call.kind not in LOCAL and call.num_bytes)

@@ -18,13 +18,15 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.placement import LOCAL, Axis, Step, local_shape
+from autopar.placement import Axis, local_shape
 from autopar.plan import LayerCost, LayerStrategy
-from autopar.program import Layer, Op, Program, is_cheap
+from autopar.program import Layer, Op, Program, Value, is_cheap
+from autopar.step.collective_calls import CollectiveCall, reshard_calls
 from autopar.step.gradient_sums import gradient_sums_s
 from autopar.step.layer_memory import held_memory
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import PlacedLayer, SharedStorage, place
+from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_states import kernel_runs
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
@@ -46,6 +48,7 @@ __all__ = [
     "parameter_times",
     "placed_collectives",
     "placed_cost",
+    "priced",
     "running_collectives",
     "running_costs",
     "storage_cost",
@@ -144,40 +147,37 @@ def stored_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[
 
 def running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
     """All the others; `training` is the layer's own."""
-    for flow in placed.read_flows():
-        yield from _flow_collectives(placed, flow, training)
-    times = placed.view.num_microbatches
-    for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
-        for run in kernel_runs(state, placed.mesh):
-            inside = PricedCollective(op.name, run.kind, run.axis, run.num_bytes, times, run.phase, "kernel", index + 1)
-            if run.phase != "backward" or training.is_training:
-                yield inside
-            if run.phase != "backward" and _reruns_collectives(placed, training):
-                yield replace(inside, phase="recompute")
-
-
-def _reruns_collectives(placed: PlacedLayer, training: TrainingSpec) -> bool:
-    return training.is_training and training.reruns and placed.recompute == "full"
-
-
-def _flow_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> Iterator[PricedCollective]:
+    reruns = training.is_training and training.reruns and placed.recompute == "full"
     count = placed.view.num_microbatches
-    has_gradient = training.is_training and flow.value.requires_grad
-    again = count if _reruns_collectives(placed, training) else 0
-    purpose = "parameter" if flow.is_parameter else "activation"
-    name = flow.value.name
-    first = placed.view.value_type(flow).num_bytes
-    times = (count, count if has_gradient else 0, again)
-    if not flow.is_parameter:
-        made = flow.producer + 1 if flow.source == "op" else 0
-        yield from _collectives(name, placed.to_copy(flow), (first, first), times, purpose, made)
-    for op, mention in flow.readers:
-        num_bytes = placed.view.reader_type(flow, op, mention).num_bytes
-        yield from _collectives(name, placed.to_reader(flow, op, mention), (num_bytes, num_bytes), times, purpose, op)
-    if flow.output >= 0:
-        back = 0 if _is_only_returned(placed.program, name) else times[1]
-        last = len(placed.layer.ops)
-        yield from _collectives(name, placed.to_output(flow), (first, first), (count, back, again), purpose, last)
+    local = local_program(placed)
+    for each in local.instructions:
+        if isinstance(each, Reshard):
+            yield from _reshard_collectives(placed, each, local.values[each.target].value, training, reruns=reruns)
+        elif isinstance(each, RunOp):
+            for call in kernel_runs(each.state, placed.mesh):
+                if call.phase == "forward" or training.is_training:
+                    yield priced(call, each.op.name, count, "kernel", each.index + 1)
+                if call.phase == "forward" and reruns:
+                    yield priced(replace(call, phase="recompute"), each.op.name, count, "kernel", each.index + 1)
+
+
+def _reshard_collectives(
+    placed: PlacedLayer, reshard: Reshard, value: Value, training: TrainingSpec, *, reruns: bool
+) -> Iterator[PricedCollective]:
+    has_gradient = training.is_training and value.requires_grad
+    if reshard.purpose == "output" and _is_only_returned(placed.program, value.name):
+        has_gradient = False
+    purpose = "parameter" if value.role == "parameter" else "activation"
+    count = placed.view.num_microbatches
+    for call in reshard_calls(reshard.steps, reshard.tensor.num_bytes, has_gradient=has_gradient):
+        yield priced(call, value.name, count, purpose, reshard.before)
+        if call.phase == "forward" and reruns:
+            yield priced(replace(call, phase="recompute"), value.name, count, purpose, reshard.before)
+
+
+def priced(call: CollectiveCall, value: str, times: int, purpose: str, before: int = 0) -> PricedCollective:
+    """A call that runs so many times a step, of this value."""
+    return PricedCollective(value, call.kind, call.axis, call.num_bytes, times, call.phase, purpose, before)
 
 
 def _is_only_returned(program: Program, name: str) -> bool:
@@ -191,34 +191,13 @@ def _storage_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec
     """The collectives between a parameter's storage and its copy."""
     tensor = flow.value.type
     gathers, reduces = parameter_times(placed.zero, placed.view.num_microbatches, training)
+    gradient_bytes = float(tensor.num_elements * training.gradient_itemsize(tensor.dtype))
     has_gradient = training.is_training and flow.value.requires_grad
-    times = (gathers, reduces if has_gradient else 0, 0)
-    num_bytes = (
-        placed.view.value_type(flow).num_bytes,
-        tensor.num_elements * training.gradient_itemsize(tensor.dtype),
+    calls = reshard_calls(
+        placed.to_copy(flow), tensor.num_bytes, gradient_bytes=gradient_bytes, has_gradient=has_gradient
     )
-    yield from _collectives(flow.value.name, placed.to_copy(flow), num_bytes, times, "parameter", 0)
-
-
-def _collectives(
-    name: str,
-    steps: tuple[Step, ...],
-    num_bytes: tuple[float, float],
-    times: tuple[int, int, int],
-    purpose: str,
-    before: int,
-) -> Iterator[PricedCollective]:
-    """The collectives of a reshard; `num_bytes` of value and gradient, `times` forward, backward, again."""
-    ahead, back, again = times
-    for step in steps:
-        runs = (
-            (step.forward, num_bytes[0], ahead, "forward"),
-            (step.backward, num_bytes[1], back, "backward"),
-            (step.forward, num_bytes[0], again, "recompute"),
-        )
-        for kind, whole, count, phase in runs:
-            if kind not in LOCAL and count and whole:
-                yield PricedCollective(name, kind, step.axis, whole * step.fraction, count, phase, purpose, before)
+    for call in calls:
+        yield priced(call, flow.value.name, gathers if call.phase == "forward" else reduces, "parameter")
 
 
 def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from autopar.placement import LOCAL, Step
 from autopar.program import Op, is_cheap
 from autopar.step.local_layer import PlacedLayer
+from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.memory_order import Order, in_order, result_order
 from autopar.step.op_states import OpState
 from autopar.step.training import TrainingSpec
@@ -64,11 +65,11 @@ class RunningMemory:
 
 def input_key(name: str) -> str:
     """The key of a layer's input as it arrives."""
-    return _text((name, "source", -1, -1))
+    return _text((name, "source", -1))
 
 
-# A tensor in memory: (value, where on its way it was made, which reader it was made for).
-_Key = tuple[str, str, int, int]
+# A tensor in memory: (value, where on its way it was made, which local value that is).
+_Key = tuple[str, str, int]
 
 
 class _Point(NamedTuple):
@@ -122,54 +123,55 @@ class _Life:
         self.fuses_attention = fuses_attention
         self.sizes: dict[_Key, float] = {}
         self.nodes: list[_Node] = []
-        self.copied: dict[str, _Place] = {}
-        self.produced: dict[str, _Place] = {}
-        self.outputs: list[tuple[_Place, Flow]] = []
-        for flow in placed.flows.values():
-            if flow.source != "op":
-                self._arrive(flow)
-        for index, op in enumerate(placed.layer.ops):
-            self._add_op(index, op)
-        for flow in placed.flows.values():
-            if flow.output >= 0:
-                place = self._move(flow, self._copy(flow), placed.to_output(flow), "output", (-1, -1))
-                self.outputs.append((place, flow))
+        self.local = local_program(placed)
+        self.places: dict[int, _Place] = {}
+        for index in self.local.inputs:
+            self._arrive(index)
+        for index in self.local.held:
+            self._hold(index)
+        for each in self.local.instructions:
+            if isinstance(each, RunOp):
+                self._add_op(each)
+            elif isinstance(each, Reshard):
+                self._move(each)
+            else:  # a view
+                self.places[each.target] = self.places[each.source]
+        self.outputs = [
+            (self.places[index], placed.flows[name])
+            for index, name in zip(self.local.outputs, placed.layer.outputs, strict=True)
+        ]
 
     # --- what runs
 
-    def _arrive(self, flow: Flow) -> None:
-        """An input, or what is held, which is not counted."""
-        name, placed = flow.value.name, self.placed
-        if flow.source == "held":
-            held: _Key = (name, "held", -1, -1)
-            num_bytes = placed.local_bytes(flow.value.type, placed.copies[name]) if flow.readers else 0.0
-            shape = placed.local_shape(flow.value.type, placed.copies[name]) if flow.readers else ()
-            self.copied[name] = _Place(held, _Point(held, num_bytes, True), in_order(shape))
-            return
-        key: _Key = (name, "source", -1, -1)
-        num_bytes = placed.local_bytes(placed.view.value_type(flow), placed.source(flow))
-        if name not in placed.program.inputs or any(p.is_shard for p in placed.source(flow)):  # else it is the caller's
-            self.sizes[key] = num_bytes
-        shape = placed.local_shape(placed.view.value_type(flow), placed.source(flow))
-        self.produced[name] = _Place(key, _Point(key, num_bytes, False), in_order(shape))
-
-    def _add_op(self, index: int, op: Op) -> None:
+    def _arrive(self, index: int) -> None:
+        """An input of the layer.  What the caller holds whole is not counted."""
+        value, layout, _, _ = self.local.values[index]
         placed = self.placed
-        state = placed.states[index]
-        places: list[_Place] = []
-        sources: list[_Point] = []
-        for mention, name in enumerate(op.operands):
-            flow = placed.flows[name]
-            steps = placed.to_reader(flow, index, mention)
-            places.append(self._move(flow, self._copy(flow), steps, "operand", (index, mention)))
-            if flow.value.requires_grad:
-                sources.append(places[-1].point)
+        key: _Key = (value.name, "source", -1)
+        tensor = placed.view.value_type(placed.flows[value.name])
+        num_bytes, shape = placed.local_bytes(tensor, layout), placed.local_shape(tensor, layout)
+        if value.name not in placed.program.inputs or any(p.is_shard for p in layout):
+            self.sizes[key] = num_bytes
+        self.places[index] = _Place(key, _Point(key, num_bytes, False), in_order(shape))
+
+    def _hold(self, index: int) -> None:
+        """What the layer holds, which is not counted."""
+        value, _, _, tensor = self.local.values[index]
+        key: _Key = (value.name, "held", -1)
+        self.places[index] = _Place(key, _Point(key, tensor.num_bytes, True), in_order(tensor.shape))
+
+    def _add_op(self, run: RunOp) -> None:
+        placed, op, state = self.placed, run.op, run.state
+        places = [self.places[index] for index in run.operands]
+        trains = [placed.flows[name].value.requires_grad for name in op.operands]
+        sources = [place.point for place, takes in zip(places, trains, strict=True) if takes]
         reads = [place.key for place in places]
         makes: dict[_Key, float] = {}
         targets: list[_Point] = []
+        results: list[_Key] = []
         shape = state.operand_types[0].shape if places else ()
-        for name, tensor in zip(op.results, state.result_types, strict=True):
-            made: _Key = (name, "source", -1, -1)
+        for index, name, tensor in zip(run.results, op.results, state.result_types, strict=True):
+            made: _Key = (name, "source", -1)
             point = _Point(made, tensor.num_bytes, False)
             part = tensor.shape
             is_view, order = result_order(op, shape, places[0].order, part) if places else (False, in_order(part))
@@ -177,16 +179,16 @@ class _Life:
                 made = reads[0]
             else:
                 makes[made] = self.sizes[made] = tensor.num_bytes
-            self.produced[name] = _Place(made, point, order)
+            self.places[index] = _Place(made, point, order)
+            results.append(made)
             if placed.flows[name].value.requires_grad:
                 targets.append(point)
         # torch's loss keeps the logarithm of the softmax, which is as large as the logits, in place of these.
         logits = float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
         is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
         saves, extra = (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
-        kept = [(reads + [self.produced[name].key for name in op.results])[i] for i in saves if i or not logits]
+        kept = [(reads + results)[i] for i in saves if i or not logits]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
-        trains = [placed.flows[name].value.requires_grad for name in op.operands]
         self.nodes.append(
             _Node(
                 reads, makes, targets, sources, kept, extra * share + logits,
@@ -195,42 +197,30 @@ class _Life:
             )
         )  # fmt: skip
 
-    def _copy(self, flow: Flow) -> _Place:
-        name = flow.value.name
-        if name not in self.copied:
-            self.copied[name] = self._move(flow, self.produced[name], self.placed.to_copy(flow), "copy", (-1, -1))
-        return self.copied[name]
-
-    def _move(self, flow: Flow, where: _Place, steps: tuple[Step, ...], stage: str, reader: tuple[int, int]) -> _Place:
-        """Where the value is after `steps`, which run now."""
-        if not steps:
-            return where
-        placed = self.placed
-        made: _Key = (flow.value.name, stage, *reader)
-        if stage == "operand":
-            operand = placed.states[reader[0]].operand_types[reader[1]]
-            num_bytes, shape = float(operand.num_bytes), operand.shape
-        else:
-            layout = placed.copies[flow.value.name] if stage == "copy" else placed.departures[flow.output]
-            num_bytes = placed.local_bytes(placed.view.value_type(flow), layout)
-            shape = placed.local_shape(placed.view.value_type(flow), layout)
-        before, point, order = where
-        stays = all(step.forward == "none" for step in steps)
-        key = before if stays else made
+    def _move(self, reshard: Reshard) -> None:
+        before, point, order = self.places[reshard.source]
+        value, _, _, tensor = self.local.values[reshard.target]
+        if before[1] == "held" and reshard.purpose == "copy":  # a slice of what is held: a view
+            self.places[reshard.target] = self.places[reshard.source]
+            return
+        made: _Key = (value.name, reshard.purpose, reshard.target)
+        num_bytes = float(tensor.num_bytes)
+        stays = all(step.forward == "none" for step in reshard.steps)
         target = _Point(made, num_bytes, False)
         makes = {} if stays else {made: num_bytes}
         self.sizes.update(makes)
-        has_gradient = flow.value.requires_grad
         self.nodes.append(
             _Node(
-                [before], makes, [target] if has_gradient else [], [point] if has_gradient else [],
-                forward_extra=_staging(steps, num_bytes, point.num_bytes, is_forward=True),
-                backward_extra=_staging(steps, num_bytes, point.num_bytes, is_forward=False),
-                hands_on=all(step.backward == "none" for step in steps),
-                is_cheap=all(step.forward in LOCAL for step in steps),
+                [before], makes, [target] if value.requires_grad else [], [point] if value.requires_grad else [],
+                forward_extra=_staging(reshard.steps, num_bytes, point.num_bytes, is_forward=True),
+                backward_extra=_staging(reshard.steps, num_bytes, point.num_bytes, is_forward=False),
+                hands_on=all(step.backward == "none" for step in reshard.steps),
+                is_cheap=all(step.forward in LOCAL for step in reshard.steps),
             )
         )  # fmt: skip
-        return _Place(key, target, order if stays else in_order(shape))
+        self.places[reshard.target] = _Place(
+            before if stays else made, target, order if stays else in_order(tensor.shape)
+        )
 
     # --- what is kept
 
@@ -240,7 +230,7 @@ class _Life:
         extra = sum(node.saved_extra for node in self.nodes)
         if how == "full":
             read = {key for node in self.nodes for key in node.reads}
-            kept = [place.key for place in self.produced.values() if place.key in read and self._arrived(place.key)]
+            kept = [key for index in self.local.inputs if (key := self.places[index].key) in read]
             return self._sized(kept), 0.0
         if how == "selective":
             everything = self._without_cheap(everything)
@@ -311,7 +301,7 @@ class _Life:
 
     def _input_sizes(self) -> dict[str, float]:
         inputs = self.placed.layer.inputs
-        return {name: self.sizes.get((name, "source", -1, -1), 0.0) for name in inputs}
+        return {name: self.sizes.get((name, "source", -1), 0.0) for name in inputs}
 
     def _leaving(self) -> tuple[tuple[str, float, float], ...]:
         """See `RunningMemory.outputs`."""

@@ -56,14 +56,6 @@ class PlacedLayer:
             return stored_steps(flow.value.name, self.source(flow), copy, self.mesh, self.shared)
         return reshard(self.source(flow), copy, self.mesh)
 
-    def to_reader(self, flow: Flow, op: int, mention: int) -> tuple[Step, ...]:
-        """The reshard from the copy to what one operand needs."""
-        return reshard(self.copies[flow.value.name], self.states[op].operands[mention], self.mesh)
-
-    def to_output(self, flow: Flow) -> tuple[Step, ...]:
-        """The reshard from the copy to the layout in which the value leaves the layer."""
-        return reshard(self.copies[flow.value.name], self.departures[flow.output], self.mesh)
-
     def read_flows(self) -> Iterator[Flow]:
         """The flows of all values that are read or leave."""
         return (flow for flow in self.flows.values() if flow.num_readers)

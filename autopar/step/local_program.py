@@ -1,12 +1,12 @@
 """What one device runs of a layer under a strategy, in order: the one derivation of it.
 
-A value goes from where it is produced, arrives or is gathered to its *copy layout* once, and from there to each reader::
+A value goes from where it is produced, arrives or is gathered to its *copy layout* once, from there to each reader::
 
     produced --(microbatch slice)--> --reshard--> copy --(microbatch slice)--> --reshard--> operand
 
-`derive` writes this down as a list of instructions over local values.  `lower` emits an FX program from the list, prices
-and simulation add up its collectives and ops, memory walks the lives of its tensors.  What brings a parameter from its
-storage to its copy layout is not part of it (`PlacedLayer.to_copy`): the runtime does that ahead of the layer.
+`derive` writes this down as a list of instructions over local values.  `lower` emits an FX program from the list,
+prices and simulation add up its collectives and ops, memory walks the lives of its tensors.  What brings a parameter from
+its storage to its copy layout is not part of it (`PlacedLayer.to_copy`): the runtime does that ahead of the layer.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     Raises:
         PlanMismatchError: microbatches would need a movement between each other, or a layout does not divide.
     """
-    given = local.program.inputs
-    wanted = tuple(REPLICATE if name in given else local.view.values[name] for name in local.layer.inputs)
-    times = wanted if arrival_times is None else arrival_times
+    times = [_wanted_time(local, name) for name in local.layer.inputs] if arrival_times is None else arrival_times
     builder = _Builder(local)
     inputs = [
         builder.arrive(name, layout, time)
@@ -139,12 +137,19 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
         builder.slice_on_arrival(name)
     for index, op in enumerate(local.layer.ops):
         builder.run(index, op)
-    outputs = [
-        builder.leave(name, layout) for name, layout in zip(local.layer.outputs, local.departures, strict=True)
-    ]
+    outputs = [builder.leave(name, layout) for name, layout in zip(local.layer.outputs, local.departures, strict=True)]
     return LocalProgram(
         tuple(builder.values), tuple(inputs), tuple(held), tuple(builder.instructions), tuple(outputs)
     )  # fmt: skip
+
+
+def _wanted_time(local: PlacedLayer, name: str) -> Placement:
+    """How an input arrives in time, as far as the layer alone can tell."""
+    if name in local.program.inputs:
+        return REPLICATE
+    wanted = [local.view.operands[op][mention] for op, mention in local.flows[name].readers]
+    # What carries a gradient can't be cut, so whoever made it gives what the readers want.
+    return wanted[0] if wanted and local.program.values[name].requires_grad else local.view.values[name]
 
 
 class _Builder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from autopar.errors import PlanMismatchError
-from autopar.placement import Axis, Layout, Placement, mesh_axes
+from autopar.placement import Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
 from autopar.step.collective_calls import CollectiveCall
 from autopar.step.value_flows import TimeView, option_of, options_of

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.placement import LOCAL, REPLICATE, Axis, local_shape, reshard, tidy
+from autopar.placement import REPLICATE, Axis, local_shape, reshard, tidy
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.step.boundary_values import crossing_steps, find_crossings
-from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives
+from autopar.step.collective_calls import reshard_calls
+from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives, priced
 from autopar.step.prices import Prices
 from autopar.step.sent_values import sent_values
 from autopar.step.value_flows import find_flows, time_view
@@ -99,16 +100,8 @@ def crossing_collectives(
             (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input])
         )
         has_gradient = crossing.requires_grad and training.is_training
-        for step in steps:
-            for kind, phase in ((step.forward, "forward"), (step.backward, "backward")):
-                if kind not in LOCAL and (phase == "forward" or has_gradient):
-                    num_bytes = crossing.tensor.num_bytes * step.fraction
-                    yield (
-                        crossing.reader,
-                        PricedCollective(
-                            crossing.value, kind, step.axis, num_bytes, num_microbatches, phase, "activation"
-                        ),
-                    )
+        for call in reshard_calls(steps, crossing.tensor.num_bytes, has_gradient=has_gradient):
+            yield crossing.reader, priced(call, crossing.value, num_microbatches, "activation")
 
 
 def returning_collectives(
@@ -128,11 +121,9 @@ def returning_collectives(
             tensor, times = program.type_of(name), 1  # all microbatches at once
         has_gradient = training.is_training and program.values[name].requires_grad
         is_differentiated = has_gradient and (name == program.loss or not program.loss)
-        for step in reshard(layout, target, strategy.mesh):
-            for kind, phase in ((step.forward, "forward"), (step.backward, "backward")):
-                if kind not in LOCAL and (phase == "forward" or is_differentiated):
-                    num_bytes = tensor.num_bytes * step.fraction
-                    yield PricedCollective(name, kind, step.axis, num_bytes, times, phase, "activation")
+        steps = reshard(layout, target, strategy.mesh)
+        for call in reshard_calls(steps, tensor.num_bytes, has_gradient=is_differentiated):
+            yield priced(call, name, times, "activation")
 
 
 def stage_collectives(program: Program, plan: Plan, training: TrainingSpec, group: int) -> Iterator[PricedCollective]:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from autopar.api import ExampleInputs
 from autopar.errors import VerificationError
-from autopar.lower.program.layer_program import find_option
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import Layout, format_layout
 from autopar.plan import Plan
 from autopar.program import Layer, Op, Program
+from autopar.step.value_flows import option_of
 from autopar.trace import Traced
 from autopar.verify.op_observer import Observed, observe, single_device_plan
 from autopar.verify.rehearsal import Run, gradient_layout, join_layout, run_parallel
@@ -144,7 +144,7 @@ def _results(program: Program, plan: Plan) -> Iterator[_Result]:
         for place in indices:
             layer, strategy = program.layers[place], plan.strategies[plan.layers[place].strategy]
             for op, factors in zip(layer.ops, strategy.assignments, strict=True):
-                options = [find_option(op, factor) for factor in factors]
+                options = [option_of(op, factor) for factor in factors]
                 for index, name in enumerate(op.results):
                     layout = tuple(option.results[index] for option in options)
                     yield _Result(name, layer, op, layout, strategy.mesh, range(first, first + plan.group_size))

@@ -18,9 +18,9 @@ from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target
 from autopar.lower.program.layer_ops import draw, microbatch_slice, redistribute, run_kernel
 from autopar.lower.program.naming import layout_suffix, node_name, type_comment
-from autopar.placement import LOCAL, Axis, Layout, Placement, format_layout, mesh_axes
+from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
-from autopar.program import Arg, Layer, Op, Program, Ref, is_cheap
+from autopar.program import Arg, Layer, Program, Ref, is_cheap
 from autopar.step.collective_calls import reshard_calls
 from autopar.step.local_layer import place
 from autopar.step.local_program import LocalProgram, Reshard, RunOp, TakeMicrobatch, derive
@@ -196,7 +196,6 @@ class _Emitter:
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         node.meta["place"] = self.place
         return node
-
 
 
 def _literal(arg: Arg, operands: Iterator[fx.Node]) -> Any:

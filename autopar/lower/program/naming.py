@@ -16,6 +16,7 @@ __all__ = [
     "type_comment",
 ]
 
+
 def node_name(value: str) -> str:
     """A Python identifier for the value called `value`."""
     name = re.sub(r"\W", "_", value)

@@ -16,11 +16,11 @@ from autopar.lower.compat import run_twice
 from autopar.lower.kernels.random import RandomState
 from autopar.lower.program.compiled import compile_program
 from autopar.lower.program.layer_ops import LayerContext
-from autopar.lower.program.layer_program import find_option, layer_program
+from autopar.lower.program.layer_program import layer_program
 from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
-from autopar.placement import REPLICATE, Placement, local_shape
 from autopar.plan import LayerStrategy
-from autopar.program import Layer, Op, Program, TensorType
+from autopar.program import Layer, Op, Program
+from autopar.step.local_program import LocalValue
 
 __all__ = ["LoneLayer"]
 
@@ -59,8 +59,7 @@ class LoneLayer:
             PlanMismatchError: the strategy is not for this layer.
         """
         self.device = torch.device(device)
-        arrivals = _arrivals(program, layer, strategy, num_microbatches)
-        lowered = layer_program(program, layer, strategy, num_microbatches, arrivals, str(self.device))
+        lowered = layer_program(program, layer, strategy, num_microbatches, device=str(self.device))
         self._program = lowered
         self._recompute = strategy.recompute
         keeps_less = strategy.recompute == "selective" and not compiled
@@ -68,15 +67,9 @@ class LoneLayer:
         random = RandomState(0, self.device) if any(op.is_random for op in layer.ops) else None
         self._context = LayerContext(SilentCommunicator(math.prod(strategy.mesh), self.device), random=random)
         maker = _Maker(program, layer, self.device, constants or {})
-        local = _Local(program, strategy, num_microbatches)
-        self._inputs = [
-            maker.make(name, local.type_of(name, layout, time))
-            for name, layout, time in zip(layer.inputs, strategy.inputs, arrivals, strict=True)
-        ]
-        self._held = [
-            maker.make(name, local.type_of(name, layout, REPLICATE))
-            for name, layout in zip(layer.held, lowered.held_layouts, strict=True)
-        ]
+        local = lowered.local
+        self._inputs = [maker.make(local.values[index]) for index in local.inputs]
+        self._held = [maker.make(local.values[index]) for index in local.held]
         self._leaves = [x for x in (*self._inputs, *self._held) if x.requires_grad]
         if compiled:
             lowered.module.forward = compile_program(lowered.module, self._context.communicator)
@@ -104,37 +97,6 @@ class LoneLayer:
         return torch.autograd.grad(roots, self._leaves, gradients, allow_unused=True)
 
 
-class _Local:
-    """Types of what one device holds in one microbatch."""
-
-    def __init__(self, program: Program, strategy: LayerStrategy, num_microbatches: int) -> None:
-        self.program = program
-        self.mesh = strategy.mesh
-        self.num_microbatches = num_microbatches
-
-    def type_of(self, name: str, layout: tuple[Placement, ...], time: Placement) -> TensorType:
-        tensor = self.program.type_of(name)
-        shape = local_shape(tensor.shape, (time,), (self.num_microbatches,))
-        return TensorType(local_shape(shape, layout, self.mesh), tensor.dtype)
-
-
-def _arrivals(program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> tuple[Placement, ...]:
-    """Per input, its placement in time: the model's inputs come whole, others as all their readers want them."""
-    if num_microbatches == 1 or not strategy.time:
-        return (REPLICATE,) * len(layer.inputs)
-    wanted: dict[str, set[Placement]] = {}
-    for op, factor in zip(layer.ops, strategy.time, strict=True):
-        for name, placement in zip(op.operands, find_option(op, factor).operands, strict=True):
-            wanted.setdefault(name, set()).add(placement)
-
-    def arrival(name: str) -> Placement:
-        placements = wanted.get(name, set())
-        only = next(iter(placements)) if len(placements) == 1 else REPLICATE
-        return only if only.is_shard and name not in program.inputs else REPLICATE
-
-    return tuple(map(arrival, layer.inputs))
-
-
 class _Maker:
     """Makes up values."""
 
@@ -145,8 +107,9 @@ class _Maker:
         self.limits = _limits(program, layer)
         self.generator = torch.Generator(device).manual_seed(0)
 
-    def make(self, name: str, wanted: TensorType) -> Tensor:
+    def make(self, local: LocalValue) -> Tensor:
         """A value of this local type; a leaf that takes a gradient if the program's value does."""
+        name, wanted = local.value.name, local.type
         known = self.constants.get(name)
         if known is not None and tuple(known.shape) == wanted.shape:
             return known.detach().to(self.device)

@@ -124,7 +124,7 @@ class Lowering:
             for name, layout in zip(layer.inputs, strategy.inputs, strict=True)
         )
         lowered, keeping = self._program(layer.kind, number, strategy, arrivals)
-        for name, layout, time in zip(layer.outputs, strategy.outputs, lowered.output_times, strict=True):
+        for name, layout, time in zip(layer.outputs, strategy.outputs, lowered.local.output_times, strict=True):
             self.lies[name] = Lies(layout, strategy.mesh, time)
         return lambda: self._bind(layer, strategy, lowered, keeping, moves, dead, first_op)
 
@@ -138,7 +138,7 @@ class Lowering:
         dead: tuple[str, ...],
         first_op: int,
     ) -> LayerRunner:
-        held = list(zip(range(len(layer.held)), layer.held, lowered.held_layouts, strict=True))
+        held = list(zip(range(len(layer.held)), layer.held, lowered.local.held_layouts, strict=True))
         roles = self.program.values
         return LayerRunner(
             layer, strategy, lowered, keeping,

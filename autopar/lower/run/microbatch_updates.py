@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.lower.program.layer_program import find_option
 from autopar.plan import Plan
 from autopar.program import Op, Program
+from autopar.step.value_flows import option_of
 
 __all__ = ["ops_per_microbatch", "updates_per_microbatch"]
 
@@ -22,7 +22,7 @@ def ops_per_microbatch(program: Program, plan: Plan) -> tuple[Op, ...]:
     for layer, planned in zip(program.layers, plan.layers, strict=True):
         factors = plan.strategies[planned.strategy].time if plan.num_microbatches > 1 else ()
         # A kernel joins the statistics of slices; in time nothing joins them.
-        found += [op for op, factor in zip(layer.ops, factors, strict=False) if find_option(op, factor).kernel]
+        found += [op for op, factor in zip(layer.ops, factors, strict=False) if option_of(op, factor).kernel]
     return tuple(found)
 
 
