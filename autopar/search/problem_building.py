@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, tidy
-from autopar.program import Layer, Program, TensorType
+from autopar.program import Layer, Op, Program, TensorType
 from autopar.search.boundary import Policy, arrival_layout, boundary_policies, has_whole_boundary
 from autopar.search.layer_tables import LayerProblem, OpTable, ParameterChoice, ReshardTable
 from autopar.search.reshard_tables import MoveTable, move_table, reshard_tables
@@ -58,7 +58,10 @@ def build_problem(  # noqa: PLR0913  (a keyword for each thing that a problem de
     training = own_training(program, layer, training)
     flows = find_flows(program, layer)
     view = time_view(layer, flows, time, num_microbatches)
-    states = tuple(op_states(program, op, index, mesh, view, allowed) for index, op in enumerate(layer.ops))
+    states = tuple(
+        _taken_from_whole(op_states(program, op, index, mesh, view, allowed), op, index, view)
+        for index, op in enumerate(layer.ops)
+    )
     policies = boundary_policies(mesh)
     later = {name for other in program.layers for name in other.inputs}
     free = frozenset(
@@ -83,6 +86,19 @@ def build_problem(  # noqa: PLR0913  (a keyword for each thing that a problem de
         states, copy_variables, domains, free, sizes, op_tables, reshards,
         tuple(_parameter_choices(scene, copy_variables, domains)), rates,
     )  # fmt: skip
+
+
+def _taken_from_whole(states: tuple[OpState, ...], op: Op, index: int, view: TimeView) -> tuple[OpState, ...]:
+    """Those whose results are whole in the dims in which microbatches are taken of them afterwards.
+
+    Microbatch m of a shard is not the shard of microbatch m, so taking it would gather.
+    """
+    taken = [
+        (result, view.values[name])
+        for result, (name, made) in enumerate(zip(op.results, view.results[index], strict=True))
+        if view.values[name] != made
+    ]
+    return tuple(s for s in states if not any(time in s.results[result] for result, time in taken)) if taken else states
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ A value goes from where it is produced, arrives or is gathered to its *copy layo
     produced --(microbatch slice)--> --reshard--> copy --(microbatch slice)--> --reshard--> operand
 
 `derive` writes this down as a list of instructions over local values.  `lower` emits an FX program from the list,
-prices and simulation add up its collectives and ops, memory walks the lives of its tensors.  What brings a parameter from
-its storage to its copy layout is not part of it (`PlacedLayer.to_copy`): the runtime does that ahead of the layer.
+prices and simulation add up its collectives and ops, memory walks the lives of its tensors.  What brings a
+parameter from its storage to its copy layout is not part of it (`PlacedLayer.to_copy`): the runtime does that ahead of
+the layer.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     ]
     held = [builder.arrive(name, builder.held_layout(name), REPLICATE) for name in local.layer.held]
     for name in (*local.layer.inputs, *local.layer.held):
-        builder.slice_on_arrival(name)
+        builder.take_microbatch(name, 0)
     for index, op in enumerate(local.layer.ops):
         builder.run(index, op)
     outputs = [builder.leave(name, layout) for name, layout in zip(local.layer.outputs, local.departures, strict=True)]
@@ -174,11 +175,11 @@ class _Builder:
         copy = self.local.copies.get(name, stored)
         return tuple(REPLICATE if time.is_shard and p == time else p for p in copy)
 
-    def slice_on_arrival(self, name: str) -> None:
-        """Take the microbatch right away of what arrives whole, if all readers want the same slices."""
+    def take_microbatch(self, name: str, before: int) -> None:
+        """Take the microbatch of what is whole in time before it goes to its copy layout, if `TimeView` says so."""
         time = self.view.values[name]
         if time.is_shard and self.values[self.produced[name]].time != time:
-            self.produced[name] = self._in_time(self.produced[name], time, "copy", 0)
+            self.produced[name] = self._in_time(self.produced[name], time, "copy", before)
 
     def run(self, index: int, op: Op) -> None:
         state = self.local.states[index]
@@ -195,6 +196,8 @@ class _Builder:
         ]
         self.produced.update(zip(op.results, results, strict=True))
         self.instructions.append(RunOp(index, op, state, tuple(operands), tuple(results)))
+        for name in op.results:
+            self.take_microbatch(name, index + 1)
 
     def leave(self, name: str, layout: Layout) -> int:
         end = len(self.local.layer.ops)

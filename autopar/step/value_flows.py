@@ -126,8 +126,8 @@ class TimeView:
     """What microbatches cut: placements on the axis in time, outside all device axes.
 
     `factors`, `operands` and `results` hold each op's option in time and its placements, `values` those of
-    values where they are produced or arrive: an input or held value that all readers cut alike is cut right
-    away, else it stays whole.
+    values on their way to the copy layout: what is whole, and cut alike by all its readers, is cut before; what leaves
+    the layer stays as it is made.
     """
 
     num_microbatches: int
@@ -157,12 +157,16 @@ def time_view(layer: Layer, flows: dict[str, Flow], time: tuple[str, ...], num_m
     options = [option_of(op, factor) for op, factor in zip(layer.ops, factors, strict=True)]
     operands = tuple(option.operands for option in options)
     results = tuple(option.results for option in options)
-    values: dict[str, Placement] = {}
-    for name, flow in flows.items():
-        if flow.source == "op":
-            values[name] = results[flow.producer][flow.result]
-            continue
-        wanted = {operands[op][mention] for op, mention in flow.readers}
-        only = wanted.pop() if len(wanted) == 1 else REPLICATE
-        values[name] = only if only.is_shard and not flow.is_parameter else REPLICATE
+    values = {name: _time_of(flow, operands, results) for name, flow in flows.items()}
     return TimeView(num_microbatches, tuple(factors), operands, results, values)
+
+
+def _time_of(
+    flow: Flow, operands: tuple[tuple[Placement, ...], ...], results: tuple[tuple[Placement, ...], ...]
+) -> Placement:
+    """How a value goes to its copy layout in time: as it is made, or cut if it is whole and all readers cut alike."""
+    made = results[flow.producer][flow.result] if flow.source == "op" else REPLICATE
+    wanted = {operands[op][mention] for op, mention in flow.readers}
+    only = wanted.pop() if len(wanted) == 1 else made
+    is_made_whole = made.kind in "RB" and not (flow.source == "op" and (flow.value.requires_grad or flow.output >= 0))
+    return only if only.is_shard and is_made_whole and not flow.is_parameter else made
