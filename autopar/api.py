@@ -138,7 +138,6 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
         prices = mesh_prices(profile, communicator, mesh, setup.dtype)
-        prices = prices.of_program(traced.program, communicator.world_size)
         setup = setup.priced(prices)
         if profile is None:
             plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
@@ -205,8 +204,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
     where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
-    prices = ClusterPrices(where, measured).of_program(traced.program, where.world_size)
-    return _search(traced.program, where.world_size, setup.priced(prices))
+    return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
 
 @dataclass(frozen=True)

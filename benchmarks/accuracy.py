@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import platform
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,7 +32,10 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(own)
-    return module.run(own.parse_args([*rest, *sys.argv[2:]]))
+    chosen = own.parse_args([*rest, *sys.argv[2:]])
+    versions = f"autopar {version('autopar')}, torch {version('torch')}, Python {platform.python_version()}"
+    print(f"# {' '.join(sys.argv)}: {versions}")
+    return module.run(chosen)
 
 
 if __name__ == "__main__":

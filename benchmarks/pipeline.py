@@ -238,7 +238,8 @@ def main() -> None:
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     print(
-        f"python {platform.python_version()}, torch {torch.__version__}, {cores} cores, load {os.getloadavg()[0]:.1f}"
+        f"# {' '.join(sys.argv)}: Python {platform.python_version()}, torch {torch.__version__}, {cores} cores, "
+        f"load {os.getloadavg()[0]:.1f}"
     )
     print(f"{options.microbatches} microbatches, {options.steps} steps; ms; error of the median ratio in %")
     print(f"{'':42}predicted measured       min -     max  error  bubble fraction  closed")

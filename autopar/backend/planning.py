@@ -83,7 +83,7 @@ def plan_graph(
     request = SearchRequest(limit, training, constraints, max_microbatches=1, stored=stored, any_batch=True)
     key = (traced.program.fingerprint, trains, stored, *options.key)
     if key not in session.plans:
-        prices = session.prices(options).of_program(traced.program, session.communicator.world_size)
+        prices = session.prices(options)
         session.plans[key] = share(group, lambda: _decide(traced.program, prices, request, options, session, trace_s))
     return PlannedGraph(module, traced, session.plans[key], fixed, stored)
 

@@ -31,13 +31,10 @@ class Curve:
     Args:
         points: the measurements, of positive amount.
         date: when they were taken, ISO 8601; ``""``: not known.
-        contention: seconds that passed for each second of work while they were taken (1.0: the processes had the
-            machine to themselves).  It is part of the seconds.
     """
 
     points: tuple[Point, ...]
     date: str = ""
-    contention: float = 1.0
     _logs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from autopar.cluster import Cluster, OpTime
 from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
-from autopar.cost.first_calls import FirstCalls
 from autopar.cost.layer_corrections import LayerCorrections, TimedLayer
 from autopar.cost.op_curves import OpCurves
 from autopar.cost.overlap import TAKEN
@@ -47,7 +46,6 @@ class ClusterPrices:
         self.cluster = cluster
         self.timed: Mapping[str, TimedLayer] = {}
         self._corrections: LayerCorrections | None = None
-        self._first_calls: FirstCalls | None = None
         self.profile = profile
         self._curves: Mapping[str, Curve] = profile.curves if profile else {}
         self._products, self._ops = ProductCurves(self._curves), OpCurves(self._curves)
@@ -56,19 +54,9 @@ class ClusterPrices:
         self._terms: dict[tuple[str, Axis], tuple[Curve | CollectiveTerms, float]] = {}
         self._roofline = Roofline.of(cluster.device)
 
-    def of_program(self, program: Program, num_devices: int) -> ClusterPrices:
-        """These prices, with what the first call of an op in a layer of `program` takes more where it was measured.
-
-        `num_devices`: among which the work is shared.
-        """
-        made = ClusterPrices(self.cluster, self.profile)
-        made._first_calls = FirstCalls(self._curves, program, num_devices)
-        return made
-
     def corrected(self, program: Program, timed: Mapping[str, TimedLayer]) -> ClusterPrices:
         """These prices with those of the ops of `program` such that its `timed` layers take what was measured."""
         made = ClusterPrices(self.cluster, self.profile)
-        made._first_calls = self._first_calls
         made.timed = dict(timed)
         made._corrections = LayerCorrections(program, tuple(timed.values()), self.op_s)
         return made
@@ -203,9 +191,6 @@ class ClusterPrices:
         measured = self._measured(op, work)
         forward_s, backward_s = measured or self._roofline.seconds(work)
         source = "measured" if measured else op_source(self.cluster.device.sources, work)
-        if self._first_calls is not None:
-            first_s = self._first_calls.seconds(op, work)
-            forward_s, backward_s = forward_s + first_s[0], backward_s + first_s[1]
         return OpTime(forward_s, backward_s if differentiable else 0.0, source)
 
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:

@@ -11,13 +11,10 @@ The keys of `Profile.curves`, seconds over an amount of work:
 ``op/<packet>/forward``            seconds over bytes moved; so ``backward``.  ``op/<packet>/<width>/forward``: of rows
                                    so wide; ``op/<packet>/number/forward``: with a number for an operand
 ``elementwise/forward``            the same for any other op; so ``backward``
-``first/<family>/forward``         over bytes moved since: what the first call of such an op in a layer takes beyond
-                                   later ones; so ``backward``; ``first/program/forward``: to enter a layer's program
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
 ``optimizer/tensor``               one point: seconds for each parameter, beside those for its bytes
-``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``; ``first_touch``: written to memory
-                                   that the process did not have before
+``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``
 ``launch``                         one point: seconds for the host to ask a device for the smallest op
 ``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
 =================================  ====================================================
@@ -65,11 +62,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Readings:
-    """Measurements of one thing at several amounts, taken at `date` under `contention` (as in `Curve`)."""
+    """Measurements of one thing at several amounts, taken at `date`."""
 
     points: tuple[Reading, ...]
     date: str = ""
-    contention: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -222,7 +218,7 @@ def _axes(keys: Iterable[str], prefix: str) -> tuple[Axis, ...]:
 
 
 def _series(series: Curve | Readings, points: list[list[float]]) -> dict[str, Any]:
-    return {"date": series.date, "contention": series.contention, "points": points}
+    return {"date": series.date, "points": points}
 
 
 _SECTIONS: dict[str, tuple[type[Any], Callable[..., Any] | None]] = {

@@ -65,7 +65,6 @@ class Planner:
             considered.append(considered_plan(final))
 
         request = replace(request, on_considered=considered.append, on_final=keep)
-        prices = prices.of_program(program, asked.cluster.world_size)
         plan = search(program, asked.cluster.world_size, prices, request)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
         return Answer(asked, plan, program, prices, request.training, tuple(considered))

@@ -13,15 +13,12 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 
-from autopar.cost.measure import Alone
-from autopar.cost.measure.collectives import share_text
-from autopar.cost.measure.doubt import NOISY
-from autopar.cost.measure.machine import CACHE_DIR, profile_path
+from autopar.cost.measure import CACHE_DIR, Alone, default_dtypes, dense_probes, profile_path, quick_probes
+from autopar.cost.measure.ranks import share_text
 from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
-from autopar.cost.measure.wanted import default_dtypes, dense_probes, quick_probes
 from autopar.cost.profile import Profile
 from autopar.errors import AutoparError, ProfileError
-from autopar.profile.asked import matching_keys, read_axes, read_budget, read_dtypes, read_output
+from autopar.profile.command_options import matching_keys, read_axes, read_budget, read_dtypes, read_output
 from autopar.profile.processes import choose_device, is_first_here, open_processes
 from autopar.profile.progress import showing
 from autopar.profile.table import print_probes, print_profile
@@ -32,6 +29,7 @@ _UNHURRIED_S = 120.0
 _QUICK_S = 5.0
 _PIPED_WIDTH = 130
 _NUM_NAMED = 5
+_NOISY = 0.5  # spread of a curve that is named as noisy
 _EPILOG = """
 examples:
   python -m autopar.profile                                            ops and memory of this device
@@ -110,21 +108,21 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
             return 0
         probes = (quick_probes if options.quick else dense_probes)(device, communicator, axes, dtypes)
         if options.only:
-            wanted = matching_keys("--only", options.only, probes)
-            probes = tuple(probe for probe in probes if not wanted.isdisjoint(probe.keys))
+            only = matching_keys("--only", options.only, probes)
+            probes = tuple(probe for probe in probes if not only.isdisjoint(probe.keys))
         again = matching_keys("--remeasure", options.remeasure, probes)
         ranks.prepare(axes)
         found = load_shared(ranks, path)
-        lacking = missing_probes(probes, found, again)
+        missing = missing_probes(probes, found, again)
         if options.list:
             if ranks.rank == 0:
-                print_probes(probes, lacking, _console())
+                print_probes(probes, missing, _console())
             return 0
         with showing(_console(), is_shown=ranks.rank == 0) as tell:
             spend_s = budget_s or (_QUICK_S if options.quick else _UNHURRIED_S)
-            profile = measure_missing(ranks, lacking, found, spend_s, path, tell=tell, stops=budget_s is not None)
+            profile = measure_missing(ranks, missing, found, spend_s, path, tell=tell, stops=budget_s is not None)
         if ranks.rank == 0:
-            _summarize(profile, path, len(lacking), len(missing_probes(lacking, profile)))
+            _summarize(profile, path, len(missing), len(missing_probes(missing, profile)))
         return 0
 
 
@@ -144,21 +142,20 @@ def _load(path: Path) -> Profile:
         raise ProfileError(f"--show: {path} can't be read: {error}. Name the JSON file of a profile") from error
 
 
-def _summarize(profile: Profile, path: Path, num_lacking: int, num_left: int) -> None:
+def _summarize(profile: Profile, path: Path, num_missing: int, num_left: int) -> None:
     console = _console()
-    if not num_lacking:
+    if not num_missing:
         console.print("nothing was missing; --remeasure KEYGLOB measures again")
     elif num_left:
-        console.print(f"{num_left} of {num_lacking} are not measured yet; the same command goes on")
-    contention = max((curve.contention for curve in profile.curves.values()), default=1.0)
+        console.print(f"{num_left} of {num_missing} are not measured yet; the same command goes on")
     console.print(
         f"curves: {len(profile.curves)}, readings: {len(profile.readings)}, in {path}\n"
-        f"median spread {profile.spread:.0%}; up to {contention:.1f} seconds passed for each second of work"
+        f"median spread {profile.spread:.0%}"
     )
-    noisy = [key for key, curve in profile.curves.items() if curve.spread > NOISY]
+    noisy = [key for key, curve in profile.curves.items() if curve.spread > _NOISY]
     if noisy:
         some = ", ".join(noisy[:_NUM_NAMED]) + (", ..." if len(noisy) > _NUM_NAMED else "")
-        console.print(f"noisy (spread above {NOISY:.0%}): {some}; --remeasure them on a quiet machine")
+        console.print(f"noisy (spread above {_NOISY:.0%}): {some}; --remeasure them on a quiet machine")
 
 
 def _console() -> Console:

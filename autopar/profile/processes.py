@@ -25,13 +25,13 @@ def is_first_here() -> bool:
     return _place_in_node() == 0
 
 
-def choose_device(asked: str | None) -> torch.device:
+def choose_device(kind: str | None) -> torch.device:
     """This process's device: by default a GPU if there is one.
 
     Raises:
         ProfileError: there is none for this process.
     """
-    kind = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
     count, index = torch.cuda.device_count(), _place_in_node()

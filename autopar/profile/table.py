@@ -28,7 +28,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     if profile.curves:
         _print_curves(profile, console)
     if profile.readings:
-        table = _table("reading", "points", "amount", "value", "spread", "busy")
+        table = _table("reading", "points", "amount", "value", "spread")
         for key, found in sorted(profile.readings.items()):
             table.add_row(key, *_cells(found, "B" if key.startswith("allocator/") else ""))
         console.print(table)
@@ -37,10 +37,7 @@ def print_profile(profile: Profile, console: Console) -> None:
         for key, layer in sorted(profile.layers.items()):
             table.add_row(key, _seconds(layer.forward_s), _seconds(layer.backward_s), f"{layer.spread:.0%}")
         console.print(table)
-    console.print(
-        "spread: distance of the quartiles over the median (of an interference: the distance itself); busy: seconds "
-        "that passed for each second of work while it was measured"
-    )
+    console.print("spread: distance of the quartiles over the median (of an interference: the distance itself)")
 
 
 def print_probes(probes: Sequence[Probe], missing: Container[Probe], console: Console) -> None:
@@ -53,7 +50,7 @@ def print_probes(probes: Sequence[Probe], missing: Container[Probe], console: Co
 
 
 def _print_curves(profile: Profile, console: Console) -> None:
-    table = _table("curve", "points", "work", "takes", "best rate", "spread", "busy")
+    table = _table("curve", "points", "work", "takes", "best rate", "spread")
     for key, curve in sorted(profile.curves.items()):
         least, most = curve.points[0], curve.points[-1]
         takes = _range(_seconds(min(p.seconds for p in curve.points)), _seconds(max(p.seconds for p in curve.points)))
@@ -61,8 +58,7 @@ def _print_curves(profile: Profile, console: Console) -> None:
         unit = "flop" if key.startswith(("matmul/", "batched/", "convolution/", "attention/")) else "B"
         work = _range(_scaled(least.amount), _scaled(most.amount)) + f" {unit}" if is_work else ""
         rate = f"{_scaled(max(p.amount / p.seconds for p in curve.points))}{unit}/s" if is_work else ""
-        busy = f"{curve.contention:.2f}"
-        table.add_row(key, str(len(curve.points)), work, takes, rate, f"{curve.spread:.0%}", busy)
+        table.add_row(key, str(len(curve.points)), work, takes, rate, f"{curve.spread:.0%}")
     console.print(table)
 
 
@@ -71,7 +67,7 @@ def _cells(found: Readings, unit: str) -> tuple[str, ...]:
     values = [point.value for point in found.points]
     spread = statistics.median(point.spread for point in found.points)
     between = _range(_scaled(min(values)), _scaled(max(values))) + unit
-    return str(len(values)), amounts, between, f"{spread:.2g}", f"{found.contention:.2f}"
+    return str(len(values)), amounts, between, f"{spread:.2g}"
 
 
 def _table(*columns: str) -> Table:

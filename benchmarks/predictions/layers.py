@@ -1,7 +1,7 @@
 """Every layer kind of the model zoo on this machine's CPU: ``python benchmarks/accuracy.py layers [--json]``.
 
-One process, one thread.  The layers of a model, one of each kind, are lowered for one device and run as in a step, all
-forward and then backward; a layer's seconds are compared with two predictions:
+One process, one thread.  The layers of a model, one of each kind, are lowered for one device and run forward and
+backward; a layer's seconds are compared with two predictions:
 
 - ``ops``: the sum of the prices of its ops, from a profile of ops that this command measures first;
 - ``layers``: the same layer timed as a whole before, independently of the measurement (what `parallelize` does with the
@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import nn
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.measure.layers import time_in_turn
+from autopar.cost.measure.layers import time_layer
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.profile import Curve, Point
 from autopar.lower.program.single_layer import LoneLayer
@@ -42,7 +42,7 @@ from autopar.program import Layer, Program
 from tests import models
 
 _CPU = torch.device("cpu")
-_EACH_S = 0.4  # of one model's layers in one round
+_EACH_S = 0.1  # of one layer in one round
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,8 +128,9 @@ def _whole(layer: Layer) -> LayerStrategy:
 
 
 def _time(cases: list[Case]) -> list[tuple[float, float]]:
-    runs = [(case.lone.forward, case.lone.backward if case.lone.is_differentiable else None) for case in cases]
-    return [(found.forward_s, found.backward_s) for found in time_in_turn(runs, _CPU, _EACH_S)]
+    lones = [(case.lone, case.lone.backward if case.lone.is_differentiable else None) for case in cases]
+    found = [time_layer(lone.forward, backward, _CPU, _EACH_S) for lone, backward in lones]
+    return [(time.forward_s, time.backward_s) for time in found]
 
 
 def _measure_ops(budget_s: float, *, is_dense: bool) -> dict[tuple[str, int], Point]:
@@ -181,8 +182,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _outcomes(cases: list[Case], prices: ClusterPrices) -> Iterator[dict[str, Any]]:
-    program = cases[0].program
-    prices = prices.of_program(replace(program, layers=program.kinds), 1)  # what runs in turn
     for case in cases:
         before, measured = (tuple(map(min, zip(*times, strict=True))) for times in (case.before, case.measured))
         predicted = case.by_ops(prices)

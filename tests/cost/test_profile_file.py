@@ -16,12 +16,12 @@ from autopar.placement import Axis
 
 
 def _profile(**more) -> Profile:
-    curves = {"optimizer": Curve((Point(1e3, 2e-6, 0.01), Point(1e6, 1e-4)), "2026-01-01T00:00:00+00:00", 1.25)}
+    curves = {"optimizer": Curve((Point(1e3, 2e-6, 0.01), Point(1e6, 1e-4)), "2026-01-01T00:00:00+00:00")}
     return Profile("cpu", 2, "2026-01-01T00:00:00+00:00", {"torch": "2"}, curves, **more)
 
 
 def test_a_profile_survives_its_text() -> None:
-    readings = {"interference/all_reduce/2/1": Readings((Reading(1e3, 0.0, 0.1), Reading(1e6, 0.5)), "2026", 2.0)}
+    readings = {"interference/all_reduce/2/1": Readings((Reading(1e3, 0.0, 0.1), Reading(1e6, 0.5)), "2026")}
     profile = _profile(readings=readings)
     profile = profile.with_layers({"decoder b=1": LayerTime(1e-3, 2e-3, 0.05, "2026")})
     assert Profile.from_json(profile.to_json()) == profile

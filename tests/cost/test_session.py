@@ -1,22 +1,19 @@
 """What is missing is measured, and ranks agree on it whatever each finds in its own files."""
 
-import time
 import warnings
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
 
 from autopar.cost import Curve, Point, Profile, measure
-from autopar.cost.measure import Alone, doubt, measure_profile
-from autopar.cost.measure.collectives import max_over_ranks
+from autopar.cost.measure import Alone, measure_profile
 from autopar.cost.measure.machine import describe_software
 from autopar.cost.measure.memory import memory_probes
-from autopar.cost.measure.probe import Measurement, Probe
+from autopar.cost.measure.probe import Measurement, Probe, Sample
+from autopar.cost.measure.ranks import max_over_ranks
 from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
-from autopar.cost.measure.timing import Sample
 from autopar.errors import ProfileError
 from autopar.lower.communication.communicator import ProcessGroupCommunicator
 from tests.ranks import run_ranks
@@ -31,7 +28,7 @@ class _Counted:
         self.measured: list[str] = []
         self.probes = [
             Probe((key,), 2, lambda _, key=key: self._measure(ranks, key, together, broken),
-                  is_local=key not in together, is_own_time=key == "a")
+                  is_local=key not in together)
             for key in keys
         ]  # fmt: skip
 
@@ -102,31 +99,11 @@ def test_ranks_with_different_files_measure_the_same_and_agree(tmp_path) -> None
     assert set(Profile.load(tmp_path / "1.json").curves) == set("cdef"), "only rank 0 writes"
 
 
-def test_old_numbers_of_a_busy_or_noisy_machine_are_doubted(monkeypatch) -> None:
-    def curve(seconds_ago: float, contention: float, spread: float) -> Curve:
-        date = datetime.fromtimestamp(time.time() - seconds_ago, UTC).isoformat()
-        return Curve((Point(1.0, 1.0, spread),), date, contention)
-
-    curves = {
-        "good": curve(3600, 1.4, 0.4),
-        "busy": curve(3600, 1.6, 0.0),
-        "noisy": curve(3600, 1.0, 0.6),
-        "young": curve(60, 9.0, 9.0),
-    }
-    profile = Profile("cpu", 1, "", {}, curves)
-    monkeypatch.setattr(doubt, "contention_now", lambda _: 1.0)
-    assert doubt.doubtful_keys(Alone(CPU), profile) == {"busy", "noisy"}
-    monkeypatch.setattr(doubt, "contention_now", lambda _: 2.0)
-    assert doubt.doubtful_keys(Alone(CPU), profile) == {"noisy"}
-
-
 @pytest.mark.slow
 def test_memory_is_measured_as_promised() -> None:
     probes = memory_probes(CPU)
     profile = measure_missing(Alone(CPU), probes, None, 0.5)
     assert missing_probes(probes, profile) == []
-    fresh, warm = profile.curves["memory/first_touch"], profile.curves["memory/write"]
-    assert fresh.seconds(2**24) > warm.seconds(2**24), "fresh pages cost more than pages that are there"
     assert profile.curves["memory/read"].seconds(2**28) > 10 * profile.curves["memory/read"].seconds(2**20)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from autopar.cost import Curve, Point, Profile
 from autopar.profile import cli
-from autopar.profile.asked import read_axes
+from autopar.profile.command_options import read_axes
 from tests.ranks import REPOSITORY, run_ranks
 
 

@@ -1,42 +1,44 @@
-"""Measures this machine: `measure_profile`.  The only part of `autopar.cost` that loads torch."""
+"""Measures this machine: `measure_profile`.  The only part of `autopar.cost` that loads torch.
+
+What is measured, in which file: `ops` (of the `op_calls` that it lists), `optimizer`, `memory`: on one device;
+`collectives`, `interference`: between `ranks`; `layers`: whole layers of a plan.  Each gives a few probes (`probe`),
+timed on the device's clock (`timing`); `session` runs those whose numbers the profile of this `machine` lacks.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
-from torch import Tensor
 
-from autopar.cost.measure.collectives import Collectives, default_axes
-from autopar.cost.measure.doubt import doubtful_keys
+from autopar.cost.measure.collectives import Collectives, collective_probes, default_axes
+from autopar.cost.measure.interference import interference_probes
 from autopar.cost.measure.machine import CACHE_DIR, profile_path
+from autopar.cost.measure.memory import communicator_probes, memory_probes
+from autopar.cost.measure.ops import op_probes
+from autopar.cost.measure.optimizer import optimizer_probes
+from autopar.cost.measure.probe import Probe
+from autopar.cost.measure.ranks import Alone
 from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
-from autopar.cost.measure.wanted import default_dtypes, quick_probes
 from autopar.cost.profile import Profile
 from autopar.errors import ProfileError
 from autopar.placement import Axis
 
-__all__ = ["CACHE_DIR", "Alone", "Collectives", "default_dtypes", "measure_profile", "profile_path"]
+__all__ = [
+    "CACHE_DIR",
+    "Alone",
+    "Collectives",
+    "default_dtypes",
+    "dense_probes",
+    "measure_profile",
+    "profile_path",
+    "quick_probes",
+]
 
-
-@dataclass(frozen=True)
-class Alone:
-    """The `Ranks` of a single process."""
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-
-    def prepare(self, axes: Iterable[Axis]) -> None:
-        """Nothing to prepare."""
-
-    def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Nothing to reduce."""
-        return x
+_OVERLAPPED = ("all_gather", "all_reduce", "reduce_scatter")
+"""What a training step runs while it computes."""
 
 
 def measure_profile(
@@ -50,10 +52,8 @@ def measure_profile(
 ) -> Profile:
     """Measure ops on this device and collectives between all ranks, quickly; every rank gets the same profile.
 
-    Every rank calls it with the same arguments.  Ranks measure at the same time, so that sharing of cores and
-    of memory is part of the numbers, and the slowest rank's time counts.  What was measured before is not measured
-    again, unless more than 10 minutes ago while the machine was 1.5 times busier than now, or with quartiles more than
-    half of the median apart.
+    Every rank calls it with the same arguments.  Ranks measure at the same time, so that sharing of memory is part of
+    the numbers, and the slowest rank's time counts.  What was measured before is not measured again.
 
     Args:
         communicator: through which ranks talk; without one this process measures alone, and no collectives.
@@ -83,7 +83,38 @@ def measure_profile(
         if ranks.rank == 0:
             warnings.warn(f"what was measured before is not used, and nothing is kept: {error}", stacklevel=2)
     probes = quick_probes(device, communicator, axes, dtypes or default_dtypes(device))
-    doubtful = doubtful_keys(ranks, found) if found is not None else frozenset[str]()
-    lacking = missing_probes(probes, found, doubtful)
-    part = sum(probe.share for probe in lacking) / sum(probe.share for probe in probes)
-    return measure_missing(ranks, lacking, found, budget_s * part, path)
+    missing = missing_probes(probes, found)
+    part = sum(probe.share for probe in missing) / sum(probe.share for probe in probes)
+    return measure_missing(ranks, missing, found, budget_s * part, path)
+
+
+def default_dtypes(device: torch.device) -> tuple[str, ...]:
+    """In what matrix products and attention are measured; other ops in the first of them."""
+    return ("bfloat16", "float32") if device.type == "cuda" else ("float32",)
+
+
+def quick_probes(
+    device: torch.device, communicator: Collectives | None, axes: Sequence[Axis], dtypes: tuple[str, ...]
+) -> tuple[Probe, ...]:
+    """What `parallelize` measures; with a communicator of several ranks, collectives on `axes` too."""
+    own = (*op_probes(device, dtypes), *optimizer_probes(communicator or Alone(device)))
+    if communicator is None or communicator.world_size == 1:
+        return own
+    interference = interference_probes(communicator, axes, kinds=_OVERLAPPED)
+    return (*own, *collective_probes(communicator, axes), *interference)
+
+
+def dense_probes(
+    device: torch.device, communicator: Collectives | None, axes: Sequence[Axis], dtypes: tuple[str, ...]
+) -> tuple[Probe, ...]:
+    """What ``python -m autopar.profile`` measures: dense sweeps, memory, and what collectives do to compute."""
+    optimizer = optimizer_probes(communicator or Alone(device))
+    own = (*op_probes(device, dtypes, is_dense=True), *optimizer, *memory_probes(device))
+    if communicator is None or communicator.world_size == 1:
+        return own
+    return (
+        *own,
+        *communicator_probes(communicator, axes),
+        *collective_probes(communicator, axes, is_dense=True),
+        *interference_probes(communicator, axes, is_dense=True),
+    )

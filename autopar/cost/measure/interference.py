@@ -4,11 +4,7 @@
 
 clipped to [0, 1]: 0 if the two don't notice each other, 1 if they might as well run one after the other.  Compute is
 products, enough of them to outlast the collective; all ranks compute and communicate at the same time.  Seconds are
-means over trials: a step adds them up, and on a CPU what the scheduler does differs from one trial to the next.
-
-Where ranks share cores, all of which compute, what a collective works is lost to computing, on whichever core; only
-what it waits is not.  So there it is the processor seconds that all threads of a rank work for a collective, times the
-ranks of a core, over its seconds: both from the same calls, and far steadier than a difference of two times.
+means over trials: a step adds them up.
 """
 
 from __future__ import annotations
@@ -16,25 +12,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import torch
 
 from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.measure.collectives import (
     Collectives,
-    Moment,
     Waitable,
-    crowding_of,
-    max_over_ranks,
     num_bytes_of,
     probes_between_ranks,
     run_to_end,
     start_collective,
-    times_behind,
 )
-from autopar.cost.measure.probe import Measurement, Probe
-from autopar.cost.measure.timing import Sample, elapsed_s, median_of, synchronize
+from autopar.cost.measure.probe import Measurement, Probe, Sample
+from autopar.cost.measure.ranks import max_over_ranks
+from autopar.cost.measure.timing import elapsed_s, median_of, synchronize
 from autopar.placement import Axis
 
 __all__ = ["interference_probes"]
@@ -66,28 +58,16 @@ def interference_probes(
 def _measure(
     communicator: Collectives, kind: str, axis: Axis, sizes: tuple[int, ...], budget_s: float
 ) -> Iterator[Measurement]:
-    if crowding_of(communicator) > 1.0:
-        lost_to = partial(_lost_behind, Moment.of(communicator), communicator)
-    else:
-        lost_to = partial(_lost_beside, communicator)
     for num_elements in sizes:
         start = start_collective(communicator, kind, axis, num_elements)[0]
-        lost = lost_to(start, budget_s / len(sizes))
+        lost = _lost_beside(communicator, start, budget_s / len(sizes))
         # A rank that had no part in a send lost nothing: the largest over the ranks counts.
         key = f"interference/{kind}/{axis.size}/{axis.stride}"
         yield Measurement(key, num_bytes_of(axis, num_elements), lost)
 
 
-def _lost_behind(
-    moment: Moment, communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float
-) -> Sample:
-    """The share where ranks share cores; its spread isn't known."""
-    [behind] = times_behind(moment, communicator, [start], budget_s)
-    return Sample(_share(moment.crowding * behind.worked_s, behind.taken.seconds), 0.0)
-
-
 def _lost_beside(communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float) -> Sample:
-    """The share where each rank has cores, or a device, of its own."""
+    """The share of the collective's seconds that compute loses."""
     trials = _trials(communicator, start, budget_s)
     lost, seconds = ([each[i] for each in trials] for i in (0, 1))
     low, _, high = statistics.quantiles([_share(*each) for each in trials], n=4)

@@ -1,24 +1,22 @@
-"""Measures memory: how fast it moves, what fresh memory costs, and what allocators hold beyond what was asked for.
+"""Measures memory: how fast it moves, and on GPUs what is held beyond the tensors that a program asks for.
 
 The readings, all in bytes:
 
 =================================== ==========================================================================
-``allocator/rounded``               cuda: what one tensor takes of the allocator, over its bytes
-``allocator/segment``               cuda: what the allocator takes of the device for it, over its bytes
+``allocator/rounded``               what one tensor takes of the allocator, over its bytes
+``allocator/segment``               what the allocator takes of the device for it, over its bytes
 ``allocator/kept``                  what is kept after tensors of such a size were freed, over the bytes of all
-``allocator/fragmented``            cuda: peak taken of the device, over peak in tensors, for a mixed sequence
-``allocator/context``               cuda: what the device holds beside tensors (context, libraries); amount 1
+``allocator/fragmented``            peak taken of the device, over peak in tensors, for a mixed sequence
+``allocator/context``               what the device holds beside tensors (context, libraries); amount 1
 ``allocator/communicator/<n>/<s>``  what a new process group on ``Axis(n, s)`` takes once it was used; amount 1
 =================================== ==========================================================================
 """
 
 from __future__ import annotations
 
-import mmap
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,17 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.cost.measure.collectives import Collectives
-from autopar.cost.measure.probe import Measurement, Probe
-from autopar.cost.measure.timing import Sample, sample, synchronize
+from autopar.cost.measure.probe import Measurement, Probe, Sample
+from autopar.cost.measure.timing import sample, synchronize
 from autopar.placement import Axis
 
 __all__ = ["communicator_probes", "memory_probes"]
 
 _BYTES = {"cpu": tuple(4**power for power in range(6, 15)), "cuda": tuple(4**power for power in range(8, 16))}
 """4 KiB to 256 MiB on a CPU, 64 KiB to 1 GiB on a GPU."""
-_FRESH_BYTES = tuple(4**power for power in range(8, 14))
 _LAUNCHES = 200
-_ASKED_BYTES = (
+_TENSOR_BYTES = (
     1,
     512,
     513,
@@ -53,33 +50,32 @@ _ASKED_BYTES = (
 _KEPT_BYTES = (2**12, 2**16, 2**20, 2**24, 2**26)
 _KEPT_TOTAL = 2**27
 _MIXED_TENSORS = 400
-_STATM = Path("/proc/self/statm")
 
 
 def memory_probes(device: torch.device) -> tuple[Probe, ...]:
     """What to measure of one device's memory, and of its host's way to it."""
     sizes = _BYTES["cuda" if device.type == "cuda" else "cpu"]
     common = (
-        *(Probe((f"memory/{how}",), len(sizes), partial(_measure_moving, how, sizes, device), float(len(sizes)),
-                is_own_time=True) for how in _MOVES),
-        Probe(("launch",), 1, partial(_measure_launch, device), is_own_time=True),
+        *(Probe((f"memory/{how}",), len(sizes), partial(_measure_moving, how, sizes, device), float(len(sizes)))
+          for how in _MOVES),
+        Probe(("launch",), 1, partial(_measure_launch, device)),
     )  # fmt: skip
-    if device.type == "cuda":
-        return (
-            *common,
-            _reading(("allocator/context",), 1, partial(_measure_context, device)),
-            _reading(("allocator/rounded", "allocator/segment"), len(_ASKED_BYTES), partial(_measure_asked, device)),
-            _reading(("allocator/kept",), len(_KEPT_BYTES), partial(_measure_kept, device)),
-            _reading(("allocator/fragmented",), 1, partial(_measure_fragmented, device)),
-        )
-    fresh = Probe(("memory/first_touch",), len(_FRESH_BYTES), _measure_fresh, float(len(_FRESH_BYTES)), True)
-    kept = _reading(("allocator/kept",), len(_KEPT_BYTES), partial(_measure_kept, device))
-    return (*common, fresh, *([kept] if _STATM.exists() else []))
+    if device.type != "cuda":
+        return common
+    return (
+        *common,
+        _reading(("allocator/context",), 1, partial(_measure_context, device)),
+        _reading(("allocator/rounded", "allocator/segment"), len(_TENSOR_BYTES), partial(_measure_rounded, device)),
+        _reading(("allocator/kept",), len(_KEPT_BYTES), partial(_measure_kept, device)),
+        _reading(("allocator/fragmented",), 1, partial(_measure_fragmented, device)),
+    )
 
 
 def communicator_probes(communicator: Collectives, axes: Iterable[Axis]) -> tuple[Probe, ...]:
-    """What process groups take, one probe for each axis; logical ranks must be those of the default process group."""
-    if communicator.device.type == "cpu" and not _STATM.exists():
+    """What process groups take of a GPU, one probe for each axis; logical ranks must be those of the default process
+    group.
+    """
+    if communicator.device.type != "cuda":
         return ()
     return tuple(
         Probe((f"allocator/communicator/{axis.size}/{axis.stride}",), 1,
@@ -108,17 +104,6 @@ def _measure_moving(how: str, sizes: tuple[int, ...], device: torch.device, budg
         yield Measurement(f"memory/{how}", share * num_bytes, taken)
 
 
-def _measure_fresh(budget_s: float) -> Iterator[Measurement]:
-    """Writes to pages that the process never had: mapped anew each time, because an allocator may keep freed ones."""
-    for num_bytes in _FRESH_BYTES:
-
-        def touch(num_bytes: int = num_bytes) -> None:
-            torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).fill_(1)
-
-        taken = sample(touch, torch.device("cpu"), budget_s / len(_FRESH_BYTES))
-        yield Measurement("memory/first_touch", float(num_bytes), taken)
-
-
 def _measure_launch(device: torch.device, budget_s: float) -> Iterator[Measurement]:
     """Host time of an op on one element: on a GPU, until the next one can be asked for."""
     x = torch.ones(1, device=device)
@@ -138,8 +123,8 @@ def _measure_context(device: torch.device, _: float) -> Iterator[Measurement]:
     yield _bytes("allocator/context", 1, _device_bytes(device) - torch.cuda.memory_reserved(device))
 
 
-def _measure_asked(device: torch.device, _: float) -> Iterator[Measurement]:
-    for num_bytes in _ASKED_BYTES:
+def _measure_rounded(device: torch.device, _: float) -> Iterator[Measurement]:
+    for num_bytes in _TENSOR_BYTES:
         torch.cuda.empty_cache()
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         x = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -150,12 +135,11 @@ def _measure_asked(device: torch.device, _: float) -> Iterator[Measurement]:
 
 def _measure_kept(device: torch.device, _: float) -> Iterator[Measurement]:
     for num_bytes in _KEPT_BYTES:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        before = _process_bytes(device)
+        torch.cuda.empty_cache()
+        before = _device_bytes(device)
         tensors = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(_KEPT_TOTAL // num_bytes)]
         del tensors
-        yield _bytes("allocator/kept", num_bytes, _process_bytes(device) - before)
+        yield _bytes("allocator/kept", num_bytes, _device_bytes(device) - before)
 
 
 def _measure_fragmented(device: torch.device, _: float) -> Iterator[Measurement]:
@@ -178,29 +162,23 @@ def _measure_communicator(communicator: Collectives, axis: Axis, _: float) -> It
     torch_dist: Any = dist
     x = torch.ones(2**20, device=communicator.device)
     synchronize(communicator.device)
-    before = _process_bytes(communicator.device)
+    before = _device_bytes(communicator.device)
     mine = None
     for members in sorted({axis.group(rank) for rank in range(communicator.world_size)}):
         group = torch_dist.new_group(list(members))
         mine = group if communicator.rank in members else mine
     torch_dist.all_reduce(x, group=mine)
     synchronize(communicator.device)
-    taken = _process_bytes(communicator.device) - before
+    taken = _device_bytes(communicator.device) - before
     torch_dist.destroy_process_group(mine)
     yield _bytes(f"allocator/communicator/{axis.size}/{axis.stride}", 1, taken)
 
 
-def _process_bytes(device: torch.device) -> int:
-    """What this process holds of a CPU's memory, or all hold of a GPU's."""
-    if device.type == "cuda":
-        return _device_bytes(device)
-    return int(_STATM.read_text().split()[1]) * mmap.PAGESIZE
-
-
 def _device_bytes(device: torch.device) -> int:
+    """What all processes hold of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
-def _bytes(key: str, asked: float, taken: int) -> Measurement:
-    return Measurement(key, float(asked), Sample(float(max(0, taken)), 0.0))
+def _bytes(key: str, amount: float, taken: int) -> Measurement:
+    return Measurement(key, float(amount), Sample(float(max(0, taken)), 0.0))

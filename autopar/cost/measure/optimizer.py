@@ -1,7 +1,8 @@
-"""What an optimizer's step takes for each parameter, however small: on a CPU it goes through Python for every one.
+"""Measures an optimizer's step.
 
-``optimizer`` (in `ops`) is over bytes, of plain tensors.  The parameters of a parallel model are DTensors, each of
-whose ops costs more before anything is computed.
+``optimizer`` is over the bytes that AdamW moves, of plain tensors.  ``optimizer/tensor`` is what the step costs for
+each parameter, however small: those of a parallel model are DTensors, each of which goes through Python before anything
+is computed.
 """
 
 from __future__ import annotations
@@ -16,29 +17,46 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.cost.measure.collectives import Collectives
-from autopar.cost.measure.probe import Measurement, Probe
+from autopar.cost.measure.probe import Measurement, Probe, Sample
+from autopar.cost.measure.ranks import Ranks
 from autopar.cost.measure.timing import sample
 
 __all__ = ["optimizer_probes"]
 
+_ADAM_BYTES = 28
+"""AdamW in float32 reads parameter, gradient and two moments, and writes all but the gradient."""
+_NUM_ELEMENTS = 2**14, 2**20
 _NUM_TENSORS = 32
 
 
-def optimizer_probes(communicator: Collectives) -> tuple[Probe, ...]:
-    """The probe of ``optimizer/tensor``; none where the ranks are not all processes of the default group."""
-    if not dist.is_initialized() or dist.get_world_size() != communicator.world_size:
-        return ()
-    return (Probe(("optimizer/tensor",), 1, partial(_measure, communicator.device), 1.0, is_own_time=True),)
+def optimizer_probes(ranks: Ranks) -> tuple[Probe, ...]:
+    """Both probes; only the first where the ranks are not all processes of the default group."""
+    by_bytes = Probe(("optimizer",), len(_NUM_ELEMENTS), partial(_measure_bytes, ranks.device), 2.0)
+    if not dist.is_initialized() or dist.get_world_size() != ranks.world_size:
+        return (by_bytes,)
+    return by_bytes, Probe(("optimizer/tensor",), 1, partial(_measure_tensors, ranks.device))
 
 
-def _measure(device: torch.device, budget_s: float) -> Iterator[Measurement]:
+def _measure_bytes(device: torch.device, budget_s: float) -> Iterator[Measurement]:
+    for num_elements in _NUM_ELEMENTS:
+        parameters = [nn.Parameter(torch.randn(num_elements // 8, device=device)) for _ in range(8)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-9, foreach=True)
+        taken = _time_step(optimizer, device, budget_s / len(_NUM_ELEMENTS))
+        yield Measurement("optimizer", float(num_elements * _ADAM_BYTES), taken)
+
+
+def _measure_tensors(device: torch.device, budget_s: float) -> Iterator[Measurement]:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parameters: list[nn.Parameter] = []
     for _ in range(_NUM_TENSORS):
         whole = torch.ones(8, device=device)
         parameters.append(nn.Parameter(DTensor.from_local(whole, mesh, [Replicate()], run_check=False)))
         parameters[-1].grad = DTensor.from_local(torch.ones_like(whole), mesh, [Replicate()], run_check=False)
-    step = cast(Callable[[], object], torch.optim.AdamW(parameters, lr=1e-9).step)  # pyright: ignore[reportUnknownMemberType]
-    taken = sample(step, device, budget_s)
-    yield Measurement("optimizer/tensor", 1.0, type(taken)(taken.seconds / _NUM_TENSORS, taken.spread))
+    taken = _time_step(torch.optim.AdamW(parameters, lr=1e-9), device, budget_s)
+    yield Measurement("optimizer/tensor", 1.0, Sample(taken.seconds / _NUM_TENSORS, taken.spread))
+
+
+def _time_step(optimizer: torch.optim.Optimizer, device: torch.device, budget_s: float) -> Sample:
+    return sample(cast(Callable[[], object], optimizer.step), device, budget_s)  # pyright: ignore[reportUnknownMemberType]

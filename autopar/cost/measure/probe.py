@@ -1,13 +1,19 @@
-"""What can be measured alone: a `Probe` gives the points of a few curves of the profile."""
+"""What can be measured alone: a `Probe` gives the points of a few curves (or readings) of the profile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autopar.cost.measure.timing import Sample
+__all__ = ["Measurement", "Probe", "Sample"]
 
-__all__ = ["Measurement", "Probe"]
+
+@dataclass(frozen=True)
+class Sample:
+    """A median of seconds, and the distance of the quartiles relative to it."""
+
+    seconds: float
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,6 @@ class Probe:
         num_points: how many points each of them gets.  A curve with fewer was measured in less detail.
         measure: takes seconds to spend, about, and measures; nothing is allocated before.
         share: of the seconds to spend, relative to other probes.
-        is_own_time: its seconds are the thread's own on a CPU, to be multiplied by what sharing the cores costs.
         is_local: nothing in it waits for other ranks, so that one rank's failure can be told to the others.
         is_reading: its values are not seconds of work but readings (`autopar.cost.profile.Readings`).
     """
@@ -37,6 +42,5 @@ class Probe:
     num_points: int
     measure: Callable[[float], Iterator[Measurement]]
     share: float = 1.0
-    is_own_time: bool = False
     is_local: bool = True
     is_reading: bool = False

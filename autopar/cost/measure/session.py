@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from autopar.cost import profile_file
-from autopar.cost.measure.collectives import Ranks, max_over_ranks, share_text
 from autopar.cost.measure.machine import describe_software, device_name
 from autopar.cost.measure.probe import Measurement, Probe
-from autopar.cost.measure.timing import Contention, contention_now, warm_up
+from autopar.cost.measure.ranks import Ranks, max_over_ranks, share_text
+from autopar.cost.measure.timing import warm_up
 from autopar.cost.profile import Curve, Point, Profile, Reading, Readings
 from autopar.errors import ProfileError
 
@@ -96,8 +96,7 @@ def measure_missing(
     left = sum(probe.share for probe in probes)
     done = 0
     try:
-        # Nobody waits for others in local probes: their contention is counted before any collective.
-        for probe in sorted(probes, key=lambda probe: not probe.is_local):
+        for probe in probes:
             if stops and session.spent_s >= budget_s:
                 break
             tell(Progress(done, len(probes), probe.keys[0]))
@@ -111,29 +110,6 @@ def measure_missing(
     return base.merged(session.profile())
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """What a probe gave: rows of key, amount, the slowest rank's value, and its spread."""
-
-    probe: Probe
-    rows: tuple[tuple[str, float, float, float], ...]
-    date: str
-
-    def curves(self, factor: float, contention: float) -> dict[str, Curve]:
-        """The curves, with each value times `factor`."""
-        points: dict[str, list[Point]] = {}
-        for key, amount, value, spread in self.rows:
-            points.setdefault(key, []).append(Point(amount, value * factor, spread))
-        return {key: Curve(tuple(found), self.date, contention) for key, found in points.items()}
-
-    def readings(self, contention: float) -> dict[str, Readings]:
-        """The readings."""
-        points: dict[str, list[Reading]] = {}
-        for key, *row in self.rows:
-            points.setdefault(key, []).append(Reading(*row))
-        return {key: Readings(tuple(found), self.date, contention) for key, found in points.items()}
-
-
 @dataclass
 class _Session:
     """What has been measured since it began, the same on every rank."""
@@ -141,73 +117,63 @@ class _Session:
     ranks: Ranks
     path: Path | None
     spent_s: float = 0.0
-    busy: float = 1.0
-    own_time_factor: float = 1.0
-    taken: list[_Taken] = field(default_factory=list[_Taken])
+    date: str = ""
+    curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
+    readings: dict[str, Readings] = field(default_factory=dict[str, Readings])
     kept_s: float = float("-inf")
     num_kept: int = 0
 
     def __post_init__(self) -> None:
-        self._contention = Contention(self.ranks.device)
         warm_up(self.ranks.device)
         max_over_ranks(self.ranks, [0.0])  # so that all start together
         self._started = time.perf_counter()
-        [self.busy] = max_over_ranks(self.ranks, [contention_now(self.ranks.device)])
 
     def measure(self, probe: Probe, slice_s: float) -> None:
         """Measure `probe` in about `slice_s`; a failure that no rank waits for is a warning."""
         measurements, error = self._attempt(probe, slice_s)
         spent_s = time.perf_counter() - self._started
-        has_failed, self.spent_s, now_s, self.own_time_factor = max_over_ranks(
-            self.ranks, [float(error is not None), spent_s, time.time(), self._contention.factor()]
-        )
+        has_failed, self.spent_s, now_s = max_over_ranks(self.ranks, [float(error is not None), spent_s, time.time()])
         if has_failed:
             told = f"{type(error).__name__}: {error}" if error else "another rank says why"
             warnings.warn(f"{' and '.join(probe.keys)} can't be measured here: {told}", stacklevel=2)
             return
         values = max_over_ranks(self.ranks, [m.taken.seconds for m in measurements])
         spreads = max_over_ranks(self.ranks, [m.taken.spread for m in measurements])
-        date = datetime.fromtimestamp(int(now_s), UTC).isoformat()
-        rows = tuple(
-            (measurement.key, measurement.amount, value, round(spread, 4))
-            for measurement, value, spread in zip(measurements, values, spreads, strict=True)
-        )
-        self.taken.append(_Taken(probe, rows, date))
+        self.date = datetime.fromtimestamp(int(now_s), UTC).isoformat()
+        points: dict[str, list[tuple[float, float, float]]] = {}
+        for measurement, value, spread in zip(measurements, values, spreads, strict=True):
+            points.setdefault(measurement.key, []).append((measurement.amount, value, round(spread, 4)))
+        for key, rows in points.items():
+            if probe.is_reading:
+                self.readings[key] = Readings(tuple(Reading(*row) for row in rows), self.date)
+            else:
+                self.curves[key] = Curve(tuple(Point(*row) for row in rows), self.date)
 
     def _attempt(self, probe: Probe, slice_s: float) -> tuple[list[Measurement], Exception | None]:
         if not probe.is_local:
             return list(probe.measure(slice_s)), None
         try:
-            if not probe.is_own_time:
-                return list(probe.measure(slice_s)), None
-            with self._contention.counting():
-                return list(probe.measure(slice_s)), None
+            return list(probe.measure(slice_s)), None
         except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this rank)
             return [], error
 
     def keep(self, every_s: float = 0.0) -> None:
         """Add all that was measured to the file, if the last time is `every_s` ago."""
         path = self.path
-        if path is None or len(self.taken) == self.num_kept or time.perf_counter() - self.kept_s < every_s:
+        if path is None or self._num_measured == self.num_kept or time.perf_counter() - self.kept_s < every_s:
             return
         if profile_file.keep(path, lambda found: (found or _empty(self.ranks)).merged(self.profile())):
-            self.kept_s, self.num_kept = time.perf_counter(), len(self.taken)
+            self.kept_s, self.num_kept = time.perf_counter(), self._num_measured
         else:
             self.path = None
 
+    @property
+    def _num_measured(self) -> int:
+        return len(self.curves) + len(self.readings)
+
     def profile(self) -> Profile:
         """What was measured, and only that."""
-        curves: dict[str, Curve] = {}
-        readings: dict[str, Readings] = {}
-        for taken in self.taken:
-            if taken.probe.is_reading:
-                readings |= taken.readings(round(self.busy, 2))
-            elif taken.probe.is_own_time:
-                curves |= taken.curves(self.own_time_factor, round(self.own_time_factor, 2))
-            else:
-                curves |= taken.curves(1.0, round(self.busy, 2))
-        date = max((taken.date for taken in self.taken), default="")
-        return replace(_empty(self.ranks), date=date, curves=curves, readings=readings)
+        return replace(_empty(self.ranks), date=self.date, curves=dict(self.curves), readings=dict(self.readings))
 
 
 def _empty(ranks: Ranks) -> Profile:

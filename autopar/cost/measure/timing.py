@@ -1,43 +1,28 @@
-"""Median times of a call, with their spread."""
+"""Times a call, on the clock of the device that runs it.
+
+On a GPU seconds pass between two events of the current stream.  On a CPU a call that talks to nobody takes the seconds
+that its own thread works (`own_s`), so that other programs don't count; one that waits for other ranks those that pass
+(`elapsed_s`).
+"""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = [
-    "LEAST_S",
-    "Contention",
-    "Sample",
-    "contention_now",
-    "elapsed_s",
-    "mean_of",
-    "median_of",
-    "sample",
-    "synchronize",
-    "warm_up",
-]
+from autopar.cost.measure.probe import Sample
+
+__all__ = ["LEAST_S", "elapsed_s", "median_of", "own_s", "sample", "synchronize", "warm_up"]
 
 _MAX_REPEATS = 50
 _MIN_REPEATS = 2
-_WARM_UP_S = 0.5
-_MOMENT_S = 0.05
-LEAST_S = 1e-6
-"""Nothing takes less: a clock and a scheduler leave no more of a difference of two times."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A median of seconds, and the distance of the quartiles relative to it."""
-
-    seconds: float
-    spread: float
+_BATCH_S, _BATCH = 2e-4, 64  # short calls are timed so many at once: a clock takes up to a microsecond itself
+_WARM_UP_S = 0.5  # after which the clocks of all GPUs that were looked at are up
+LEAST_S = 1e-8
+"""Nothing takes less: what differences of two times leave of the smallest ops is noise."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -57,36 +42,26 @@ def warm_up(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_of(times: list[float]) -> Sample:
-    """Median and spread of `times`."""
-    median = max(statistics.median(times), 1e-9)
+def median_of(times: Sequence[float]) -> Sample:
+    """Median and spread of `times`, in seconds."""
+    median = max(statistics.median(times), LEAST_S)
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (median, median, median)
     return Sample(median, (high - low) / median)
 
 
-def mean_of(times: list[float]) -> Sample:
-    """Mean of `times` without the slowest tenth, and how far it may be off: their spread over the root of their
-    number."""
-    mean = max(statistics.fmean(sorted(times)[: math.ceil(0.9 * len(times))]), LEAST_S)
-    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (mean, mean, mean)
-    return Sample(mean, (high - low) / mean / math.sqrt(len(times)))
-
-
 def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> Sample:
-    """Time `run` until `budget_s` is spent: at least twice, at most 50 times, after one call to warm up.
-
-    Short calls are timed in batches, so that the clock and the wait for the device don't count.
-    On a CPU it is this thread's own time.  What sharing the cores costs is a factor over many calls
-    (`Contention`): a call shorter than the system's time slice is interrupted never, or
-    for many times its length.
-    """
+    """Time `run` with `own_s` until `budget_s` is spent: 2 to 50 times, after a call that warms up."""
     run()
     until_s = time.perf_counter() + budget_s
-    first_s = _time(run, 1, device)
-    batch = max(1, min(64, int(2e-4 / max(first_s, 1e-9))))
+    batch = max(1, min(_BATCH, int(_BATCH_S / max(own_s(run, device), 1e-9))))
+
+    def run_all() -> None:
+        for _ in range(batch):
+            run()
+
     times: list[float] = []
     while len(times) < _MAX_REPEATS and (time.perf_counter() < until_s or len(times) < _MIN_REPEATS):
-        times.append(_time(run, batch, device))
+        times.append(own_s(run_all, device) / batch)
     return median_of(times)
 
 
@@ -96,10 +71,23 @@ def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
     On a GPU between two events of the current stream, so that neither the host's wake-up after a wait counts, nor what
     other streams still do: whoever wants that waits for it in `run`.
     """
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+    if device.type == "cuda":
+        return _between_events_s(run, device)
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def own_s(run: Callable[[], object], device: torch.device) -> float:
+    """As `elapsed_s`, but on a CPU the seconds that this thread works."""
+    if device.type == "cuda":
+        return _between_events_s(run, device)
+    started = time.thread_time()
+    run()
+    return time.thread_time() - started
+
+
+def _between_events_s(run: Callable[[], object], device: torch.device) -> float:
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     before.record()
@@ -107,49 +95,3 @@ def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
     after.record()
     after.synchronize()
     return before.elapsed_time(after) / 1e3
-
-
-def _time(run: Callable[[], object], batch: int, device: torch.device) -> float:
-    def run_all() -> None:
-        for _ in range(batch):
-            run()
-
-    if device.type == "cuda":
-        return elapsed_s(run_all, device) / batch
-    start = time.thread_time()
-    run_all()
-    return (time.thread_time() - start) / batch
-
-
-class Contention:
-    """How many seconds pass for each second of this thread's work."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Nothing has been counted yet."""
-        self._is_shared = device.type == "cpu"
-        self._passed_s = 0.0
-        self._worked_s = 0.0
-
-    @contextmanager
-    def counting(self) -> Generator[None]:
-        """Count what happens inside, in which this thread doesn't wait for anything but a core."""
-        passed_s, worked_s = time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            self._passed_s += time.perf_counter() - passed_s
-            self._worked_s += time.thread_time() - worked_s
-
-    def factor(self) -> float:
-        """Seconds per second of work so far, at least 1.0; 1.0 on devices that ranks don't share."""
-        return max(1.0, self._passed_s / self._worked_s) if self._is_shared and self._worked_s > 0 else 1.0
-
-
-def contention_now(device: torch.device) -> float:
-    """`Contention.factor` of a moment's work."""
-    contention = Contention(device)
-    with contention.counting():
-        deadline = time.perf_counter() + _MOMENT_S
-        while time.perf_counter() < deadline:
-            math.sqrt(2.0)
-    return contention.factor()

@@ -64,14 +64,14 @@ def read_axes(axes: str | None, group_sizes: str | None, world_size: int) -> tup
             "--axes and --group-sizes"
         )
     if axes is not None:
-        wanted = [_read_axis(part, axes) for part in axes.split(",")]
-        for axis in wanted:
+        named = [_read_axis(part, axes) for part in axes.split(",")]
+        for axis in named:
             if axis not in fitting:
                 raise ProfileError(
                     f"--axes {axes}: {axis.size}x{axis.stride} does not fit {world_size} processes. These do: "
                     + ",".join(f"{fit.size}x{fit.stride}" for fit in fitting)
                 )
-        return tuple(dict.fromkeys(wanted))
+        return tuple(dict.fromkeys(named))
     if group_sizes is None:
         return fitting
     sizes = [_read_count(part, f"--group-sizes {group_sizes}") for part in group_sizes.split(",")]
