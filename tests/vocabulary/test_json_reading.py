@@ -20,8 +20,6 @@ from autopar.api import load_profile
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Curve, Point, Profile
 from autopar.cost.collectives import COLLECTIVES
-from autopar.cost.measure import Alone
-from autopar.cost.measure.doubt import doubtful_keys
 from autopar.cost.profile import LayerTime, Reading, Readings
 from autopar.errors import AutoparError, MeshError, MissingPriceError, PlanFormatError, ProfileError
 from autopar.json_reading import read_json
@@ -50,7 +48,6 @@ def use_profile(profile: Profile) -> None:
     """Print it, write it, and price by it."""
     print_profile(profile, Console(file=io.StringIO()))
     profile.to_json().encode()
-    doubtful_keys(Alone(pytest.importorskip("torch").device("cpu")), profile)
     use_cluster(Cluster.of("cpu", devices_per_node=2), profile)
 
 
