@@ -76,7 +76,7 @@ def whole_profile() -> Profile:
     points = (Point(1e3, 2e-6, 0.01),)
     keys = ("collective/all_reduce/2/1", "matmul/bfloat16/64x64/forward", "op/aten.add/64/forward")
     readings = {"interference/all_reduce/2/1": Readings((Reading(1e3, 0.5, 0.1),), "2026-01-01T00:00:00+00:00")}
-    curves = {key: Curve(points, "2026-01-01T00:00:00+00:00", 1.25) for key in keys}
+    curves = {key: Curve(points, "2026-01-01T00:00:00+00:00") for key in keys}
     return Profile("cpu", 2, "2026-01-01", {"torch": "2"}, curves, readings, {"decoder": LayerTime(1e-3, 2e-3)})
 
 
