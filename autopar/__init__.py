@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.cluster import Cluster
     from autopar.lower.parameters.materialize import materialize
+    from autopar.ops import register_rule
     from autopar.plan import Plan
-    from autopar.rules import register_rule
     from autopar.verify import verify
 
 __all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_rule", "verify"]
@@ -21,7 +21,7 @@ _HOMES = {
     "materialize": "autopar.lower.parameters.materialize",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
-    "register_rule": "autopar.rules",
+    "register_rule": "autopar.ops",
     "verify": "autopar.verify",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from autopar.placement import Placement
 
@@ -181,30 +181,6 @@ class Op:
     def operands(self) -> tuple[str, ...]:
         """The values it reads, one entry per mention, positional arguments first."""
         return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
-
-
-_PRODUCTS = frozenset(
-    ["linear", "mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul", "mv", "addmv", "dot", "einsum", "bilinear"]
-)
-_RECURRENT = frozenset(["lstm", "gru", "rnn"])
-
-
-def is_cheap(op: Op) -> bool:
-    """Whether selective recomputation runs `op` again in backward instead of keeping its result.
-
-    Not cheap: products, convolutions, attention and recurrent ops (they compute much per byte); ops with a kernel that
-    communicates; random ops (to draw again takes the generator's state); ops of other libraries.
-    """
-    return _computes_little(op.target) and not (op.is_random or any(o.collectives for o in op.options))
-
-
-@lru_cache(maxsize=1024)
-def _computes_little(target: str) -> bool:
-    namespace, _, name = target.partition(".")
-    words = name.split(".")[0].split("_")
-    is_convolution = any(word.startswith("conv") and word != "convert" for word in words)
-    is_heavy = is_convolution or "attention" in words or not _PRODUCTS.union(_RECURRENT).isdisjoint(words)
-    return namespace in ("aten", "autopar", "prims") and not is_heavy
 
 
 @dataclass(frozen=True)

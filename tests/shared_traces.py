@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar.api
-from autopar.rules.registry import registered_targets
+from autopar.ops.registry import registered_targets
 from autopar.trace import Traced, trace
 
 __all__ = ["share_traces"]

@@ -7,6 +7,5 @@ comes from.
 
 from autopar.cost.prices import ClusterPrices
 from autopar.cost.profile import Curve, Point, Profile
-from autopar.cost.work import Work, count_work
 
-__all__ = ["ClusterPrices", "Curve", "Point", "Profile", "Work", "count_work"]
+__all__ = ["ClusterPrices", "Curve", "Point", "Profile"]

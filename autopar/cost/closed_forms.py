@@ -23,7 +23,7 @@ from autopar.cost.collectives import collective_terms
 from autopar.cost.curves import Curve
 from autopar.cost.quantities import Guard, Quantity, Trail, evaluate, larger
 from autopar.cost.roofline import Roofline
-from autopar.cost.work import Work, count_work
+from autopar.ops import Work, count_work
 from autopar.placement import REPLICATE, Axis, Placement
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Program, TensorType

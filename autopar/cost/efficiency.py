@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.cluster import Device
-from autopar.cost.work import Work
+from autopar.ops import Work
 
 __all__ = ["attention_efficiency", "product_efficiency"]
 

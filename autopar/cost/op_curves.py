@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autopar.cost.interpolation import between
 from autopar.cost.profile import Curve
-from autopar.cost.work import Work
+from autopar.ops import Work
 
 __all__ = ["OpCurves"]
 

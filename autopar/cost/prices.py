@@ -15,7 +15,7 @@ from autopar.cost.product_curves import ProductCurves
 from autopar.cost.profile import Curve, Profile
 from autopar.cost.roofline import Roofline
 from autopar.cost.sources import link_source, memory_source, op_source
-from autopar.cost.work import Work, count_work, packet_name
+from autopar.ops import Work, count_work, packet_name
 from autopar.placement import Axis
 from autopar.program import Op, Program, TensorType
 
@@ -196,7 +196,7 @@ class ClusterPrices:
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
         name = packet_name(op.target)
         if work.is_counted_in_flops:
-            found = self._products.seconds(work, name, "forward"), self._products.seconds(work, name, "backward")
+            found = self._products.seconds(work, "forward"), self._products.seconds(work, "backward")
         elif work.kind == "view":
             found = self._ops.view_s(name, work, "forward"), self._ops.view_s(name, work, "backward")
         else:

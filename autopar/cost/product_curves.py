@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autopar.cost.interpolation import between_affine
 from autopar.cost.profile import Curve
-from autopar.cost.work import Work
+from autopar.ops import Work
 
 __all__ = ["ProductCurves"]
 
@@ -40,8 +40,8 @@ class ProductCurves:
                 by_head = self._attentions.setdefault((dtype, widths, direction), {})
                 by_head.setdefault(int(head), {})[int(length)] = curve
 
-    def seconds(self, work: Work, name: str, direction: str) -> float | None:
-        """Seconds of `work`, done by the op called `name`, in this direction; None if nothing like it was measured."""
+    def seconds(self, work: Work, direction: str) -> float | None:
+        """Seconds of `work` in this direction; None if nothing like it was measured."""
         is_backward = direction == "backward"
         amount = work.backward_flops if is_backward else work.flops
         # Both gradients of a product take twice, all three of attention two and a half times what its forward does.
@@ -56,16 +56,16 @@ class ProductCurves:
         elif work.kind == "attention" and heads:
             found = _by_head(heads, work, whole)
         else:
-            curve = self._curve(work, name, direction)
+            curve = self._curve(work, direction)
             if curve is None:
                 return None
             found = curve.seconds(whole)
         return found * amount / whole
 
-    def _curve(self, work: Work, name: str, direction: str) -> Curve | None:
+    def _curve(self, work: Work, direction: str) -> Curve | None:
         family = work.kind
         if family == "matmul":
-            family = "convolution" if "conv" in name else "batched"
+            family = "convolution" if work.is_convolution else "batched"
         plain = self._curves.get(f"{work.kind}/{work.dtype}/{direction}")
         return self._curves.get(f"{family}/{work.dtype}/{direction}") or plain
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from autopar.cluster import Device
 from autopar.cost.efficiency import attention_efficiency, product_efficiency
-from autopar.cost.work import Work
 from autopar.errors import MissingPriceError
+from autopar.ops import Work
 
 __all__ = ["Roofline", "flops_rate"]
 

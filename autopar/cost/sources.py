@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.cost.work import Work
+from autopar.ops import Work
 
 __all__ = ["link_source", "memory_source", "op_source"]
 

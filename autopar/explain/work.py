@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.cost.work import Work, count_work
 from autopar.explain.planner import Answer
+from autopar.ops import Work, count_work
 from autopar.plan import PlannedLayer
 from autopar.step.layer_cost import is_differentiable
 from autopar.step.local_layer import SharedStorage, place

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
+from autopar.ops import family_of
 from autopar.placement import shard
 from autopar.program import Op, Option
 
@@ -15,15 +16,12 @@ __all__ = ["PER_MICROBATCH", "is_named", "option_per_microbatch"]
 
 PER_MICROBATCH = "per_microbatch"  # the constraint: "batch_norm: per_microbatch"
 
-# Kernels that are there because the op computes something of the whole batch that it could compute of a part as well.
-# Not those that cut other dims than the batch: a part of the classes alone makes no loss.
-_STATISTICS_KERNELS = frozenset(["sync_batch_norm"])
-
 
 def option_per_microbatch(op: Op) -> Option | None:
     """The option in which `op` reads a slice of the batch and uses the statistics of that slice, if it can do so."""
+    kernels = family_of(op.target).kernels
     for option in op.options:
-        if option.kernel in _STATISTICS_KERNELS and option.operands[0] == shard(0):
+        if option.kernel in kernels and kernels[option.kernel].uses_statistics and option.operands[0] == shard(0):
             return option
     return None
 

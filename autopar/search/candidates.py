@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from autopar.ops import family_of
 from autopar.placement import REPLICATE, Axis, Layout
 from autopar.plan import LayerCost, LayerStrategy
 from autopar.program import Layer, Op, Option, Program
@@ -218,7 +219,7 @@ def _role_dims(program: Program, op: Op, role: str) -> tuple[int, ...]:
     num_dims = len(program.type_of(op.results[0]).shape)
     if role == "data":
         return (0,)
-    if role == "sequence" and "attention" in op.target:
+    if role == "sequence" and family_of(op.target).is_attention:
         return tuple(range(1, num_dims - 1))  # heads (Ulysses) or queries (context)
     return (1,) if role == "sequence" and num_dims == 3 else ()
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopar.ops import family_of
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 
@@ -115,7 +116,7 @@ def _count(program: Program, layer: Layer, strategy: LayerStrategy, axis: int) -
         for name, dim in _cut_dims(op, option):
             if program.type_of(name).is_floating:
                 tally.activations[dim] = tally.activations.get(dim, 0.0) + program.type_of(name).num_elements
-        if "attention" in op.target:
+        if family_of(op.target).is_attention:
             tally.attention.add(_attention_part(program, op, option))
     return tally
 
@@ -127,8 +128,8 @@ def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tall
         in_stack = is_cut and len(weight.shape) == 3 and option is not None and option.operands[position].dim == 0
         what = "stack" if in_stack else "cut" if is_cut else "whole"
         tally.weights[what] = tally.weights.get(what, 0.0) + weight.num_elements
-    if option is not None and option.kernel.startswith("vocab_parallel"):
-        tally.is_vocabulary = True
+    if option is not None and option.kernel:
+        tally.is_vocabulary |= family_of(op.target).kernels[option.kernel].cuts_vocabulary
 
 
 def _cut_dims(op: Op, option: Option | None) -> Iterator[tuple[str, int]]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from autopar.ops import is_cheap
 from autopar.placement import LOCAL, REPLICATE, Axis, Layout, local_shape
-from autopar.program import Layer, Op, Program, is_cheap
+from autopar.program import Layer, Op, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import Table
 from autopar.search.storage import storage_layout

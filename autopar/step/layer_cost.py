@@ -18,9 +18,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from autopar.ops import is_cheap
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerCost, LayerStrategy
-from autopar.program import Layer, Op, Program, Value, is_cheap
+from autopar.program import Layer, Op, Program, Value
 from autopar.step.collective_calls import CollectiveCall, reshard_calls
 from autopar.step.gradient_sums import gradient_sums_s
 from autopar.step.layer_memory import held_memory
@@ -37,7 +38,6 @@ __all__ = [
     "SharedStorage",
     "TrainingSpec",
     "add_storage",
-    "is_cheap",
     "is_differentiable",
     "is_rerun",
     "layer_collectives",

@@ -11,16 +11,15 @@ What the layer holds (parameters, buffers, constants) is left out, but not what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from autopar.ops import family_of, is_cheap, result_order
+from autopar.ops.memory_order import Order, in_order
 from autopar.placement import LOCAL, Step
-from autopar.program import Op, is_cheap
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import Reshard, RunOp, local_program
-from autopar.step.memory_order import Order, in_order, result_order
-from autopar.step.op_states import OpState
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
 
@@ -183,17 +182,19 @@ class _Life:
             results.append(made)
             if placed.flows[name].value.requires_grad:
                 targets.append(point)
-        # torch's loss keeps the logarithm of the softmax, which is as large as the logits, in place of these.
-        logits = float(state.operand_types[0].num_bytes) if _is_loss(op, state) else 0.0
+        trains = [placed.flows[name].value.requires_grad for name in op.operands]
+        family, has_kernel = family_of(op.target), any(option.kernel for option in state.options)
+        buffers = family.buffers(state.operand_types, state.result_types, trains, has_kernel)
         is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
         saves, extra = (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
-        kept = [(reads + results)[i] for i in saves if i or not logits]
+        kept = [(reads + results)[i] for i in saves if i or not buffers.kept]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
         self.nodes.append(
             _Node(
-                reads, makes, targets, sources, kept, extra * share + logits,
-                forward_extra=_wide_logits_bytes(op, state), backward_extra=_backward_extra(op, state, trains),
-                hands_on=_hands_gradient_on(op), is_joint=_base_name(op) in _JOINT, is_cheap=is_cheap(op),
+                reads, makes, targets, sources, kept, extra * share + buffers.kept,
+                forward_extra=buffers.forward, backward_extra=buffers.backward,
+                hands_on=op.is_view or family.gradient != "own", is_joint=family.gradient == "parts",
+                is_cheap=is_cheap(op),
             )
         )  # fmt: skip
 
@@ -462,56 +463,6 @@ def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
     if not program.loss or name == program.loss:
         return True
     return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
-
-
-# Ops whose operands of the result's size get the very gradient of the result.
-_HAND_ON = frozenset({"add", "alias", "detach"})
-
-
-# Ops whose operands' gradients are views of the result's.
-_JOINT = frozenset({"cat", "stack"})
-
-
-def _hands_gradient_on(op: Op) -> bool:
-    return op.is_view or _base_name(op) in _HAND_ON | _JOINT
-
-
-# Ops that are several kernels forward and backward, and hold so many tensors of their result's size besides.
-_COMPOSITE_BACKWARD = frozenset({"pow", "div", "rsqrt", "sqrt", "var", "std", "logsumexp"})
-
-
-def _backward_extra(op: Op, state: OpState, trains: Sequence[bool]) -> float:
-    """Bytes besides; `trains`: which operands take gradients."""
-    if _is_loss(op, state):
-        return float(state.operand_types[0].num_bytes)
-    wide = _wide_logits_bytes(op, state)
-    if wide:  # the gradient is computed in the wider dtype
-        return wide if wide > state.operand_types[0].num_bytes else 0.0
-    result = state.result_types[0]
-    # The gradient of an operand that is spread out is computed in the result's size, and then summed.
-    is_spread = _base_name(op) == "mul" and any(
-        operand.num_elements < result.num_elements
-        for operand, takes in zip(state.operand_types, trains, strict=True)
-        if takes
-    )
-    return float(result.num_bytes) if is_spread or _base_name(op) in _COMPOSITE_BACKWARD else 0.0
-
-
-def _wide_logits_bytes(op: Op, state: OpState) -> float:
-    """Of a copy of the logits that a loss over classes on several devices works on: at least four bytes an element."""
-    if op.target != "autopar.cross_entropy" or _is_loss(op, state):
-        return 0.0
-    logits = state.operand_types[0]
-    return float(max(logits.num_bytes, 4 * logits.num_elements))
-
-
-def _is_loss(op: Op, state: OpState) -> bool:
-    """Whether it runs as torch's cross entropy: a logarithm of the softmax and a loss of it."""
-    return op.target == "autopar.cross_entropy" and not any(option.kernel for option in state.options)
-
-
-def _base_name(op: Op) -> str:
-    return op.target.split(".")[1] if "." in op.target else op.target
 
 
 def _staging(steps: tuple[Step, ...], after: float, before: float, *, is_forward: bool) -> float:

@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlanMismatchError
+from autopar.ops import family_of
 from autopar.placement import BROADCAST, REPLICATE, Placement, local_shape
 from autopar.program import Layer, Op, Option, Program, TensorType, Value
 
 __all__ = ["Flow", "TimeView", "find_flows", "is_alias", "option_of", "options_of", "time_view"]
-
-# Views whose result lies in memory like their operand; the others change the order of elements, or leave some
-# out.
-_KEEP_ORDER = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze", "unflatten", "alias", "detach"})
-# These are views where the operand lies in memory in order, and copies where it does not.
-_COPY_IF_UNORDERED = frozenset({"reshape", "flatten", "contiguous"})
 
 
 @dataclass(frozen=True)
@@ -79,21 +74,18 @@ def is_alias(layer: Layer, flows: Mapping[str, Flow], op: Op) -> bool:
     """
     if not op.is_view or not op.operands:
         return False
-    if _base_name(op) not in _COPY_IF_UNORDERED:
+    if not family_of(op.target).may_copy:
         return True
     flow = flows[op.operands[0]]
     while flow.source == "op" and layer.ops[flow.producer].is_view and layer.ops[flow.producer].operands:
         viewed = layer.ops[flow.producer]
-        if _base_name(viewed) in _COPY_IF_UNORDERED:
+        family = family_of(viewed.target)
+        if family.may_copy:
             return True
-        if _base_name(viewed) not in _KEEP_ORDER:
+        if not family.keeps_order:
             return False
         flow = flows[viewed.operands[0]]
     return True
-
-
-def _base_name(op: Op) -> str:
-    return op.target.split(".")[1] if "." in op.target else op.target
 
 
 def options_of(op: Op) -> tuple[Option, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from autopar.ops.family import argument
 from autopar.program import Op, Ref, TensorType
-from autopar.trace.cleanup import argument
-from autopar.trace.constants import ELEMENTWISE, NEUTRAL, Evaluator, broadcast_shape, constant_cone
+from autopar.trace.cleanup import is_elementwise
+from autopar.trace.constants import NEUTRAL, Evaluator, broadcast_shape, constant_cone
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, Names, map_refs
 from autopar.trace.masks import ATTENTION
@@ -67,7 +68,7 @@ class _Delayed:
             return None
         if op.target == ATTENTION:
             return self._with_small_mask(op)
-        if op.target not in ELEMENTWISE or self._cone.issuperset(op.results):
+        if not is_elementwise(op) or self._cone.issuperset(op.results):
             return None
         names = {name: self._sources[name] for name in op.operands if name in self._sources}
         shape = broadcast_shape([self._type_of(names.get(name, name)).shape for name in op.operands])

@@ -6,47 +6,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from autopar.ops import family_of
+from autopar.ops.family import argument
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, map_refs, rename
 
 __all__ = [
-    "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_random",
+    "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_elementwise", "is_repeatable",
     "merge_equal_ops",
     "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
-_RANDOM = (
-    "autopar.dropout", "aten.rand", "aten.randn", "aten.randint", "aten.randperm", "aten.bernoulli",
-    "aten.multinomial",
-    "aten.exponential", "aten.normal", "aten.uniform", "aten.native_dropout", "aten.dropout",
-    "aten.feature_dropout",
-    "aten.alpha_dropout", "aten.feature_alpha_dropout", "aten.rrelu", "aten.empty", "aten.cauchy",
-    "aten.geometric",
-    "aten.log_normal", "aten.poisson", "aten.binomial",
-)  # fmt: skip
 
 
-def is_random(op: Op) -> bool:
-    """Whether running `op` twice may give two results."""
-    if op.target.startswith("aten.scaled_dot_product_attention"):
-        return argument(op, 4, "dropout_p", 0.0) != 0.0
-    name = op.target.split(".")[1]
-    stems = tuple(target.split(".")[1] for target in _RANDOM)
-    return op.target.startswith(("aten.", "autopar.")) and (
-        name in stems or name.removesuffix("_like").removesuffix("_functional") in stems
-    )
+def is_repeatable(op: Op) -> bool:
+    """Whether running `op` twice gives the same results."""
+    family = family_of(op.target)
+    return not (family.draws(op) or family.is_uninitialized)
 
 
-def draws_numbers(op: Op) -> bool:
-    """Whether `op` takes numbers from a generator; what is in an empty tensor is nobody's draw."""
-    return is_random(op) and "empty" not in op.target
-
-
-def argument(op: Op, position: int, name: str, default: Arg) -> Arg:
-    """An argument of `op` that may be given by position, by name or not at all."""
-    return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)
+def is_elementwise(op: Op) -> bool:
+    """Whether `op` computes each element from those at the same place of its operands, which it broadcasts."""
+    return family_of(op.target).is_pointwise and is_repeatable(op)
 
 
 def drop_aliases(graph: Graph) -> Graph:
@@ -179,7 +162,7 @@ _TO_THE_END = 2**63 - 1
 
 def _spell_slice(op: Op, source: TensorType) -> Op:
     dim = argument(op, 1, "dim", 0)
-    start, end = argument(op, 2, "start", None), argument(op, 3, "end", None)
+    start, end = argument(op, 2, "start"), argument(op, 3, "end")
     assert isinstance(dim, int)
     dim %= len(source.shape)
     size = source.shape[dim]
@@ -237,7 +220,7 @@ def merge_equal_ops(graph: Graph, within: dict[str, int] | None = None) -> Graph
         now = replace_refs(op, names)
         key = (0 if within is None else within[op.name], now.target, repr(now.args), repr(now.kwargs))
         first = seen.setdefault(key, now)
-        if first is now or is_random(now) or len(first.results) != len(now.results):
+        if first is now or not is_repeatable(now) or len(first.results) != len(now.results):
             kept.append(now)
         else:
             names.update(zip(now.results, first.results, strict=True))

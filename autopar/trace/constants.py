@@ -14,26 +14,14 @@ import torch
 from torch import Tensor
 
 from autopar.program import Op
-from autopar.trace.cleanup import is_random
+from autopar.trace.cleanup import is_elementwise, is_repeatable
 from autopar.trace.compat import overload
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph
 
-__all__ = ["ELEMENTWISE", "NEUTRAL", "Evaluator", "broadcast_shape", "constant_cone"]
+__all__ = ["NEUTRAL", "Evaluator", "broadcast_shape", "constant_cone"]
 
 _BLOCK_ELEMENTS = 1 << 24
-
-# Ops that work element by element and broadcast their tensor operands.
-ELEMENTWISE = frozenset({
-    "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.le.Tensor", "aten.lt.Tensor",
-    "aten.ge.Tensor", "aten.gt.Tensor", "aten.eq.Tensor", "aten.ne.Tensor", "aten.bitwise_and.Tensor",
-    "aten.bitwise_or.Tensor", "aten.__and__.Tensor", "aten.__or__.Tensor", "aten.add.Scalar", "aten.mul.Scalar",
-    "aten.rsub.Scalar", "aten.le.Scalar", "aten.lt.Scalar", "aten.ge.Scalar", "aten.gt.Scalar", "aten.eq.Scalar",
-    "aten.ne.Scalar", "aten.logical_and.default", "aten.logical_or.default", "aten.logical_not.default",
-    "aten.bitwise_not.default", "aten._to_copy.default", "aten.neg.default", "aten.abs.default", "aten.clone.default",
-    "aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
-    "aten.masked_fill.Scalar", "aten.masked_fill.Tensor",
-})  # fmt: skip
 
 # Ops on booleans -> the value that changes nothing.
 NEUTRAL = {
@@ -55,7 +43,7 @@ def constant_cone(graph: Graph) -> frozenset[str]:
     known |= {name for name in graph.buffers if name not in graph.updates}
     computed: set[str] = set()
     for op in graph.ops:
-        if known.issuperset(op.operands) and not is_random(op) and overload(op.target) is not None:
+        if known.issuperset(op.operands) and is_repeatable(op) and overload(op.target) is not None:
             known.update(op.results)
             computed.update(op.results)
     return frozenset(computed)
@@ -165,7 +153,7 @@ class Evaluator:
         """Whether rows of the result come from the same rows of the operands, and its core from theirs."""
         if op.target == "aten.unsqueeze.default":
             return self._new_dim(op) <= len(self.types[op.operands[0]].shape) - 2
-        return op.target == "aten.expand.default" or op.target in ELEMENTWISE
+        return op.target == "aten.expand.default" or is_elementwise(op)
 
     def _new_dim(self, op: Op) -> int:
         dim = op.args[1]

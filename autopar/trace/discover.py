@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.derivation import whole_options
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
 from autopar.program import Arg, Op, Option, Ref, TensorType
-from autopar.rules.derivation import whole_options
 from autopar.trace.evaluation import run_op
 
 __all__ = ["MAX_CANDIDATES", "MAX_ELEMENTS", "discover_options"]

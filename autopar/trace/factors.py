@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.ops import RuleMatch, family_of, options_for
+from autopar.ops.derivation import whole_options
 from autopar.program import Op, TensorType
-from autopar.rules import RuleMatch, options_for
-from autopar.rules.derivation import whole_options
-from autopar.trace.cleanup import draws_numbers
 from autopar.trace.discover import discover_options
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, map_refs
@@ -38,7 +37,7 @@ def attach_factors(graph: Graph) -> Graph:
         plain_saves, plain_extra = meter.saved_by_products(op, operands, needs)
         return [replace(
             op, options=match.options, rule_source=source, size_args=match.size_args, is_view=match.is_view,
-            is_random=match.is_random or draws_numbers(op), saves=saves, saved_extra_bytes=extra,
+            is_random=family_of(op.target).draws(op), saves=saves, saved_extra_bytes=extra,
             plain_saves=plain_saves, plain_saved_extra_bytes=plain_extra,
         )]  # fmt: skip
 

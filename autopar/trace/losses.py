@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from autopar.ops.family import argument
 from autopar.program import Arg, Op, Ref, TensorType
-from autopar.trace.cleanup import argument
 from autopar.trace.compat import argument_names
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph, Names

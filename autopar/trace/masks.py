@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from autopar.ops.family import argument
 from autopar.program import Op, Ref, TensorType
-from autopar.trace.cleanup import argument
 from autopar.trace.constants import NEUTRAL, Evaluator, constant_cone
 from autopar.trace.graph import Graph
 

@@ -1,58 +1,26 @@
 """What autograd keeps of each op until its backward.
 
 Found by running the op on fake tensors of the real shapes under saved-tensor hooks, and matching the saved
-tensors to operands and results by their memory; by a table for attention, which must count as the fast
-kernels run it, and for autopar's own ops.
+tensors to operands and results by their memory; some ops' records say it, as attention's does, which must count as the
+fast kernels run it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from autopar.program import Arg, Op, Ref, TensorType, itemsize_bytes
+from autopar.ops import family_of
+from autopar.ops.family import Saves
+from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace import compat
-from autopar.trace.cleanup import argument
 from autopar.trace.evaluation import run_op
-from autopar.trace.masks import ATTENTION
 
 __all__ = ["SavesMeter"]
 
-Saved = tuple[tuple[int, ...], int]  # indices into operands, then results; extra bytes
 _Types = tuple[TensorType, ...]
-
-
-def _attention(op: Op, operands: _Types, results: _Types) -> Saved:
-    # Flash attention: query, key, value, (mask,) out and one float32 per query position and head.
-    statistics = math.prod(operands[0].shape[:-1]) * itemsize_bytes("float32")
-    return (*range(len(operands)), len(operands)), statistics
-
-
-def _dropout(op: Op, operands: _Types, results: _Types) -> Saved:
-    return (), results[0].num_elements * itemsize_bytes("bool")
-
-
-def _cross_entropy(op: Op, operands: _Types, results: _Types) -> Saved:
-    # The log-softmax is kept, which is as big as the logits and lies like them: counted as if they were kept.
-    return tuple(range(len(operands))), 0
-
-
-def _batch_norm(op: Op, operands: _Types, results: _Types) -> Saved:
-    has_weight = argument(op, 1, "weight", None) is not None
-    return ((0, 1) if has_weight else (0,)), 2 * operands[0].shape[1] * itemsize_bytes("float32")
-
-
-_TABLE: Mapping[str, Callable[[Op, _Types, _Types], Saved]] = {
-    ATTENTION: _attention,
-    "autopar.dropout": _dropout,
-    "autopar.cross_entropy": _cross_entropy,
-    "autopar.cross_entropy_denominator": lambda op, operands, results: ((), 0),
-    "autopar.batch_norm": _batch_norm,
-}
 
 
 class SavesMeter:
@@ -60,31 +28,30 @@ class SavesMeter:
 
     def __init__(self) -> None:
         self._mode = compat.fake_mode()
-        self._known: dict[object, Saved] = {}
+        self._known: dict[object, Saves] = {}
 
-    def saved(self, op: Op, operands: _Types, results: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
+    def saved(self, op: Op, operands: _Types, results: _Types, needs_gradient: tuple[bool, ...]) -> Saves:
         """The saved operands and results of `op` and the bytes besides; `needs_gradient` is per operand."""
         if not any(needs_gradient):
             return (), 0
-        if op.target in _TABLE:
-            return _TABLE[op.target](op, operands, results)
-        return self._measured(op, operands, needs_gradient)
+        saves = family_of(op.target).saves
+        return saves(op, operands, results) if saves else self._measured(op, operands, needs_gradient)
 
-    def saved_by_products(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
-        """The same of attention that no fast kernel runs on CPUs; nothing of all else."""
-        if op.target != ATTENTION or not any(needs_gradient):
+    def saved_by_products(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saves:
+        """The same of attention that no fast kernel runs; nothing of all else."""
+        if not (family_of(op.target).runs_plain and any(needs_gradient)):
             return (), 0
         saves, extra = self._measured(op, operands, needs_gradient)
         # A kernel keeps its result; products don't.
         return ((), 0) if len(operands) in saves else (saves, extra)
 
-    def _measured(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
+    def _measured(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saves:
         key = (op.target, _literals(op), operands, needs_gradient)
         if key not in self._known:
             self._known[key] = self._measure(op, operands, needs_gradient)
         return self._known[key]
 
-    def _measure(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saved:
+    def _measure(self, op: Op, operands: _Types, needs_gradient: tuple[bool, ...]) -> Saves:
         # Each mention of a value gets a tensor of its own: indices count mentions.
         tensors: dict[str, Tensor] = {}
         saved: list[Tensor] = []
@@ -103,7 +70,7 @@ class SavesMeter:
         return _match(saved, [*tensors.values()], held)
 
 
-def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -> Saved:
+def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -> Saves:
     places: dict[int, int] = {}
     for index, tensor in enumerate([*operands, *results]):
         places.setdefault(compat.storage_key(tensor), index)

@@ -6,8 +6,8 @@ import torch
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.work import count_work
 from autopar.errors import MissingPriceError
+from autopar.ops import count_work
 from autopar.placement import Axis
 from autopar.program import TensorType
 from tests.cost.ops import LINEAR, tensor

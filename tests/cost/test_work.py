@@ -1,6 +1,6 @@
 import pytest
 
-from autopar.cost import count_work
+from autopar.ops import count_work
 from autopar.program import Op, Ref
 from tests.cost.ops import ATTENTION, LINEAR, MUL, op, tensor
 

@@ -17,9 +17,9 @@ from autopar.lower import kernels
 from autopar.lower.parameters import layer_parameters as parameters
 from autopar.lower.program import layer_ops
 from autopar.lower.run import layer_runner
+from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
-from autopar.rules import options_for
 from autopar.search import SearchRequest, search
 from autopar.trace import factors, trace
 from tests.models import make, make_plain_gpt

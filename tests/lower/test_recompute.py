@@ -12,9 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.communication.communicator import simulate
 from autopar.lower.program.recompute import _Box
+from autopar.ops import is_cheap
 from autopar.placement import REPLICATE, shard
 from autopar.plan import Plan
-from autopar.program import Program, is_cheap
+from autopar.program import Program
 from autopar.trace import trace
 from autopar.verify import compare
 from autopar.verify.rehearsal import run_parallel, run_single

@@ -12,9 +12,9 @@ import torch
 
 from autopar.lower.communication.communicator import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
+from autopar.ops import RuleMatch, options_for
 from autopar.placement import Axis, Placement
 from autopar.program import Op, Option, Ref, TensorType
-from autopar.rules import RuleMatch, options_for
 
 TOLERANCE = 1e-9
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules import pointwise
+from autopar.ops import pointwise, random_ops
 from tests.rules.harness import Sample, sample
 
 F64 = torch.float64
@@ -91,7 +91,8 @@ _INTEGER = ("bitwise_", "__and__", "__or__", "__xor__", "floor_divide")
 
 def _pointwise() -> list[Sample]:
     found: list[Sample] = []
-    for target in pointwise.RULES:
+    families = [family for family in (*pointwise.FAMILIES, *random_ops.FAMILIES) if family.is_pointwise]
+    for target in (target for family in families for target in family.rules if target.startswith("aten.")):
         name = target.split(".")[1]
         if name not in _OWN_SAMPLES:
             found += [_from_schema(target, False), _from_schema(target, True)]

@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from autopar.errors import RuleError
+from autopar.ops import RuleMatch, options_for, register_rule
+from autopar.ops import registry as registry_module
+from autopar.ops.declaration import parse
 from autopar.program import Op, Ref, TensorType
-from autopar.rules import RuleMatch, options_for, register_rule
-from autopar.rules import registry as registry_module
-from autopar.rules.declaration import parse
 
 
 @pytest.fixture(autouse=True)
-def _forget_user_rules(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry_module, "_user_rules", {})
+def _forget_registered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry_module, "_registered", {})
 
 
 def shown(
@@ -192,5 +192,5 @@ def test_a_malformed_line_says_what_to_write(line: str, message: str):
 
 
 def test_rules_load_without_torch():
-    code = "import sys, autopar.rules; sys.exit('torch' in sys.modules)"
+    code = "import sys, autopar.ops; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.ops import RuleMatch
 from autopar.program import Op, Option, Ref, TensorType
-from autopar.rules import RuleMatch
 from autopar.trace.discover import MAX_ELEMENTS, discover_options
 from tests.rules.harness import Sample, as_op, call, check_options, sample, tensor_type
 from tests.rules.samples import ids, x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import transformers.integrations.moe  # noqa: F401  (defines transformers::grouped_mm_fallback)
 
-from autopar.rules import registered_targets
+from autopar.ops import registered_targets
 from tests.rules.flash_stand_in import define_ops
 from tests.rules.harness import Sample, check_options
 from tests.rules.samples import all_samples

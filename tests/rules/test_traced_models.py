@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.ops import RuleMatch
 from autopar.program import Arg, Op, Program, Ref, TensorType
-from autopar.rules import RuleMatch
 from autopar.trace import trace
 from tests.models import ZOO, make
 from tests.rules.harness import Sample, check_options

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autopar.ops import RuleMatch
+from autopar.ops.derivation import derive_options
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
 from autopar.program import Op, Option
-from autopar.rules import RuleMatch
-from autopar.rules.derivation import derive_options
 from tests.rules.harness import (
     RuleViolationError,
     Sample,

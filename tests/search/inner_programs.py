@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.ops import options_for
 from autopar.placement import Axis
 from autopar.program import Arg, Layer, Op, Program, Ref, TensorType, Value
-from autopar.rules import options_for
 from autopar.step.prices import OpTime
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.ops import is_cheap
 from autopar.placement import (
     BROADCAST,
     LOCAL,
@@ -26,7 +27,7 @@ from autopar.placement import (
     shard,
 )  # fmt: skip
 from autopar.plan import LayerCost
-from autopar.program import Op, Ref, TensorType, is_cheap
+from autopar.program import Op, Ref, TensorType
 from autopar.search.boundary import arrival_layout, boundary_layout, boundary_policies
 from autopar.search.layer_problem import LayerSolutions, build_problem, solve_problem
 from autopar.search.meshes import mesh_shapes

@@ -89,7 +89,7 @@ def modules_loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["autopar", "autopar.search", "autopar.rules", "autopar.cost", "autopar.plan", "autopar.program",
+    ["autopar", "autopar.search", "autopar.ops", "autopar.cost", "autopar.plan", "autopar.program",
      "autopar.cluster", "autopar.placement", "autopar.errors"],
 )  # fmt: skip
 def test_pure_parts_load_no_torch(module: str):

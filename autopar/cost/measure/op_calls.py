@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.cost.work import packet_name
+from autopar.ops import packet_name
 
 __all__ = ["Call", "make_calls"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from autopar.cost.measure.op_calls import Call, make_calls
 from autopar.cost.measure.probe import Measurement, Probe, Sample
 from autopar.cost.measure.timing import LEAST_S, median_of, own_s
-from autopar.cost.work import Work, count_work
+from autopar.ops import Work, count_work
 from autopar.program import Op, Ref, TensorType
 
 __all__ = ["op_probes", "time_chain"]

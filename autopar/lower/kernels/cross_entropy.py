@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is cut into slices, one per device.
+"""Cross entropy, whole, and over a vocabulary that is cut into slices, one per device.
 
 With x the logits of one position, w the class weights (1 without), C the number of classes, y the target, s
 the smoothing and ``log Z = log sum_c exp(x_c)``, the loss of a position that counts is
@@ -24,7 +24,52 @@ from autopar.lower.communication.shard_coordinates import num_shards, shard_coor
 from autopar.lower.compat import call_function
 from autopar.placement import Axis
 
-__all__ = ["vocab_parallel_cross_entropy"]
+__all__ = ["cross_entropy", "cross_entropy_denominator", "vocab_parallel_cross_entropy"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    class_dim: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "sum",
+) -> Tensor:
+    """Cross entropy of class indices, classes on `class_dim`: per position (``"none"``), or ``"sum"``.
+
+    Thousands of terms don't add up in 16 bits: the sum is at least float32.
+    """
+    num_classes = logits.shape[class_dim]
+    rows = torch.movedim(logits, class_dim, -1).reshape(-1, num_classes)
+    is_narrow = logits.element_size() < 4
+    losses = torch.nn.functional.cross_entropy(
+        rows,
+        target.reshape(-1),
+        None if weight is None else weight.to(logits.dtype),  # a loss's own weights stay wide in mixed precision
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none" if is_narrow else reduction,
+    )
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum(dtype=torch.float32) if is_narrow else losses
+
+
+def cross_entropy_denominator(
+    target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, num_classes: int = 0
+) -> Tensor:
+    """What mean cross entropy divides by: the number of targets that count, or the sum of their weights.
+
+    A scalar, float32, or float64 for float64 weights.  `num_classes` is for rules only.
+    """
+    del num_classes
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum(dtype=torch.float32)
+    weights = weight.detach()[target.masked_fill(~counts, 0)]
+    dtype = torch.float64 if weights.dtype is torch.float64 else torch.float32
+    return weights.masked_fill(~counts, 0.0).sum(dtype=dtype)
 
 
 def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)

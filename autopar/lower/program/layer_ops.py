@@ -18,6 +18,7 @@ from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
 from autopar.lower.communication.shard_coordinates import shard_coordinate
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.lower.kernels.random import RandomState, random_scope
+from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
 
 __all__ = ["LayerContext", "draw", "layout_steps", "microbatch_slice", "redistribute", "run_kernel"]
@@ -82,7 +83,7 @@ def draw(
         raise ValueError(f"{target} draws random numbers, but this program was run without a source of them")
     shard = shard_coordinate(context.communicator, tuple(Axis(*axis) for axis in axes))
     number = context.first_op + op_index
-    if target == "autopar.dropout":
+    if family_of(target).takes_generator:
         return resolve_target(target)(*args, **kwargs, generator=random.generator(number, shard))
     with random_scope(random.seed(number, shard), random.device):
         return resolve_target(target)(*args, **kwargs)

@@ -18,9 +18,10 @@ from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target
 from autopar.lower.program.layer_ops import draw, microbatch_slice, redistribute, run_kernel
 from autopar.lower.program.naming import layout_suffix, node_name, type_comment
+from autopar.ops import is_cheap
 from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
-from autopar.program import Arg, Layer, Program, Ref, is_cheap
+from autopar.program import Arg, Layer, Program, Ref
 from autopar.step.collective_calls import reshard_calls
 from autopar.step.local_layer import place
 from autopar.step.local_program import LocalProgram, Reshard, RunOp, TakeMicrobatch, derive

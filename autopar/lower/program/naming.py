@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from autopar.ops import own_families
 from autopar.placement import Layout, format_layout
 from autopar.program import TensorType
 
@@ -15,6 +16,8 @@ __all__ = [
     "node_name",
     "type_comment",
 ]
+
+_WHOLE_OPS = "|".join(sorted(family.function for family in own_families() if family.function))
 
 
 def node_name(value: str) -> str:
@@ -53,5 +56,5 @@ def format_statement(line: str) -> str:
     """A line of a layer program's code, without what only fx needs to say."""
     text = re.sub(r";(\s+\w+ =)+ None.*$", "", line.split("  # ")[0]).rstrip()
     text = re.sub(r"\bautopar_lower_[a-z_]+?_(?=(redistribute|microbatch_slice|run_kernel|draw)\()", "", text)
-    text = re.sub(r"\bautopar_lower_kernels_(?:batch_norm_|cross_entropy_|embedding_)?(?=\w+\()", "autopar.", text)
+    text = re.sub(rf"\bautopar_lower_kernels_\w*?({_WHOLE_OPS})\(", r"autopar.\1(", text)
     return text.replace("torch.ops.", "")

@@ -18,13 +18,13 @@ from autopar.lower.program.compiled import compile_program
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
 from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
+from autopar.ops import family_of
 from autopar.plan import LayerStrategy
-from autopar.program import Layer, Op, Program
+from autopar.program import Layer, Program
 from autopar.step.local_program import LocalValue
 
 __all__ = ["LoneLayer"]
 
-_INDEXING = ("embedding", "index_select", "gather", "index", "cross_entropy", "cross_entropy_denominator")
 _LEAST = 2
 """Integers that index nothing are 0 and 1: masks of integers, lengths."""
 
@@ -132,26 +132,13 @@ def _limits(program: Program, layer: Layer) -> dict[str, int]:
             limits[name] = min(limit, limits.get(name, limit))
 
     for op in reversed(layer.ops):
-        names = op.operands
-        if op.target.split(".")[1] in _INDEXING:
+        names, num_choices = op.operands, family_of(op.target).num_choices
+        if num_choices is not None:
+            shape = program.type_of(names[0]).shape
             for name in names[1:] or names:
-                note(name, _extent(program, op))
+                note(name, num_choices(op, shape) if shape else _LEAST)
         else:
             passed = [limits[name] for name in op.results if name in limits]
             for name in names if passed else ():
                 note(name, min(passed))
     return limits
-
-
-def _extent(program: Program, op: Op) -> int:
-    """Into how many an integer operand of `op` chooses."""
-    shape = program.type_of(op.operands[0]).shape
-    name = op.target.split(".")[1]
-    literals = [arg for arg in op.args if isinstance(arg, int) and not isinstance(arg, bool)]
-    if name == "cross_entropy":
-        return shape[literals[0] if literals else 1]
-    if name == "cross_entropy_denominator":
-        return _LEAST
-    if name in ("index_select", "gather"):
-        return shape[literals[0]] if literals and shape else _LEAST
-    return shape[0] if shape else _LEAST

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from autopar.ops.family import OpFamily, Types, argument, aten
 from autopar.program import Op
-from autopar.rules.rule import Line, Rule, Types, argument, lines
 
-__all__ = ["RULES"]
+__all__ = ["FAMILIES"]
 
 _TABLE = {
     "max_pool1d avg_pool1d adaptive_avg_pool1d": "* _ -> * _",
@@ -34,7 +32,7 @@ _TABLE = {
 }
 
 
-def _pad(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _pad(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """pad(x, widths, mode): widths come in pairs from the last dim on; padded dims stay whole."""
     widths = argument(op, 1, "pad")
     if not isinstance(widths, tuple):
@@ -44,11 +42,7 @@ def _pad(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     # Modes other than constant insist on a batch dim and a rank that go with the number of widths, which
     # slices keep.
     dims = " ".join("_" if dim in padded else f"d{dim}" for dim in range(rank)) or "()"
-    return Line(f"{dims} -> {dims}") if num_dims <= rank else None
+    return f"{dims} -> {dims}" if num_dims <= rank else None
 
 
-RULES: Mapping[str, Rule] = {
-    **lines(_TABLE),
-    "aten.pad.default": _pad,
-    "aten.constant_pad_nd.default": _pad,
-}
+FAMILIES = (OpFamily(aten(_TABLE | {"pad constant_pad_nd": _pad})),)

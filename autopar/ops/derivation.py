@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import RuleError
+from autopar.ops.declaration import Argument, DimsPattern, ListPattern, LiteralPattern, TensorPattern, parse
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
 from autopar.program import Arg, KernelCollective, Op, Option, Ref, TensorType
-from autopar.rules.declaration import Argument, DimsPattern, ListPattern, LiteralPattern, TensorPattern, parse
 
 __all__ = ["derive_options", "named_dims", "whole_options"]
 
@@ -88,7 +88,8 @@ def derive_options(
         option = _factor_option(bound, factor, kernel, (collectives or {}).get(kernel, ()), creates)
         if option is not None:
             options.append(option)
-    options += _linear_options(text, op, bound, operand_types)
+    if all(kind.is_floating for kind in result_types):
+        options += _linear_options(text, op, bound, operand_types)
     return tuple(options)
 
 

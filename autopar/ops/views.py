@@ -4,13 +4,14 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from autopar.ops.derivation import named_dims
+from autopar.ops.family import OpFamily, Rule, Types, argument, aten
+from autopar.ops.memory_order import expanded, permuted, regrouped
 from autopar.program import Arg, Op
-from autopar.rules.derivation import named_dims
-from autopar.rules.rule import Line, Rule, Types, argument, lines
 
-__all__ = ["RULES", "dim_names", "match_shapes", "without"]
+__all__ = ["FAMILIES", "dim_names", "match_shapes", "text_of", "without"]
 
 Shape = tuple[int, ...]
 
@@ -53,25 +54,21 @@ def without(dims: list[str], *removed: int) -> list[str]:
     return [name for index, name in enumerate(dims) if index not in gone]
 
 
-def _text(dims: list[str]) -> str:
+def text_of(dims: list[str]) -> str:
+    """The dims of one tensor as a declaration has them."""
     return " ".join(dims) or "()"
 
 
-def _view(source: list[str], target: list[str], *, num_results: int = 1, size_args: tuple[int, ...] = ()) -> Line:
-    results = ", ".join([_text(target)] * num_results)
-    return Line(f"{_text(source)} -> {results} | plus 0", size_args, is_view=True)
+def _view(source: list[str], target: list[str], *, num_results: int = 1) -> str:
+    results = ", ".join([text_of(target)] * num_results)
+    return f"{text_of(source)} -> {results} | plus 0"
 
 
-def _reshape(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    return _view(*match_shapes(operand_types[0].shape, result_types[0].shape), size_args=(1,))
-
-
-def _regroup(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-    """A reshape whose arguments hold no sizes."""
+def _reshape(op: Op, operand_types: Types, result_types: Types) -> str:
     return _view(*match_shapes(operand_types[0].shape, result_types[0].shape))
 
 
-def _squeeze(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _squeeze(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """squeeze(x, dims): a dim that it may remove stays whole, for a slice of it could come to have size 1."""
     rank = len(operand_types[0].shape)
     dims = named_dims(argument(op, 1, "dim"), rank)
@@ -80,12 +77,12 @@ def _squeeze(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     return _view(*(["_" if name in whole else name for name in names] for names in (source, target)))
 
 
-def _reshape_like(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _reshape_like(op: Op, operand_types: Types, result_types: Types) -> str | None:
     source, target = match_shapes(operand_types[0].shape, result_types[0].shape)
-    return Line(f"{_text(source)}, {_text(target)} -> {_text(target)} | plus 0", is_view=True)
+    return f"{text_of(source)}, {text_of(target)} -> {text_of(target)} | plus 0"
 
 
-def _unflatten(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _unflatten(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """unflatten(x, dim, sizes): the first of the new dims can be cut only if its size is left open (-1)."""
     dim, sizes = argument(op, 1, "dim"), argument(op, 2, "sizes")
     if not isinstance(dim, int) or not isinstance(sizes, tuple):
@@ -98,15 +95,15 @@ def _unflatten(op: Op, operand_types: Types, result_types: Types) -> Line | None
     return _view(source, target)
 
 
-def _permutation(order: Callable[[Op, list[int]], list[int] | None]) -> Rule:
+def _permutation(names: str, order: Callable[[Op, list[int]], list[int] | None]) -> OpFamily:
     """`order` says, for an op and the dims 0, 1 ... of its operand, in which order the result has them."""
 
-    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
-        names = dim_names(len(operand_types[0].shape))
-        result = order(op, list(range(len(names))))
-        return None if result is None else _view(names, [names[index] for index in result])
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
+        dims = dim_names(len(operand_types[0].shape))
+        result = order(op, list(range(len(dims))))
+        return None if result is None else _view(dims, [dims[index] for index in result])
 
-    return rule
+    return OpFamily(aten({names: rule}), is_view=True, place=permuted(order))
 
 
 def _as_dims(arg: Arg, rank: int) -> list[int]:
@@ -145,7 +142,7 @@ def _move(op: Op, dims: list[int]) -> list[int]:
 def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
     """Takes a part, or parts, along one dim; the other dims split."""
 
-    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
         dim = argument(op, dim_at, "dim", default)
         if not isinstance(dim, int):
             return None
@@ -155,7 +152,7 @@ def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
     return rule
 
 
-def _slice(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _slice(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """slice(x, dim, start, end, step): a slice of everything leaves its dim free to be split."""
     shape = operand_types[0].shape
     dim, start, end, step = (argument(op, at, "", default) for at, default in ((1, 0), (2, 0), (3, None), (4, 1)))
@@ -166,45 +163,45 @@ def _slice(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     return _view(names, names)
 
 
-def _join(op: Op, operand_types: Types, result_types: Types, *, is_new: bool) -> Line | None:
+def _join(op: Op, operand_types: Types, result_types: Types, *, is_new: bool) -> str | None:
     dim = argument(op, 1, "dim", 0)
     if not isinstance(dim, int):
         return None
     result = dim_names(len(result_types[0].shape), dim)
     operand = without(result, dim) if is_new else result
-    return Line(f"[{_text(operand)}] -> {_text(result)} | plus 0")
+    return f"[{text_of(operand)}] -> {text_of(result)} | plus 0"
 
 
-def _cat(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _cat(op: Op, operand_types: Types, result_types: Types) -> str | None:
     return _join(op, operand_types, result_types, is_new=False)
 
 
-def _stack(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _stack(op: Op, operand_types: Types, result_types: Types) -> str | None:
     return _join(op, operand_types, result_types, is_new=True)
 
 
-def _repeat(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _repeat(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """repeat, tile: dims that are not repeated split."""
     source, target = operand_types[0].shape, result_types[0].shape
     shift = len(target) - len(source)
     is_kept = [dim >= shift and source[dim - shift] == size for dim, size in enumerate(target)]
     names = [f"d{dim}" if kept else "_" for dim, kept in enumerate(is_kept)]
-    return Line(f"{_text(names[shift:])} -> {_text(names)} | plus 0")
+    return f"{text_of(names[shift:])} -> {text_of(names)} | plus 0"
 
 
-def _repeat_interleave(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _repeat_interleave(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """repeat_interleave(x, repeats, dim): slices of the dim give slices, unless the result's size is
     given.
     """
     dim = argument(op, 2, "dim")
     if not isinstance(dim, int):
-        return Line("... -> _ | plus 0")
+        return "... -> _ | plus 0"
     rank = len(operand_types[0].shape)
     names = dim_names(rank) if dict(op.kwargs).get("output_size") is None else dim_names(rank, dim)
-    return Line(f"{_text(names)} -> {_text(names)} | plus 0")
+    return f"{text_of(names)} -> {text_of(names)} | plus 0"
 
 
-def _unfold(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _unfold(op: Op, operand_types: Types, result_types: Types) -> str | None:
     dim = argument(op, 1, "dimension")
     if not isinstance(dim, int):
         return None
@@ -212,7 +209,7 @@ def _unfold(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     return _view(names, [*names, "_"])
 
 
-def _diagonal(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _diagonal(op: Op, operand_types: Types, result_types: Types) -> str | None:
     first, second = argument(op, 2, "dim1", 0), argument(op, 3, "dim2", 1)
     if not isinstance(first, int) or not isinstance(second, int):
         return None
@@ -223,48 +220,66 @@ def _diagonal(op: Op, operand_types: Types, result_types: Types) -> Line | None:
 def _update(dim_at: int, *, keeps_dim: bool) -> Rule:
     """select_scatter, slice_scatter: x with a part along one dim replaced by src."""
 
-    def rule(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
         dim = argument(op, dim_at, "dim", 0)
         if not isinstance(dim, int):
             return None
         names = dim_names(len(operand_types[0].shape), dim)
         source = names if keeps_dim else without(names, dim)
-        return Line(f"{_text(names)}, {_text(source)} -> {_text(names)} | plus 0 1")
+        return f"{text_of(names)}, {text_of(source)} -> {text_of(names)} | plus 0 1"
 
     return rule
 
 
-def _aten(names: str, rule: Rule) -> dict[str, Rule]:
-    return {f"aten.{name if '.' in name else name + '.default'}": rule for name in names.split()}
-
-
-RULES: Mapping[str, Rule] = {
-    **_aten("view reshape _unsafe_view", _reshape),
-    **_aten("squeeze squeeze.dim squeeze.dims", _squeeze),
-    **_aten("unsqueeze flatten.using_ints ravel", _regroup),
-    **_aten("atleast_1d atleast_2d atleast_3d", _regroup),
-    **_aten("view_as reshape_as", _reshape_like),
-    **lines({"view_as_complex": "* _ -> *", "view_as_real": "* -> * _"}, is_view=True),
-    **_aten("unflatten.int", _unflatten),
-    **lines({"expand broadcast_to": "*, # -> * | plus 0"}, size_args=(1,), is_view=True),
-    **lines({"expand_as": "*, * -> * | plus 0"}, is_view=True),
-    **_aten("permute", _permutation(_permute)),
-    **_aten("transpose.int swapaxes swapdims", _permutation(_swap)),
-    **_aten("mT adjoint", _permutation(_swap_last)),
-    **_aten("t numpy_T", _permutation(_reverse)),
-    **_aten("movedim.int movedim.intlist moveaxis.int moveaxis.intlist", _permutation(_move)),
-    **_aten("select.int", _cut(1, None, keeps_dim=False)),
-    **_aten("unbind.int", _cut(1, 0, keeps_dim=False)),
-    **_aten("split.Tensor split.sizes split_with_sizes unsafe_split.Tensor", _cut(2, 0, keeps_dim=True)),
-    **_aten("chunk unsafe_chunk tensor_split.sections tensor_split.indices", _cut(2, 0, keeps_dim=True)),
-    **_aten("narrow", _cut(1, None, keeps_dim=True)),
-    **_aten("slice.Tensor", _slice),
-    **_aten("cat concat concatenate", _cat),
-    **_aten("stack", _stack),
-    **_aten("repeat tile", _repeat),
-    **_aten("repeat_interleave.self_int", _repeat_interleave),
-    **_aten("unfold", _unfold),
-    **_aten("diagonal", _diagonal),
-    **_aten("select_scatter", _update(2, keeps_dim=False)),
-    **_aten("slice_scatter", _update(2, keeps_dim=True)),
-}
+FAMILIES = (
+    OpFamily(aten({"view _unsafe_view": _reshape}), size_args=(1,), is_view=True, place=regrouped),
+    OpFamily(aten({"reshape": _reshape}), size_args=(1,), is_view=True, place=regrouped, may_copy=True),
+    OpFamily(
+        aten(
+            {
+                "unsqueeze ravel atleast_1d atleast_2d atleast_3d": _reshape,
+                "squeeze squeeze.dim squeeze.dims": _squeeze,
+                "unflatten.int": _unflatten,
+            }
+        ),
+        is_view=True,
+        place=regrouped,
+    ),
+    OpFamily(aten({"flatten.using_ints": _reshape}), is_view=True, place=regrouped, may_copy=True),
+    OpFamily(
+        aten(
+            {
+                "view_as reshape_as": _reshape_like,
+                "view_as_complex": "* _ -> *",
+                "view_as_real": "* -> * _",
+                "select.int": _cut(1, None, keeps_dim=False),
+                "unbind.int": _cut(1, 0, keeps_dim=False),
+                "split.Tensor split.sizes split_with_sizes unsafe_split.Tensor": _cut(2, 0, keeps_dim=True),
+                "chunk unsafe_chunk tensor_split.sections tensor_split.indices": _cut(2, 0, keeps_dim=True),
+                "narrow": _cut(1, None, keeps_dim=True),
+                "slice.Tensor": _slice,
+                "unfold": _unfold,
+                "diagonal": _diagonal,
+            }
+        ),
+        is_view=True,
+    ),
+    OpFamily(aten({"expand broadcast_to": "*, # -> * | plus 0"}), size_args=(1,), is_view=True, place=expanded),
+    OpFamily(aten({"expand_as": "*, * -> * | plus 0"}), is_view=True, place=expanded),
+    _permutation("permute", _permute),
+    _permutation("transpose.int swapaxes swapdims", _swap),
+    _permutation("mT adjoint", _swap_last),
+    _permutation("t numpy_T", _reverse),
+    _permutation("movedim.int movedim.intlist moveaxis.int moveaxis.intlist", _move),
+    OpFamily(aten({"cat concat concatenate": _cat, "stack": _stack}), gradient="parts"),
+    OpFamily(
+        aten(
+            {
+                "repeat tile": _repeat,
+                "repeat_interleave.self_int": _repeat_interleave,
+                "select_scatter": _update(2, keeps_dim=False),
+                "slice_scatter": _update(2, keeps_dim=True),
+            }
+        )
+    ),
+)

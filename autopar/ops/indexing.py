@@ -4,17 +4,12 @@ dims split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from autopar.ops.family import Kernel, OpFamily, Types, argument, aten
+from autopar.ops.views import dim_names, text_of, without
+from autopar.ops.work import Work, dtype_of, sum_bytes
 from autopar.program import Op, Ref
-from autopar.rules.rule import Line, Rule, Types, argument, lines
-from autopar.rules.views import dim_names, without
 
-__all__ = ["RULES"]
-
-
-def _text(dims: list[str]) -> str:
-    return " ".join(dims) or "()"
+__all__ = ["FAMILIES"]
 
 
 def _dim(op: Op, rank: int) -> int | None:
@@ -23,7 +18,7 @@ def _dim(op: Op, rank: int) -> int | None:
     return dim % rank if isinstance(dim, int) and rank else None
 
 
-def _gather(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _gather(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """gather(x, dim, index): index may be smaller than x; dims of equal size split, and the entries along
     dim.
     """
@@ -34,18 +29,18 @@ def _gather(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     names = [f"d{i}" if a == b else "_" for i, (a, b) in enumerate(zip(source, index, strict=True))]
     names[dim] = "_"
     picked = [*names[:dim], "k", *names[dim + 1 :]]
-    return Line(f"{_text(names)}, #, {_text(picked)} -> {_text(picked)}")
+    return f"{text_of(names)}, #, {text_of(picked)} -> {text_of(picked)}"
 
 
-def _index_select(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _index_select(op: Op, operand_types: Types, result_types: Types) -> str | None:
     dim = _dim(op, len(operand_types[0].shape))
     if dim is None:
         return None
     names = dim_names(len(operand_types[0].shape), dim)
-    return Line(f"{_text(names)}, #, k -> {_text([*names[:dim], 'k', *names[dim + 1 :]])}")
+    return f"{text_of(names)}, #, k -> {text_of([*names[:dim], 'k', *names[dim + 1 :]])}"
 
 
-def _scatter(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _scatter(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """scatter(x, dim, index, src): dims other than dim in which x, index and src have equal sizes split."""
     shapes = [kind.shape for kind in operand_types if kind.shape]
     rank = len(shapes[0])
@@ -53,18 +48,18 @@ def _scatter(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     if dim is None or any(len(shape) != rank for shape in shapes):
         return None
     names = [f"d{i}" if len({shape[i] for shape in shapes}) == 1 and i != dim else "_" for i in range(rank)]
-    source = _text(names) if len(shapes) == 3 else "()"
-    return Line(f"{_text(names)}, #, {_text(names)}, {source} -> {_text(names)}")
+    source = text_of(names) if len(shapes) == 3 else "()"
+    return f"{text_of(names)}, #, {text_of(names)}, {source} -> {text_of(names)}"
 
 
-def _along_dim(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _along_dim(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """index_add, index_copy, index_fill (x, dim, index, source): dims other than dim split."""
     dim = _dim(op, len(operand_types[0].shape))
     if dim is None:
         return None
     names = dim_names(len(operand_types[0].shape), dim)
-    source = _text(names) if len(operand_types[-1].shape) == len(names) else "()"
-    return Line(f"{_text(names)}, #, _, {source} -> {_text(names)}")
+    source = text_of(names) if len(operand_types[-1].shape) == len(names) else "()"
+    return f"{text_of(names)}, #, _, {source} -> {text_of(names)}"
 
 
 def _indexed_dims(op: Op) -> list[int] | None:
@@ -87,7 +82,7 @@ def _index_names(kinds: Types) -> tuple[list[list[str]], list[str]]:
     return [together[rank - len(kind.shape) :] for kind in kinds], together
 
 
-def _index(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _index(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """index(x, indices): dims without an index and the dims of the indices split; a mask of booleans does
     not.
     """
@@ -100,12 +95,12 @@ def _index(op: Op, operand_types: Types, result_types: Types) -> Line | None:
     # Indexed dims that are neighbours leave theirs in place; others come first in the result.
     at = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
     kept = without(names, *indexed)
-    texts = iter(map(_text, each))
+    texts = iter(map(text_of, each))
     arguments = ", ".join(next(texts) if dim in indexed else "#" for dim in range(_num_indices(op)))
-    return Line(f"{_text(names)}, [{arguments}] -> {_text(kept[:at] + together + kept[at:])}")
+    return f"{text_of(names)}, [{arguments}] -> {text_of(kept[:at] + together + kept[at:])}"
 
 
-def _index_put(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _index_put(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """index_put(x, indices, values): when the first dims are indexed, the dims after them split."""
     indexed = _indexed_dims(op)
     if not indexed or indexed != list(range(len(indexed))):
@@ -117,20 +112,48 @@ def _index_put(op: Op, operand_types: Types, result_types: Types) -> Line | None
     kept = names[len(indexed) :]
     rank = max(len(kind.shape) for kind in indices)
     values = (["_"] * rank + kept)[rank + len(kept) - len(operand_types[-1].shape) :]
-    arguments = ", ".join(_text(["_"] * len(kind.shape)) for kind in indices)
-    return Line(f"{_text(names)}, [{arguments}], {_text(values)} -> {_text(names)}")
+    arguments = ", ".join(text_of(["_"] * len(kind.shape)) for kind in indices)
+    return f"{text_of(names)}, [{arguments}], {text_of(values)} -> {text_of(names)}"
 
 
-def _aten(names: str, rule: Rule) -> dict[str, Rule]:
-    return {f"aten.{name if '.' in name else name + '.default'}": rule for name in names.split()}
+def _work_of_lookup(op: Op, operands: Types, results: Types) -> Work:
+    """Reads the rows that it writes; backward fills the whole table with zeros and adds rows into it."""
+    rows = sum_bytes(results)
+    return Work(
+        "bytes",
+        dtype_of(operands, results),
+        read_bytes=rows + sum_bytes(operands[1:]),
+        write_bytes=rows,
+        backward_read_bytes=2 * rows + sum_bytes(operands[1:]),
+        backward_write_bytes=rows + sum_bytes(operands[:1]),
+        num_backward_kernels=2,
+    )
 
 
-RULES: Mapping[str, Rule] = {
-    **lines({"one_hot": "* -> * _", "masked_scatter": "..., ..., ... -> ..."}),
-    **_aten("gather", _gather),
-    **_aten("index_select", _index_select),
-    **_aten("index.Tensor", _index),
-    **_aten("index_put", _index_put),
-    **_aten("scatter.src scatter.value scatter.reduce scatter_add scatter_reduce.two", _scatter),
-    **_aten("index_add index_copy index_fill.int_Scalar index_fill.int_Tensor", _along_dim),
-}
+def _num_rows(op: Op, shape: tuple[int, ...]) -> int:
+    return shape[_dim(op, len(shape)) or 0]
+
+
+FAMILIES = (
+    OpFamily(
+        aten({"embedding": "v h, * -> * h | sum v, by v vocab_parallel_embedding"}),
+        kernels={"vocab_parallel_embedding": Kernel(cuts_vocabulary=True)},
+        count_work=_work_of_lookup,
+        num_choices=lambda op, shape: shape[0],
+    ),
+    OpFamily(
+        aten({"gather": _gather, "index_select": _index_select}), count_work=_work_of_lookup, num_choices=_num_rows
+    ),
+    OpFamily(aten({"index.Tensor": _index}), count_work=_work_of_lookup, num_choices=lambda op, shape: shape[0]),
+    OpFamily(
+        aten(
+            {
+                "one_hot": "* -> * _",
+                "masked_scatter": "..., ..., ... -> ...",
+                "index_put": _index_put,
+                "scatter.src scatter.value scatter.reduce scatter_add scatter_reduce.two": _scatter,
+                "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor": _along_dim,
+            }
+        )
+    ),
+)

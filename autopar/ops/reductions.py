@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from autopar.ops.family import OpFamily, Types, argument, aten
+from autopar.ops.pointwise import another_result
 from autopar.program import Op
-from autopar.rules.rule import Line, Rule, Types, argument, lines
 
-__all__ = ["RULES"]
+__all__ = ["FAMILIES"]
 
 _TABLE = {
     "sum": "* -> () | sum *, plus 0",
@@ -16,12 +15,12 @@ _TABLE = {
     # mean over kept dims only: trace writes a mean as a sum and a division by the global count
     "mean.dim": "*, @ -> *-@ | plus 0",
     "mean": "... -> () | plus 0",
-    "amax amin logsumexp argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
-    "prod.dim_int var.dim var.correction std.dim std.correction": "*, @ -> *-@",
+    "amax amin argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
+    "prod.dim_int": "*, @ -> *-@",
     "max.dim min.dim median.dim nanmedian.dim var_mean.correction std_mean.correction": "*, @ -> *-@, *-@",
     "kthvalue": "*, #, @-1 -> *-@, *-@",
     "mode": "*, @-1 -> *-@, *-@",
-    "max min all any prod var std": "... -> ()",
+    "max min all any prod": "... -> ()",
     "count_nonzero norm.Scalar": "... -> ()",
     "linalg_vector_norm linalg_norm norm.ScalarOpt_dim": "*, #, @ -> *-@",
     "softmax.int log_softmax.int _softmax _log_softmax special_softmax": "*, @ -> *",
@@ -38,12 +37,21 @@ _TABLE = {
 }
 
 
-def _distance(op: Op, operand_types: Types, result_types: Types) -> Line | None:
+def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
     """pairwise_distance(x, y, p, eps, keepdim): over the last dim."""
-    return Line("* _, * _ -> * _" if argument(op, 4, "keepdim", False) else "* _, * _ -> *")
+    return "* _, * _ -> * _" if argument(op, 4, "keepdim", False) else "* _, * _ -> *"
 
 
-RULES: Mapping[str, Rule] = {
-    **lines(_TABLE),
-    "aten.pairwise_distance.default": _distance,
-}
+FAMILIES = (
+    OpFamily(aten(_TABLE)),
+    OpFamily(
+        aten(
+            {
+                "logsumexp var.dim var.correction std.dim std.correction": "*, @ -> *-@",
+                "var std": "... -> ()",
+            }
+        ),
+        buffers=another_result,
+    ),
+    OpFamily(aten({"pairwise_distance": _distance})),
+)

@@ -1,0 +1,35 @@
+"""What autopar knows of ops, in one record for each family (`family.OpFamily`): how they split over one mesh axis,
+what they compute and move, what they keep, how they lie in memory, which special kernels run them.
+
+The records are in `pointwise`, `products`, `attention`, `reductions`, `views`, `indexing`, `normalization`, `spatial`,
+`creation`, `random_ops` and `losses`; the language of factor rules is explained in `declaration`.
+"""
+
+from autopar.ops.family import OpFamily, packet_name
+from autopar.ops.registry import (
+    RuleMatch,
+    count_work,
+    family_of,
+    is_cheap,
+    options_for,
+    own_families,
+    register_rule,
+    registered_targets,
+    result_order,
+)
+from autopar.ops.work import Work
+
+__all__ = [
+    "OpFamily",
+    "RuleMatch",
+    "Work",
+    "count_work",
+    "family_of",
+    "is_cheap",
+    "options_for",
+    "own_families",
+    "packet_name",
+    "register_rule",
+    "registered_targets",
+    "result_order",
+]

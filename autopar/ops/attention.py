@@ -1,0 +1,138 @@
+"""Attention: each query row is computed on its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from autopar.ops.family import OpFamily, Saves, Types, argument, aten
+from autopar.ops.memory_order import followed
+from autopar.ops.work import Work, sum_bytes
+from autopar.program import Op, itemsize_bytes
+
+__all__ = ["FAMILIES"]
+
+
+def _rule(op: Op, operand_types: Types, result_types: Types) -> str:
+    """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal).
+
+    ``*`` holds the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number bounds the
+    slices. A causal mask counts rows from the first, so the query rows stay whole then.
+    """
+    query = "_" if argument(op, 5, "is_causal", False) else "q"
+    return f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _"
+
+
+def _flash(op: Op, operand_types: Types, result_types: Types) -> str:
+    """(q, k, v, dropout_p, scale, causal, window, window, softcap, alibi_slopes, ...).
+
+    Tensors are [batch, seq, heads, dim].  Results: out, log-sum-exp [batch, heads, seq], a debug mask that is empty,
+    and the generator's state.
+    """
+    tensor = "b _ h _"
+    literals = ", #" * 6
+    slopes = "b h" if len(operand_types) > 3 and len(operand_types[3].shape) == 2 else "h"
+    return f"{tensor}, {tensor}, {tensor}{literals}, {slopes} -> {tensor}, b h _, =..., =..."
+
+
+def _drops(position: int) -> Callable[[Op], bool]:
+    return lambda op: argument(op, position, "dropout_p", 0.0) != 0.0
+
+
+def _work(sequence: int, *, is_new_kernel: bool = False) -> Callable[[Op, Types, Types], Work]:
+    """`sequence`: which dim of the operands queries and keys are."""
+
+    def count(op: Op, operands: Types, results: Types) -> Work:
+        """Two products of [queries, keys] by the head size; causal skips half; backward does five for two."""
+        query, key, value = operands[:3]
+        heads_and_batch = query.num_elements / (query.shape[sequence] * query.shape[-1])
+        length = key.shape[sequence]
+        is_causal = argument(op, 5, "is_causal") is True or argument(op, 5, "causal") is True
+        flops = 2.0 * heads_and_batch * query.shape[sequence] * length * (query.shape[-1] + value.shape[-1])
+        flops *= 0.5 if is_causal else 1.0
+        read = sum_bytes(operands)
+        return Work(
+            "attention",
+            query.dtype,
+            flops=flops,
+            backward_flops=2.5 * flops,
+            read_bytes=read,
+            write_bytes=sum_bytes(results[:1]),
+            backward_read_bytes=read + 2 * sum_bytes(results[:1]),
+            backward_write_bytes=sum_bytes(operands[:3]),
+            num_backward_kernels=2,
+            length=length,
+            head_dim=query.shape[-1],
+            is_causal=is_causal,
+            extents=(query.shape[sequence], length),
+            is_plain=bool(op.plain_saves or op.plain_saved_extra_bytes),
+            is_new_kernel=is_new_kernel,
+        )
+
+    return count
+
+
+def _saves(op: Op, operands: Types, results: Types) -> Saves:
+    """Query, key, value, mask, result, and one float32 per query position and head."""
+    statistics = math.prod(operands[0].shape[:-1]) * itemsize_bytes("float32")
+    return (*range(len(operands)), len(operands)), statistics
+
+
+FAMILIES = (
+    OpFamily(
+        aten({"scaled_dot_product_attention": _rule}),
+        is_random=_drops(4),
+        is_cheap=False,
+        count_work=_work(-2),
+        function="attention",
+        saves=_saves,
+        runs_plain=True,
+        place=followed,
+        is_attention=True,
+    ),
+    OpFamily(
+        aten(
+            {
+                "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu": None,
+                "_scaled_dot_product_efficient_attention": None,
+            }
+        ),
+        is_cheap=False,
+        count_work=_work(-2),
+        place=followed,
+        is_attention=True,
+    ),
+    OpFamily(
+        aten({"_scaled_dot_product_cudnn_attention": None}),
+        is_cheap=False,
+        count_work=_work(-2, is_new_kernel=True),
+        place=followed,
+        is_attention=True,
+    ),
+    OpFamily(
+        aten(
+            {
+                "_flash_attention_forward _efficient_attention_forward _native_multi_head_attention": None,
+                "_scaled_dot_product_attention_math _triton_scaled_dot_attention": None,
+            }
+        ),
+        is_cheap=False,
+    ),
+    # The FlashAttention package.
+    OpFamily(
+        {"flash_attn._flash_attn_forward.default": _flash},
+        is_random=_drops(3),
+        is_cheap=False,
+        count_work=_work(-3),
+    ),
+    OpFamily(
+        {"flash_attn._flash_attn_varlen_forward.default": "_ h _, _ h _, _ h _, _, _ -> _ h _, h _, =..., =..."},
+        is_random=_drops(7),
+        is_cheap=False,
+    ),
+    OpFamily(
+        {"flash_attn_3._flash_attn_forward.default": None},
+        is_cheap=False,
+        count_work=_work(-3, is_new_kernel=True),
+    ),
+)

@@ -1,0 +1,37 @@
+"""Ops that make tensors from sizes.  Constant content can be made slice by slice."""
+
+from __future__ import annotations
+
+from autopar.ops.family import OpFamily, Types, aten
+from autopar.ops.memory_order import new
+from autopar.ops.work import Work, dtype_of, sum_bytes
+from autopar.program import Op
+
+__all__ = ["FAMILIES"]
+
+
+def _new(op: Op, operand_types: Types, result_types: Types) -> str:
+    """new_zeros(x, sizes) ...: x gives only its dtype and device; with equal shapes it is split along."""
+    is_alike = operand_types[0].shape == result_types[0].shape
+    dims = " ".join(f"d{dim}" for dim in range(len(result_types[0].shape))) or "()"
+    return f"{dims if is_alike else '...'}, # -> {dims}"
+
+
+def _work(op: Op, operands: Types, results: Types) -> Work:
+    """Writes, and has no backward."""
+    return Work("bytes", dtype_of(operands, results), write_bytes=sum_bytes(results), num_backward_kernels=0)
+
+
+FAMILIES = (
+    OpFamily(aten({"full zeros ones": "# -> *"}), size_args=(0,), count_work=_work),
+    OpFamily(aten({"empty.memory_format": "# -> *"}), size_args=(0,), count_work=_work, is_uninitialized=True),
+    OpFamily(aten({"zeros_like ones_like full_like": "* -> *"}), count_work=_work, num_differentiable=0, place=new),
+    OpFamily(aten({"empty_like": "* -> *"}), count_work=_work, num_differentiable=0, place=new, is_uninitialized=True),
+    OpFamily(
+        aten({"new_zeros new_ones new_full new_empty": _new}), size_args=(1,), count_work=_work, num_differentiable=0
+    ),
+    OpFamily(
+        aten({"arange arange.start arange.start_step linspace eye eye.m scalar_tensor": "#, #, # -> ..."}),
+        count_work=_work,
+    ),
+)

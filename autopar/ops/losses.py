@@ -1,0 +1,126 @@
+"""Losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Saves, Types, argument, aten
+from autopar.ops.views import dim_names, text_of, without
+from autopar.ops.work import Work, sum_bytes
+from autopar.program import KernelCollective, Op
+
+__all__ = ["FAMILIES"]
+
+
+def _class_dim(op: Op) -> int:
+    """cross_entropy(logits, target, weight, class_dim, ignore_index, label_smoothing, reduction)."""
+    dim = argument(op, 3, "class_dim", 1)
+    return dim if isinstance(dim, int) else 1
+
+
+def _cross_entropy(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    rank = len(operand_types[0].shape)
+    if len(operand_types[1].shape) != rank - 1:
+        return None
+    class_dim = _class_dim(op) % rank
+    names = dim_names(rank)
+    names[class_dim] = "v"
+    positions = without(names, class_dim)
+    target = text_of(positions)
+    remarks = "by v vocab_parallel_cross_entropy"
+    is_sum = argument(op, 6, "reduction", "sum") == "sum"
+    if is_sum and positions:
+        remarks = f"sum {' '.join(positions)}, {remarks}"
+    return f"{text_of(names)}, target: {target}, weight: _ -> {'()' if is_sum else target} | {remarks}"
+
+
+def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
+    """Per position: the largest logit; then the sum of exponentials and the target's logit (and with label smoothing
+    the sum of the logits).
+    """
+    logits = operand_types[0]
+    dims = (_class_dim(op) % len(logits.shape),)
+    dtype = "float64" if logits.dtype == "float64" else "float32"
+    count = 3 if argument(op, 5, "label_smoothing", 0.0) else 2
+    return (
+        KernelCollective("all_reduce", "forward", 0, dims, dtype),
+        KernelCollective("all_reduce", "forward", 0, dims, dtype, count=count),
+    )
+
+
+def _work(op: Op, operands: Types, results: Types) -> Work:
+    """Log-probabilities in float32 are written, read again for the terms, and kept for the backward."""
+    logits = operands[0].num_bytes
+    log_probabilities = 4.0 * operands[0].num_elements
+    rest = sum_bytes(operands[1:])
+    return Work(
+        "bytes",
+        operands[0].dtype,
+        read_bytes=logits + rest,
+        write_bytes=log_probabilities + sum_bytes(results),
+        backward_read_bytes=log_probabilities + rest,
+        backward_write_bytes=log_probabilities + logits,
+        num_backward_kernels=2,
+    )
+
+
+def _saves(op: Op, operands: Types, results: Types) -> Saves:
+    # The log-softmax is kept, which is as big as the logits and lies like them: counted as if they were kept.
+    return tuple(range(len(operands))), 0
+
+
+def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    logits = operands[0]
+    if not has_kernel:  # torch keeps the logarithm of the softmax, which is as large as the logits, in place of these
+        return Buffers(backward=logits.num_bytes, kept=logits.num_bytes)
+    # The kernel works on a copy with at least four bytes an element, and computes its gradient in that dtype.
+    wide = max(logits.num_bytes, 4 * logits.num_elements)
+    return Buffers(forward=wide, backward=wide if wide > logits.num_bytes else 0)
+
+
+def _elementwise(reduction_at: int) -> Rule:
+    """A loss of elements: reduction 0 (none), 1 (mean, of the whole batch at once), 2 (sum)."""
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
+        reduction = argument(op, reduction_at, "reduction", 1)
+        operands = ", ".join(["*" if reduction in (0, 2) else "..."] * reduction_at)
+        if reduction == 0:
+            return f"{operands} -> *"
+        # With broadcasting, a slice of a summed dim could be missing from an operand that decides the result's size.
+        if reduction == 2:
+            return f"{operands} -> () | sum *" if len({kind.shape for kind in operand_types}) == 1 else None
+        return f"{operands} -> ()"
+
+    return rule
+
+
+FAMILIES = (
+    OpFamily(
+        {"autopar.cross_entropy": _cross_entropy},
+        function="cross_entropy",
+        kernels={"vocab_parallel_cross_entropy": Kernel(_collectives, cuts_vocabulary=True)},
+        count_work=_work,
+        saves=_saves,
+        buffers=_buffers,
+        num_choices=lambda op, shape: shape[_class_dim(op)],
+        row_dim=_class_dim,
+    ),
+    OpFamily(aten({"cross_entropy_loss": None}), count_work=_work),
+    OpFamily(
+        {"autopar.cross_entropy_denominator": "*, weight: _ -> () | sum *"},
+        function="cross_entropy_denominator",
+        saves=lambda op, operands, results: ((), 0),
+        num_differentiable=0,
+        num_choices=lambda op, shape: 2,
+    ),
+    OpFamily(
+        aten(
+            {
+                "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss": _elementwise(2),
+                "hinge_embedding_loss binary_cross_entropy": _elementwise(3),
+                "binary_cross_entropy_with_logits": _elementwise(4),
+                "poisson_nll_loss": _elementwise(5),
+            }
+        )
+    ),
+)

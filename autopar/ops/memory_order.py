@@ -1,0 +1,113 @@
+"""In which order the elements of a tensor lie in memory: what tells a view from a copy.
+
+A `PlaceResult` says of one call whether the (first) result is a view of the first operand, and its order.  It gets the
+op, the operand's shape, the operand's order and the result's shape, as one device has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.program import Op
+
+__all__ = ["Order", "PlaceResult", "expanded", "followed", "in_order", "new", "part", "permuted", "regrouped", "same"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Of each dim of a tensor, how many elements further on in memory its next one lies; 0: the same one again."""
+
+    strides: tuple[int, ...]
+
+
+PlaceResult = Callable[[Op, Shape, Order, Shape], tuple[bool, Order]]
+
+
+def in_order(shape: Sequence[int]) -> Order:
+    """The order of a tensor that was made anew."""
+    return Order(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+
+
+def new(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+    """A tensor of its own, in order."""
+    return False, in_order(result)
+
+
+def followed(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+    """A tensor of its own that lies as the operand does, if that is as large and no other order is asked for."""
+    asks = any(key == "memory_format" and "preserve" not in str(value) for key, value in op.kwargs)
+    return False, _packed(shape, order) if shape == result and not asks else in_order(result)
+
+
+def same(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+    """The operand itself."""
+    return True, order
+
+
+def part(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+    """A view of some of the operand's elements."""
+    return True, order if len(shape) == len(result) else in_order(result)
+
+
+def regrouped(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+    """The same elements one after the other under another shape: a view where the operand's order allows one."""
+    strides = _regrouped_strides(shape, order.strides, result)
+    return (False, in_order(result)) if strides is None else (True, Order(strides))
+
+
+def expanded(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+    """A view that repeats elements."""
+    added = len(result) - len(shape)
+    before, strides = (1,) * added + shape, (0,) * added + order.strides
+    return True, Order(tuple(0 if old != now else s for old, now, s in zip(before, result, strides, strict=True)))
+
+
+def permuted(order_dims: Callable[[Op, list[int]], list[int] | None]) -> PlaceResult:
+    """A view with the dims in another order: `order_dims` says, for the op and dims 0, 1 ..., which."""
+
+    def place(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
+        dims = order_dims(op, list(range(len(shape))))
+        return True, order if dims is None else Order(tuple(order.strides[dim] for dim in dims))
+
+    return place
+
+
+def _packed(shape: Shape, order: Order) -> Order:
+    """A tensor of its own whose dims lie in the same order."""
+    strides = [0] * len(shape)
+    step = 1
+    # Dims of one element, and such that stand for several, lie as their names say.
+    for dim in sorted(range(len(shape)), key=lambda dim: (order.strides[dim], -dim)):
+        strides[dim] = step
+        step *= shape[dim]
+    return Order(tuple(strides))
+
+
+def _regrouped_strides(before: Shape, strides: Shape, after: Shape) -> Shape | None:
+    """The strides of the same elements under another shape; None if that takes a copy."""
+    if 0 in after:
+        return in_order(after).strides
+    # Neighbours through which one walks at an even pace are one run: how many elements, how far apart.
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(before, strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = runs[-1][0] * size, stride
+        else:
+            runs.append((size, stride))
+    found: list[int] = []
+    left, stride = runs.pop() if runs else (1, 1)
+    for size in reversed(after):
+        if size > 1 and left == 1 and runs:
+            left, stride = runs.pop()
+        if left % size:
+            return None
+        found.append(stride)
+        left //= size
+        stride *= size
+    return tuple(reversed(found)) if left == 1 and not runs else None

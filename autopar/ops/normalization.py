@@ -1,0 +1,108 @@
+"""Normalisations: the dims over which statistics are taken stay whole, or need a kernel that communicates."""
+
+from __future__ import annotations
+
+from autopar.ops.family import Kernel, OpFamily, Rule, Saves, Types, argument, aten
+from autopar.ops.views import dim_names, without
+from autopar.ops.work import Work, sum_bytes
+from autopar.program import KernelCollective, Op, itemsize_bytes
+
+__all__ = ["FAMILIES"]
+
+
+def _trailing(num_results: int) -> Rule:
+    """layer_norm, rms_norm (x, normalized_shape, weight, bias): the last dims, as many as the shape has,
+    stay whole.
+
+    The native forms also return statistics, of size 1 in those dims.
+    """
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
+        shape = argument(op, 1, "normalized_shape")
+        if not isinstance(shape, tuple) or not shape:
+            return None
+        whole = " _" * len(shape)
+        results = ", ".join([f"*{whole}"] * num_results)
+        return f"*{whole}, #, weight: {whole}, bias: {whole} -> {results}"
+
+    return rule
+
+
+def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """batch_norm(x, weight, bias, mean, var, training, ...): with fixed statistics every dim splits, else
+    channels do.
+    """
+    if len(operand_types[0].shape) < 2:
+        return None
+    dims = "_ c ..." if argument(op, 5, "training") else "n c *"
+    return f"{dims}, c, c, c, c -> {dims}"
+
+
+def _own_batch_norm(op: Op, operand_types: Types, result_types: Types) -> str:
+    """batch_norm(x, weight, bias, running_mean, running_var, ...): statistics over batch and space need the kernel."""
+    names = dim_names(len(operand_types[0].shape))
+    names[1] = "c"
+    x = " ".join(names)
+    remarks = ", ".join(f"by {factor} sync_batch_norm" for factor in without(names, 1))
+    return f"{x}, c, c, c, c -> {x}, c, c | {remarks}"
+
+
+def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
+    """Two sums for each channel, forward and backward."""
+    x = operand_types[0]
+    channel = (0, *range(2, len(x.shape)))  # the dims that a tensor with one entry per channel lacks
+    dtype = "float64" if x.dtype == "float64" else "float32"
+    return tuple(KernelCollective("all_reduce", phase, 0, channel, dtype, count=2) for phase in ("forward", "backward"))
+
+
+def _work(op: Op, operands: Types, results: Types) -> Work:
+    """Statistics first, then the values: every large tensor is read twice, forward and backward."""
+    whole, rest = operands[0].num_bytes, sum_bytes(operands[1:])
+    return Work(
+        "bytes",
+        operands[0].dtype,
+        read_bytes=2 * whole + rest,
+        write_bytes=sum_bytes(results),
+        backward_read_bytes=4 * whole + rest,
+        backward_write_bytes=whole + rest,
+        num_backward_kernels=2,
+    )
+
+
+def _saves(op: Op, operands: Types, results: Types) -> Saves:
+    has_weight = argument(op, 1, "weight") is not None
+    return ((0, 1) if has_weight else (0,)), 2 * operands[0].shape[1] * itemsize_bytes("float32")
+
+
+FAMILIES = (
+    OpFamily(
+        aten(
+            {
+                "layer_norm rms_norm": _trailing(1),
+                "native_layer_norm": _trailing(3),
+                "_fused_rms_norm": _trailing(2),
+                "instance_norm": "n c ..., c, c, _, _ -> n c ...",
+            }
+        )
+    ),
+    OpFamily(
+        aten(
+            {
+                "batch_norm": _batch_norm,
+                "group_norm": "n ..., #, _, _ -> n ...",
+                "native_batch_norm": None,
+                "native_group_norm": None,
+            }
+        ),
+        count_work=_work,
+    ),
+    OpFamily(aten({"_native_batch_norm_legit _native_batch_norm_legit_functional": None}), num_differentiable=1),
+    OpFamily(
+        {"autopar.batch_norm": _own_batch_norm},
+        function="batch_norm",
+        kernels={"sync_batch_norm": Kernel(_collectives, uses_statistics=True)},
+        count_work=_work,
+        saves=_saves,
+        num_differentiable=1,
+    ),
+)

@@ -1,0 +1,273 @@
+"""Products: matrix products, convolutions, einsum, recurrent ops.  They compute much per byte."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.ops.family import OpFamily, Rule, Types, argument, aten
+from autopar.ops.work import Work, default_work, floating, sum_bytes
+from autopar.program import Op, TensorType
+
+__all__ = ["FAMILIES"]
+
+
+# ---------------------------------------------------------------- how they split
+
+
+def _matmul(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    left, right = (
+        "k" if len(kind.shape) == 1 else side for kind, side in zip(operand_types, ("* m k", "* k n"), strict=True)
+    )
+    result = {("k", "k"): "()", ("* m k", "k"): "* m", ("k", "* k n"): "* n"}.get((left, right), "* m n")
+    return f"{left}, {right} -> {result} | sum k, plus 0, plus 1"
+
+
+def _einsum(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """The equation says it all, but a letter that repeats within one operand (a diagonal) is kept whole."""
+    equation = op.args[0]
+    if not isinstance(equation, str):
+        return None
+    left, arrow, right = equation.replace(" ", "").replace("...", "*").partition("->")
+    operands = left.split(",")
+    if not arrow:  # the implicit result: letters that occur once, in alphabetic order
+        right = "*" * ("*" in left) + "".join(sorted(c for c in set(left) - {"*", ","} if left.count(c) == 1))
+    whole = {letter for text in operands for letter in text if text.count(letter) > 1}
+    summed = sorted(set(left) - set(right) - whole - {",", "*"})
+    if "*" in left and "*" not in right:
+        return None
+
+    def dims(text: str) -> str:
+        return " ".join("_" if letter in whole else letter for letter in text) or "()"
+
+    line = f"#, [{', '.join(map(dims, operands))}] -> {dims(right)}"
+    return line + (f" | sum {' '.join(summed)}" if summed else "")
+
+
+def _convolution(op: Op, operand_types: Types, result_types: Types) -> str:
+    return _convolution_line(operand_types, argument(op, 6, "groups", 1), is_transposed=False)
+
+
+def _transposed_convolution(op: Op, operand_types: Types, result_types: Types) -> str:
+    return _convolution_line(operand_types, argument(op, 6, "groups", 1), is_transposed=True)
+
+
+def _general_convolution(op: Op, operand_types: Types, result_types: Types) -> str:
+    """(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    return _convolution_line(operand_types, op.args[8], is_transposed=op.args[6] is True)
+
+
+def _convolution_line(operand_types: Types, groups: object, *, is_transposed: bool) -> str:
+    """Batch, output channels, and input channels (summed) split.  Groups tie channels together."""
+    num_spatial = len(operand_types[1].shape) - 2
+    space = " _" * num_spatial
+    if len(operand_types[0].shape) != num_spatial + 2:  # no batch dim
+        return f"_{space}, _ _{space}, _ -> _{space}"
+    if groups != 1:
+        return f"n _{space}, _ _{space}, _ -> n _{space}"
+    weight = "c o" if is_transposed else "o c"
+    return f"n c{space}, {weight}{space}, +o -> n o{space} | sum c"
+
+
+def _recurrent(has_cell: bool) -> Rule:
+    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional,
+    batch_first).
+
+    States are [layers, batch, hidden]; the batch splits, time does not.
+    """
+
+    def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
+        if len(operand_types[0].shape) != 3:
+            return None
+        x = "b _ _" if argument(op, 8, "batch_first") else "_ b _"
+        state = "_ b _"
+        states = "[_ b _]" if has_cell else state
+        results = f"{x}, {state}, {state}" if has_cell else f"{x}, {state}"
+        return f"{x}, {states}, [...] -> {results}"
+
+    return rule
+
+
+def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """Rows of x, grouped by their ends, times one matrix a group: (x [rows, k], w [groups, k, n], ends
+    [groups]).
+    """
+    if [len(kind.shape) for kind in operand_types] != [2, 3, 1]:
+        return None
+    return "_ k, _ k n, offs: _ -> _ n | sum k"
+
+
+# ---------------------------------------------------------------- what they compute
+
+
+def _product(
+    op: Op, operands: Types, results: Types, flops: float, pair: tuple[int, int], extents: tuple[int, ...] = ()
+) -> Work:
+    """A product of operands `pair`.  Backward multiplies once for each operand that needs a gradient.
+
+    Autograd saves an operand exactly if the *other* one needs a gradient, so `Op.saves` tells how many do; without
+    any, both are assumed.
+    """
+    saved = [index for index in pair if index in op.saves]
+    num_gradients = len(saved) or 2
+    first, second = operands[pair[0]], operands[pair[1]]
+    # The gradient of each operand is a product of the result's gradient and the other operand.
+    needed = tuple(operands[i] for i in saved) or (first, second)
+    written = tuple(operands[pair[1 - pair.index(i)]] for i in saved) or (first, second)
+    return Work(
+        "matmul",
+        first.dtype,
+        flops=flops,
+        backward_flops=flops * num_gradients,
+        read_bytes=sum_bytes(operands),
+        write_bytes=sum_bytes(results[:1]),
+        backward_read_bytes=sum_bytes(needed) + num_gradients * sum_bytes(results[:1]),
+        backward_write_bytes=sum_bytes(written),
+        num_backward_kernels=num_gradients,
+        alignment=_alignment((first, second, *results[:1])),
+        extents=extents,
+        summed_bytes=sum_bytes(results[:1]) if len(floating(operands)) > len(pair) else 0.0,
+    )
+
+
+def _alignment(types: Types) -> int:
+    rows = [t.shape[-1] for t in types if t.shape]
+    return next((size for size in (64, 8) if all(row % size == 0 for row in rows)), 1)
+
+
+def _work_of_product(op: Op, operands: Types, results: Types) -> Work:
+    """``mm``, ``bmm``, ``matmul``, ``linear``: twice the result's elements times the summed extent."""
+    inner = operands[0].shape[-1] if operands[0].shape else 1
+    extents = _extents(operands[1], results[0], inner)
+    return _product(op, operands, results, 2.0 * results[0].num_elements * inner, (0, 1), extents)
+
+
+def _extents(second: TensorType, result: TensorType, inner: int) -> tuple[int, ...]:
+    """Rows, inner extent and columns, if the second operand is one matrix."""
+    if len(second.shape) != 2 or not result.shape:
+        return ()
+    columns = result.shape[-1]
+    return (result.num_elements // max(1, columns), inner, columns)
+
+
+def _work_of_added_product(op: Op, operands: Types, results: Types) -> Work:
+    """``addmm`` and its like: the first operand is added to the product of the next two."""
+    inner = operands[1].shape[-1] if operands[1].shape else 1
+    extents = _extents(operands[2], results[0], inner)
+    return _product(op, operands, results, 2.0 * results[0].num_elements * inner, (1, 2), extents)
+
+
+def _work_of_convolution(op: Op, operands: Types, results: Types) -> Work:
+    """Each element of the result meets one filter of the weight."""
+    return _filtered(op, operands, results, results[0].num_elements)
+
+
+def _work_of_transposed_convolution(op: Op, operands: Types, results: Types) -> Work:
+    """Each element of the input meets one filter of the weight."""
+    return _filtered(op, operands, results, operands[0].num_elements)
+
+
+def _work_of_general_convolution(op: Op, operands: Types, results: Types) -> Work:
+    count = _work_of_transposed_convolution if op.args[6] is True else _work_of_convolution
+    return count(op, operands, results)
+
+
+def _filtered(op: Op, operands: Types, results: Types, num_elements: int) -> Work:
+    weight = operands[1]
+    flops = 2.0 * num_elements * (weight.num_elements / max(1, weight.shape[0]))
+    return replace(_product(op, operands, results, flops, (0, 1)), is_convolution=True)
+
+
+def _work_of_einsum(op: Op, operands: Types, results: Types) -> Work:
+    """Two operands: every label of the equation is one loop.  An ellipsis is counted as the result's size."""
+    equation = next((arg for arg in op.args if isinstance(arg, str)), "")
+    if len(operands) != 2 or "->" not in equation or "." in equation:
+        return _work_of_product(op, operands, results) if len(operands) > 1 else default_work(op, operands, results)
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    extents = {
+        label: size
+        for term, operand in zip(terms, operands, strict=True)
+        for label, size in zip(term, operand.shape, strict=True)
+    }
+    return _product(op, operands, results, 2.0 * math.prod(extents.values()), (0, 1))
+
+
+FAMILIES = (
+    OpFamily(
+        aten(
+            {
+                "linear": "* h, f h, +f -> * f | sum h, plus 0",
+                "mm": "m k, k n -> m n | sum k, plus 0, plus 1",
+                "bmm": "b m k, b k n -> b m n | sum k, plus 0, plus 1",
+                "mv": "m k, k -> m | sum k",
+                "dot": "k, k -> () | sum k",
+                "matmul": _matmul,
+                "_grouped_mm": _grouped_mm,
+            }
+        ),
+        is_cheap=False,
+        count_work=_work_of_product,
+    ),
+    OpFamily(
+        aten(
+            {
+                "addmm": "+m n, m k, k n -> m n | sum k",
+                "baddbmm": "+b m n, b m k, b k n -> b m n | sum k",
+                "addmv": "+m, m k, k -> m | sum k",
+                "addbmm": None,
+            }
+        ),
+        is_cheap=False,
+        count_work=_work_of_added_product,
+    ),
+    OpFamily(aten({"einsum": _einsum}), is_cheap=False, count_work=_work_of_einsum),
+    OpFamily(
+        aten({"conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding": _convolution}),
+        is_cheap=False,
+        count_work=_work_of_convolution,
+    ),
+    OpFamily(
+        aten({"conv_transpose1d conv_transpose2d.input conv_transpose3d.input": _transposed_convolution}),
+        is_cheap=False,
+        count_work=_work_of_transposed_convolution,
+    ),
+    OpFamily(aten({"convolution": _general_convolution}), is_cheap=False, count_work=_work_of_general_convolution),
+    OpFamily(
+        aten(
+            {
+                "lstm.input": _recurrent(has_cell=True),
+                "gru.input rnn_tanh.input rnn_relu.input": _recurrent(has_cell=False),
+            }
+        ),
+        is_random=lambda op: argument(op, 6, "train") is True and argument(op, 5, "dropout") != 0.0,
+        is_cheap=False,
+    ),
+    OpFamily(
+        aten(
+            {
+                "_convolution convolution_overrideable conv_tbc conv_depthwise3d _conv_depthwise2d thnn_conv2d": None,
+                "slow_conv3d slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d": None,
+                "linalg_matmul linalg_multi_dot chain_matmul _int_mm _scaled_mm _scaled_grouped_mm": None,
+                "_sparse_mm _sparse_addmm lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _cudnn_rnn": None,
+                "_addmm_activation _thnn_fused_lstm_cell _thnn_fused_gru_cell": None,
+            }
+        ),
+        is_cheap=False,
+    ),
+    # Counted by their bytes.
+    OpFamily({"transformers.grouped_mm_fallback.default": _grouped_mm}, is_cheap=False),
+    OpFamily(aten({"bilinear": "* _, * _, f _ _, f -> * f"}), is_cheap=False),
+    OpFamily(
+        aten(
+            {
+                "vdot": "k, k -> () | sum k",
+                "outer ger": "m, n -> m n",
+                "linalg_vecdot": "*, *, @-1 -> *-@ | sum @",
+                "cdist": "* m _, * n _ -> * m n",
+                "linalg_inv inverse linalg_cholesky linalg_matrix_exp matrix_exp": "* _ _ -> * _ _",
+                "linalg_det det logdet": "* _ _ -> *",
+                "cosine_similarity": "*, *, @1 -> *-@",
+            }
+        )
+    ),
+)

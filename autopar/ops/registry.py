@@ -1,0 +1,173 @@
+"""The registry: which record an op has.
+
+Our own records are in plain tuples, one a topic.  Users add to them with `register_rule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.ops import (
+    attention,
+    creation,
+    indexing,
+    losses,
+    normalization,
+    pointwise,
+    products,
+    random_ops,
+    reductions,
+    spatial,
+    views,
+)
+from autopar.ops.declaration import parse
+from autopar.ops.derivation import derive_options
+from autopar.ops.family import OpFamily, Types, packet_name
+from autopar.ops.memory_order import Order, followed, new, part
+from autopar.ops.work import Work
+from autopar.program import Op, Option
+
+__all__ = [
+    "RuleMatch", "count_work", "family_of", "is_cheap", "options_for", "own_families", "register_rule",
+    "registered_targets", "result_order",
+]  # fmt: skip
+
+_TOPICS = (
+    pointwise, products, attention, reductions, views, indexing, normalization, spatial, creation,
+    random_ops, losses,
+)  # fmt: skip
+_FAMILIES = tuple(family for topic in _TOPICS for family in topic.FAMILIES)
+_OWN: Mapping[str, OpFamily] = {target: family for family in _FAMILIES for target in family.rules}
+_PACKETS: Mapping[str, OpFamily] = {packet_name(target): family for target, family in reversed(_OWN.items())}
+
+_registered: dict[str, OpFamily] = {}  # what `register_rule` was called with; wins over our own records
+
+
+@dataclass(frozen=True)
+class RuleMatch:
+    """What the rule of one op says about one call; the fields are those of `Op`."""
+
+    options: tuple[Option, ...]
+    size_args: tuple[int, ...] = ()
+    is_view: bool = False
+    is_random: bool = False
+
+
+def own_families() -> tuple[OpFamily, ...]:
+    """All of our own records."""
+    return _FAMILIES
+
+
+def family_of(target: str) -> OpFamily:
+    """The record of the op of this qualified name."""
+    return _registered.get(target) or _own_family(target)
+
+
+@lru_cache(maxsize=4096)
+def _own_family(target: str) -> OpFamily:
+    unknown = OpFamily({}, is_cheap=target.startswith(("aten.", "autopar.", "prims.")))
+    return _OWN.get(target) or _PACKETS.get(packet_name(target)) or unknown
+
+
+def register_rule(
+    target: str,
+    declaration: str,
+    *,
+    size_args: tuple[int, ...] = (),
+    is_view: bool = False,
+    is_random: bool = False,
+    **traits: Any,
+) -> None:
+    """Tell autopar how an op of yours can be split, and what else there is to know of it.
+
+    A later call for the same op replaces what was said before.
+
+    Args:
+        target: the op's qualified name, ``"namespace.name.overload"``, for instance ``"mylib.swiglu.default"``.
+        declaration: one line in the language of `autopar.ops.declaration`.
+        size_args: positions of arguments that hold the result's shape.
+        is_view: the result shares memory with the first operand.
+        is_random: the op draws random numbers.
+        traits: further fields of `autopar.ops.OpFamily`, for instance ``is_cheap`` or ``count_work``; left out: those
+            of autopar's record of the op, or what is assumed of an op that nothing is known of.
+
+    Raises:
+        RuleError: the declaration can't be read, `target` is not a qualified name, or a trait has an unknown name.
+
+    >>> register_rule("mylib.scaled_sum.default", "* h, h -> * | sum h", is_cheap=True)
+    """
+    if target.count(".") < 1 or " " in target or "::" in target:
+        raise RuleError(
+            f"{target!r} is no op's qualified name: write it as 'namespace.name.overload', "
+            "for instance 'mylib.swiglu.default'"
+        )
+    known = {field.name for field in fields(OpFamily)} - {"rules"}
+    if unknown := sorted(traits.keys() - known):
+        raise RuleError(f"{', '.join(unknown)}: an op has no such trait; it has {', '.join(sorted(known))}")
+    parse(declaration)
+    own = _own_family(target)
+    record = replace(
+        own, rules={target: declaration}, size_args=size_args, is_view=is_view, is_random=is_random or own.is_random
+    )
+    _registered[target] = replace(record, **traits)
+
+
+def registered_targets() -> tuple[str, ...]:
+    """The qualified names of all ops that have a rule, sorted."""
+    return tuple(sorted({*_registered, *(target for target, family in _OWN.items() if family.rules[target])}))
+
+
+def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch | None:
+    """The ways to split `op` on one mesh axis, or None if no rule knows this op or this form of calling it.
+
+    `operand_types` are in the order of `Op.operands`, `result_types` in that of `Op.results`; shapes are
+    global. A match always has the options ``"-"`` and ``"~"``.
+    """
+    family = family_of(op.target)
+    rule = family.rules.get(op.target)
+    line = rule(op, operand_types, result_types) if callable(rule) else rule
+    if line is None:
+        return None
+    collectives = {name: kernel.collectives(op, operand_types) for name, kernel in family.kernels.items()}
+    options = derive_options(
+        line, op, operand_types, result_types, creates=bool(family.size_args), collectives=collectives
+    )
+    return None if options is None else RuleMatch(options, family.size_args, family.is_view, family.draws(op))
+
+
+def is_cheap(op: Op) -> bool:
+    """Whether selective recomputation runs `op` again in backward instead of keeping its result.
+
+    Never what a special kernel would communicate for again, nor what draws numbers: to draw again takes the
+    generator's state.
+    """
+    return family_of(op.target).is_cheap and not (op.is_random or any(option.collectives for option in op.options))
+
+
+def count_work(op: Op, operands: Types, results: Types) -> Work:
+    """The work of `op` on operands and results of these local types."""
+    family = family_of(op.target)
+    work = family.count_work(op, operands, results)
+    if work.is_counted_in_flops:
+        return replace(work, width=results[0].shape[-1] if results[0].shape else 1)
+    width = operands[0].shape[family.row_dim(op)] if operands and operands[0].shape else 1
+    is_with_number = len(operands) == 1 and len(op.args) == 2 and any(isinstance(a, int | float) for a in op.args)
+    return replace(work, width=width, is_with_number=is_with_number)
+
+
+def result_order(op: Op, shape: tuple[int, ...], order: Order, result: tuple[int, ...]) -> tuple[bool, Order]:
+    """Whether the (first) result is a view of the first operand, and its order.
+
+    Args:
+        op: what makes it.
+        shape: of the first operand, as one device has it.
+        order: of the first operand.
+        result: the result's shape, as one device has it.
+    """
+    family = family_of(op.target)
+    place = family.place or (part if op.is_view else followed if family.is_pointwise else new)
+    return place(op, shape, order, result)
