@@ -8,6 +8,7 @@ __all__ = [
     "BackendError",
     "ConstraintError",
     "ExampleInputsError",
+    "GradientNormError",
     "InfeasibleError",
     "InputShapeError",
     "LossError",
@@ -49,6 +50,10 @@ class OutputError(AutoparError):
 
 class OptimizerError(AutoparError):
     """An optimizer was made before `autopar.parallelize`, of parameters that the parallel module does not train."""
+
+
+class GradientNormError(AutoparError):
+    """`torch.nn.utils` was asked for the norm of some gradients only, of a model whose stages know that of all."""
 
 
 class PipelineError(AutoparError):

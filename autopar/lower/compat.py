@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ __all__ = [
     "compile_graph",
     "dtensor_like",
     "edge_of",
+    "foreach_norm",
     "from_torch_placement",
     "functional_all_gather",
     "functional_all_reduce",
@@ -247,6 +248,9 @@ _READS_PARTS = hasattr(
 )
 
 
+D = TypeVar("D", bound=DTensor)
+
+
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
@@ -266,10 +270,10 @@ def make_dtensor(
     )
 
 
-def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
+def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:
     """The DTensor laid out as `like` whose local part is `local`; as `make_dtensor`, without its checks."""
     spec = like._spec  # pyright: ignore[reportPrivateUsage]
-    return DTensor(local, spec, requires_grad=False)
+    return kind(local, spec, requires_grad=False)
 
 
 def local_tensor(x: DTensor) -> Tensor:
@@ -290,9 +294,12 @@ def storage_key(x: Tensor) -> int:
 _torch: Any = torch  # its multi-tensor functions are private, and what torch's own optimizers use
 
 
+foreach_norm = _torch._foreach_norm
+
+
 def tensor_norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """The p-norm of each tensor, p being `order`, as scalars."""
-    return _torch._foreach_norm(list(tensors), order)
+    return foreach_norm(list(tensors), order)
 
 
 def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -37,6 +37,7 @@ from tests.end_to_end.harness import (
     state_of,
     train,
     train_on,
+    whole,
     whole_mesh,
 )
 from tests.random_plans import random_plan
@@ -75,6 +76,10 @@ def assert_same_names(parallel: torch.nn.Module, single: torch.nn.Module) -> Non
 def assert_same_clipping(parallel: ParallelModule, single: torch.nn.Module) -> None:
     """Clips both, to half of the norm."""
     norm = clip_grad_norm_(single.parameters(), 1e9)
+    for kind in (1.0, 2.0, torch.inf):
+        for foreach in (True, False):
+            found, wanted = (clip_grad_norm_(m.parameters(), 1e9, kind, foreach=foreach) for m in (parallel, single))
+            assert error_of(whole(found), wanted) < 1e-5
     wanted = clip_grad_norm_(single.parameters(), norm.item() / 2)
     found = parallel.clip_grad_norm_(norm.item() / 2)
     assert error_of(found, wanted) < 1e-5

@@ -16,15 +16,16 @@ from autopar.lower.communication.communicator import Collective, Communicator, P
 from autopar.lower.communication.consensus import agree, agree_equal
 from autopar.lower.communication.digests import digest_tensors
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import local_tensor
+from autopar.lower.compat import after_backward, local_tensor, make_dtensor, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.observe.reporting import report_steps
 from autopar.lower.observe.step_report import StepReport
-from autopar.lower.parameters.gradient_norm import clip_gradients
+from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import Skeleton, state_names
+from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import local_part, make_store
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.execution import Executor, check_plan
@@ -134,7 +135,10 @@ class ParallelModule(Skeleton):
         self._executor = Executor(executable, self._store, communicator, compile_layers)
         self._agreed: set[int] = set()
         # Not registered: no name of the original's state.
-        object.__setattr__(self, _NOTHING, nn.Parameter(torch.empty(0, device=communicator.device)))
+        nothing = torch.empty(0, device=communicator.device)
+        whole = (REPLICATE,) * len(self._store.mesh)
+        object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
+        self._gradient_norm = GradientNorm(self._store, stages, communicator)
         self.whole_outputs = False
         self.training = module.training
         self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
@@ -194,8 +198,12 @@ class ParallelModule(Skeleton):
         else:
             values = executor.run(tensors, seed)
         self._update_buffers(executor, values)
-        if executor.stages.is_pipeline and not self._trains():
-            self._give_nothing_a_gradient(values)
+        if executor.stages.is_pipeline:
+            if not self._trains():
+                self._give_nothing_a_gradient(values)
+            for value in values.values():
+                if value.requires_grad:
+                    on_gradient(value, self._mark_gradients_later)
         return executable.unflatten_outputs(self._outputs(executor, values))
 
     def named_parameters(
@@ -245,20 +253,13 @@ class ParallelModule(Skeleton):
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as
         one device would.
 
+        `torch.nn.utils.clip_grad_norm_` of all of `parameters()` does the same, with more collectives.
+
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
-        own = super().named_parameters()
-        gradients = [(self._store.stored[name], p.grad) for name, p in own if p.grad is not None]
-        return clip_gradients(
-            gradients,
-            self._store.mesh,
-            self._executor.stages,
-            self._communicator,
-            max_norm,
-            norm_type,
-            error_if_nonfinite,
-        )
+        gradients = [(name, p.grad) for name, p in super().named_parameters() if p.grad is not None]
+        return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it."""
@@ -291,7 +292,17 @@ class ParallelModule(Skeleton):
         """One without elements, from whatever the backward starts at."""
         for name, value in values.items():
             if value.requires_grad:
-                values[name] = value + getattr(self, _NOTHING).sum().to(value.dtype)
+                values[name] = value + getattr(self, _NOTHING).to_local().sum().to(value.dtype)
+
+    def _mark_gradients_later(self, _: Tensor) -> None:
+        after_backward(self._mark_gradients)
+
+    def _mark_gradients(self) -> None:
+        """Have torch's norm of these gradients be that of all stages."""
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
+                parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
 
     def _flatten(self, executor: Executor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The call's tensors; in the first call of a mode, ranks make sure that they got the same."""
