@@ -117,7 +117,9 @@ def _read_assignment(solutions: LayerSolutions, policy_in: int, policy_out: int)
             copies[name] = problem.copy_domains[name][row[variable]]
         elif flow.num_readers == 1 and flow.readers:
             op, mention = flow.readers[0]
-            copies[name] = states[op].operands[mention]
+            # The reader of a microbatch takes it from where the value is made: see `TimeView.taken`.
+            is_made_whole = flow.source == "op" and problem.view.taken(flow)
+            copies[name] = states[flow.producer].results[flow.result] if is_made_whole else states[op].operands[mention]
         elif flow.num_readers == 1 and name in problem.free_outputs:
             copies[name] = tidy(states[flow.producer].results[flow.result])
         elif flow.num_readers == 1:

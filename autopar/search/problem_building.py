@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,7 @@ def build_problem(  # noqa: PLR0913  (a keyword for each thing that a problem de
     flows = find_flows(program, layer)
     view = time_view(layer, flows, time, num_microbatches)
     states = tuple(
-        _taken_from_whole(op_states(program, op, index, mesh, view, allowed), op, index, view)
+        _without_cut_slices(op_states(program, op, index, mesh, view, allowed), op, flows, view)
         for index, op in enumerate(layer.ops)
     )
     policies = boundary_policies(mesh)
@@ -88,16 +88,14 @@ def build_problem(  # noqa: PLR0913  (a keyword for each thing that a problem de
     )  # fmt: skip
 
 
-def _taken_from_whole(states: tuple[OpState, ...], op: Op, index: int, view: TimeView) -> tuple[OpState, ...]:
-    """Those whose results are whole in the dims in which microbatches are taken of them afterwards.
+def _without_cut_slices(
+    states: tuple[OpState, ...], op: Op, flows: Mapping[str, Flow], view: TimeView
+) -> tuple[OpState, ...]:
+    """Those whose results are whole in the dims in which readers take microbatches of them.
 
     Microbatch m of a shard is not the shard of microbatch m, so taking it would gather.
     """
-    taken = [
-        (result, view.values[name])
-        for result, (name, made) in enumerate(zip(op.results, view.results[index], strict=True))
-        if view.values[name] != made
-    ]
+    taken = [(result, time) for result, name in enumerate(op.results) for time in view.taken(flows[name])]
     return tuple(s for s in states if not any(time in s.results[result] for result, time in taken)) if taken else states
 
 
@@ -162,9 +160,7 @@ def _copy_domain(scene: _Scene, flow: Flow) -> tuple[Layout, ...]:
             same = layout[axis] == BROADCAST and not scene.has_gradient(flow)
             wanted[axis][REPLICATE if same else layout[axis]] = None
     tensor = scene.view.value_type(flow)
-    # Microbatch m of a shard is not the shard of microbatch m: a copy that readers slice in time is whole in that dim.
-    sliced = {scene.view.operands[op][mention] for op, mention in flow.readers} - {scene.view.values[flow.value.name]}
-    in_time = {placement for placement in sliced if placement.is_shard}
+    in_time = scene.view.taken(flow)  # as in `_without_cut_slices`
     return tuple(
         layout
         for layout in itertools.product(*wanted)
@@ -272,7 +268,7 @@ def _links(
         return
     for op, mention in flow.readers:
         layouts = [state.operands[mention] for state in scene.states[op]]
-        num_bytes = scene.view.reader_type(flow, op, mention).num_bytes if name in copy_variables else first
+        num_bytes = scene.view.reader_type(flow, op, mention).num_bytes
         yield flow, start, _End(op, pricer.ids(layouts)), num_bytes
     if flow.output >= 0:
         yield flow, start, _output_end(scene, flow, start, domains, pricer), first

@@ -58,10 +58,6 @@ class LayerWork:
         weights: and the rest of it.
         gathers: what brings its parameters from their storage.
         reduces: what brings their gradients back.
-        gathers_each: whether every forward gathers anew.
-        regathers: whether every backward does.
-        reduces_each: whether every microbatch reduces.
-        is_rerun: whether the whole layer runs again before its backward.
     """
 
     forward: tuple[Item, ...]
@@ -71,10 +67,11 @@ class LayerWork:
     weights: tuple[Item, ...]
     gathers: tuple[Item, ...]
     reduces: tuple[Item, ...]
-    gathers_each: bool
-    regathers: bool
-    reduces_each: bool
-    is_rerun: bool
+
+    def items(self, kind: str) -> tuple[Item, ...]:
+        """What a `LayerAction` of this kind runs on the computing stream."""
+        by_kind = {"F": self.forward, "B": self.again + self.backward, "I": self.again + self.inputs, "W": self.weights}
+        return by_kind.get(kind, ())
 
     def of(self, layer: int, name: str, names: Mapping[str, str], around: Around) -> LayerWork:
         """The same of the layer of this index and name, its values named as `names` says, with what is around it."""
@@ -93,10 +90,6 @@ class LayerWork:
             own(self.weights),
             own(self.gathers),
             own(self.reduces),
-            self.gathers_each,
-            self.regathers,
-            self.reduces_each,
-            self.is_rerun,
         )
 
 
@@ -151,10 +144,6 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         ),
         gathers=_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
         reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
-        gathers_each=placed.zero == 3,
-        regathers=placed.zero == 3 and training.is_training and training.reruns,
-        reduces_each=placed.zero >= 2,
-        is_rerun=placed.recompute == "full",
     )
 
 

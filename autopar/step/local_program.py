@@ -135,7 +135,7 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     ]
     held = [builder.arrive(name, builder.held_layout(name), REPLICATE) for name in local.layer.held]
     for name in (*local.layer.inputs, *local.layer.held):
-        builder.take_microbatch(name, 0)
+        builder.take_microbatch(name)
     for index, op in enumerate(local.layer.ops):
         builder.run(index, op)
     outputs = [builder.leave(name, layout) for name, layout in zip(local.layer.outputs, local.departures, strict=True)]
@@ -175,11 +175,11 @@ class _Builder:
         copy = self.local.copies.get(name, stored)
         return tuple(REPLICATE if time.is_shard and p == time else p for p in copy)
 
-    def take_microbatch(self, name: str, before: int) -> None:
-        """Take the microbatch of what is whole in time before it goes to its copy layout, if `TimeView` says so."""
+    def take_microbatch(self, name: str) -> None:
+        """Take the microbatch of what arrives whole before it goes to its copy layout, if `TimeView` says so."""
         time = self.view.values[name]
         if time.is_shard and self.values[self.produced[name]].time != time:
-            self.produced[name] = self._in_time(self.produced[name], time, "copy", before)
+            self.produced[name] = self._in_time(self.produced[name], time, "copy", 0)
 
     def run(self, index: int, op: Op) -> None:
         state = self.local.states[index]
@@ -196,8 +196,6 @@ class _Builder:
         ]
         self.produced.update(zip(op.results, results, strict=True))
         self.instructions.append(RunOp(index, op, state, tuple(operands), tuple(results)))
-        for name in op.results:
-            self.take_microbatch(name, index + 1)
 
     def leave(self, name: str, layout: Layout) -> int:
         end = len(self.local.layer.ops)

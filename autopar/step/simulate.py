@@ -1,17 +1,7 @@
 """A step of a plan, event by event: `simulate_step`.
 
-Each device group works through its list of actions (without stages: a forward and a backward for every microbatch).
-Inside an action its layers run one after the other on two streams (`streams`), as the runtime has them run:
-
-- Collectives of activations are waited for where they are needed.
-- Forward: the next layer's parameters are gathered while a layer computes.  What is gathered once for several
-  microbatches (ZeRO-0 and 1) is waited for in the first.  With stages all groups gather at once what they need for the
-  whole step, before anything else: else every stage would gather when the first microbatch comes by.
-- Backward: the parameters of the layer before are gathered while a layer computes, where ZeRO-3 needs them anew; a
-  layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
-  microbatch, with stages at the end of the step.
-- A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
-  second part (ZeRO-3, full recomputation) does everything in the first.
+Each device group works through its actions (`autopar.step.actions`), layer by layer on two streams (`streams`).
+Collectives of activations are waited for where they are needed.
 
 At the end all groups are told the loss, reduce what is left, exchange the gradients of tied parameters, and run the
 optimizer.
@@ -19,14 +9,15 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource, StageTimes, Timeline, simulate_schedule
+from autopar.step.actions import LayerAction
 from autopar.step.layer_facts import LayerFacts
-from autopar.step.layer_work import Item, LayerWork
+from autopar.step.layer_work import Item
 from autopar.step.memory import step_memory, timed_memory
 from autopar.step.prices import Prices
 from autopar.step.step_work import StepWork, step_work
@@ -95,23 +86,11 @@ class _Instance(NamedTuple):
 class _Simulation:
     def __init__(self, work: StepWork) -> None:
         self.work = work
-        self.actions = [action for listed in work.actions for action in listed]
-        self.now_s = [0.0] * len(work.actions)
+        self.actions = [action for listed in work.actions.listed for action in listed]
+        self.now_s = [0.0] * len(work.actions.listed)
         self.instances: list[_Instance] = []
         self.between: list[tuple[int, Ran]] = []  # on the pipeline stream of a group, at the end of the step
         self.timeline = Timeline(())
-        self.first: set[Action] = set()  # forwards, and the last backwards, of each stage
-        self.last: set[Action] = set()
-        met: set[tuple[int, bool]] = set()
-        for action in self.actions:
-            if action.kind == "F" and (action.stage, False) not in met:
-                met.add((action.stage, False))
-                self.first.add(action)
-        for action in reversed(self.actions):
-            if action.kind in ("B", "W") and (action.stage, True) not in met:
-                met.add((action.stage, True))
-                self.last.add(action)
-        self.is_split = [work.splits and all(map(_can_split, self._layers(stage))) for stage in range(len(work.ranges))]
         self._known: dict[tuple[object, ...], tuple[tuple[Ran, ...], float]] = {}
 
     @property
@@ -127,7 +106,7 @@ class _Simulation:
         )
         ran, seconds = zip(*map(self._run, self.actions), strict=True)
         begins_s = [self._begin(group) for group in range(len(self.now_s))]
-        self.timeline = simulate_schedule(self.work.actions, stages, seconds, begins_s)
+        self.timeline = simulate_schedule(self.work.actions.listed, stages, seconds, begins_s)
         spans = ((group, span) for group, listed in enumerate(self.timeline.spans) for span in listed)
         for (group, (action, start_s, stop_s)), run in zip(spans, ran, strict=True):
             if action.kind in _CATEGORIES:
@@ -146,40 +125,33 @@ class _Simulation:
 
     def _begin(self, group: int) -> float:
         """What a group gathers before everything else; its seconds."""
-        streams = Streams()
-        for stage, own in enumerate(self.work.groups):
-            if own == group and self.work.gathers_first:
-                for layer in self._layers(stage):
-                    for item in () if layer.gathers_each else layer.gathers:
-                        streams.run(item)
-        self._keep(group, tuple(streams.ran))
+        self._keep(group, self._perform(self.work.actions.begin(group)))
         return self.now_s[group]
-
-    def _layers(self, stage: int) -> Sequence[LayerWork]:
-        own = self.work.ranges[stage]
-        return self.work.layers[own.start : own.stop]
 
     def _run(self, action: Action) -> tuple[tuple[Ran, ...], float]:
         """What a group does in this action, from second 0 on, and until when."""
-        if action.kind not in _CATEGORIES:
-            return (), 0.0
-        key = (action.stage, action.kind, action in self.first, action in self.last)
+        key = self.work.actions.key(action)
         if key not in self._known:
-            streams = Streams()
-            self._act(streams, action)
-            self._known[key] = tuple(streams.ran), max((each.stop_s for each in streams.ran), default=0.0)
+            ran = self._perform(self.work.actions.of(action))
+            self._known[key] = ran, max((each.stop_s for each in ran), default=0.0)
         return self._known[key]
 
-    def _act(self, streams: Streams, action: Action) -> None:
-        layers, is_split = self._layers(action.stage), self.is_split[action.stage]
-        if action.kind == "F":
-            gathers_now = action in self.first and not self.work.gathers_first
-            _forward(streams, layers, gathers_now, is_single=self.work.is_single)
-        elif action.kind == "W" or (action.kind == "I" and is_split):
-            _backward_part(streams, layers[::-1] if is_split else (), action.kind)
-        else:
-            reduces_rest = action in self.last and self.work.reduces_in_last
-            _backward(streams, layers[::-1], reduces_rest=reduces_rest)
+    def _perform(self, actions: Iterable[LayerAction], first: Iterable[Item] = ()) -> tuple[Ran, ...]:
+        """What the streams of a group do, from second 0 on; `first` comes before the actions."""
+        streams = Streams()
+        for item in first:
+            streams.run(item)
+        tickets: dict[LayerAction, int] = {}
+        for action in actions:
+            work = self.work.layers[action.layer]
+            if action.kind in ("UNSHARD", "REDUCE"):
+                items = work.gathers if action.kind == "UNSHARD" else work.reduces
+                tickets[LayerAction(f"WAIT_{action.kind}", action.layer)] = streams.start(items)
+            elif action in tickets:
+                streams.wait(tickets[action])
+            for item in work.items(action.kind):
+                streams.run(item)
+        return tuple(streams.ran)
 
     def _keep(self, group: int, ran: tuple[Ran, ...]) -> None:
         """Note what a group did from now on, outside of all actions."""
@@ -198,15 +170,7 @@ class _Simulation:
 
     def _finish(self, group: int) -> None:
         """What a group has left to do on its own."""
-        streams = Streams()
-        for item in self.work.at_end[group]:
-            streams.run(item)
-        for stage, own in enumerate(self.work.groups):
-            if own == group and not self.work.reduces_in_last:
-                for layer in self._layers(stage):
-                    for item in () if layer.reduces_each else layer.reduces:
-                        streams.run(item)
-        self._keep(group, tuple(streams.ran))
+        self._keep(group, self._perform(self.work.actions.end(group), self.work.at_end[group]))
 
     def _exchange(self, groups: Sequence[int], items: Sequence[Item]) -> None:
         now_s = max(self.now_s[group] for group in groups)
@@ -218,13 +182,8 @@ class _Simulation:
             self.now_s[group] = now_s
 
     def _optimize(self, group: int) -> None:
-        streams = Streams()
-        for layers, own in zip(self.work.ranges, self.work.groups, strict=True):
-            if own == group:
-                for item in self.work.optimizer[layers.start : layers.stop]:
-                    if item.seconds:
-                        streams.run(item)
-        self._keep(group, tuple(streams.ran))
+        own = (self.work.optimizer[index] for index in self.work.actions.own(group) if self.work.optimizer)
+        self._keep(group, self._perform((), (item for item in own if item.seconds)))
 
     def events(self, *, by_action: bool) -> Iterator[Event]:
         """Everything that ran."""
@@ -248,7 +207,7 @@ class _Simulation:
         is_forward = action.kind == "RECV_F"
         sender = action.stage - 1 if is_forward else action.stage + 1
         items = (self.work.sends if is_forward else self.work.sends_back)[sender]
-        group = self.work.groups[sender]
+        group = self.work.actions.groups[sender]
         if by_action and items:
             name = f"stage {sender} to {action.stage}"
             num_bytes = sum(item.num_bytes for item in items)
@@ -259,49 +218,6 @@ class _Simulation:
         for item in items:
             yield _event(group, Ran(item, start_s, start_s + item.seconds), action.microbatch)
             start_s += item.seconds
-
-
-def _can_split(layer: LayerWork) -> bool:
-    return not layer.regathers and not layer.is_rerun
-
-
-def _forward(streams: Streams, layers: Sequence[LayerWork], is_first: bool, *, is_single: bool) -> None:
-    """`is_single`: there is no other forward in this step."""
-    tickets: list[int] = []
-    for index, layer in enumerate(layers):
-        for ahead in layers[len(tickets) : index + 2]:  # this layer and the next one
-            gathers = ahead.gathers if ahead.gathers_each or is_first else ()
-            tickets.append(streams.start(gathers))
-            if not (is_single or ahead.reduces_each):
-                streams.wait(tickets[-1])
-        streams.wait(tickets[index])
-        for item in layer.forward:
-            streams.run(item)
-
-
-def _backward(streams: Streams, layers: Sequence[LayerWork], *, reduces_rest: bool) -> None:
-    """`layers` from the last to the first; `reduces_rest`: those are reduced as well that aren't each time."""
-    tickets: list[int] = []
-    reducing = 0
-    for index, layer in enumerate(layers):
-        for ahead in layers[len(tickets) : index + 2]:
-            tickets.append(streams.start(ahead.gathers if ahead.regathers else ()))
-        streams.wait(tickets[index])
-        for item in (*layer.again, *layer.backward):
-            streams.run(item)
-        before, reducing = reducing, streams.start(layer.reduces if layer.reduces_each or reduces_rest else ())
-        streams.wait(before)
-    streams.wait(reducing)
-
-
-def _backward_part(streams: Streams, layers: Sequence[LayerWork], kind: str) -> None:
-    """I, or W with the reductions behind it."""
-    for layer in layers:
-        for item in (*layer.again, *layer.inputs) if kind == "I" else layer.weights:
-            streams.run(item)
-    for layer in layers if kind == "W" else ():
-        for item in layer.reduces if layer.reduces_each else ():
-            streams.run(item)
 
 
 def _seconds(items: Sequence[Item]) -> float:

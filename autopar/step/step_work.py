@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from autopar.placement import Axis
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.schedule import Action, ScheduleActions, ScheduleSource
+from autopar.schedule import ScheduleSource
+from autopar.step.actions import StepActions, step_actions
 from autopar.step.boundary_values import find_crossings
 from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, optimizer_s
 from autopar.step.layer_facts import LayerFacts
@@ -31,9 +32,7 @@ class StepWork:
     """Everything that one step does.
 
     Args:
-        actions: the order of forwards, backwards and sends; without stages those of one group with one stage.
-        ranges: per stage its layers.
-        groups: per stage the device group that runs it.
+        actions: their order.
         layers: the work of each layer.
         sends: per stage, what it sends to the next one (nothing if that is on the same group), one microbatch,
         sends_back: and to the one before.
@@ -41,15 +40,9 @@ class StepWork:
         at_end: per group, collectives of outputs beside the loss.
         ties: per parameter that several groups hold: the groups, and what each of them sends.
         told: what is broadcast to all groups.
-        is_single: whether there is one microbatch and no stage, so that a backward is autograd's own.
-        splits: whether backwards run in two parts.
-        reduces_in_last: whether gradients that are reduced once a step are so in the last backward, not behind it.
-        gathers_first: whether what is gathered once a step is so before the first action, on all groups at once.
     """
 
-    actions: ScheduleActions
-    ranges: tuple[range, ...]
-    groups: tuple[int, ...]
+    actions: StepActions
     layers: tuple[LayerWork, ...]
     sends: tuple[tuple[Item, ...], ...]
     sends_back: tuple[tuple[Item, ...], ...]
@@ -57,10 +50,6 @@ class StepWork:
     at_end: tuple[tuple[Item, ...], ...]
     ties: tuple[tuple[tuple[int, ...], tuple[Item, ...]], ...]
     told: tuple[Item, ...]
-    is_single: bool
-    splits: bool
-    reduces_in_last: bool
-    gathers_first: bool
 
 
 def step_work(
@@ -73,40 +62,21 @@ def step_work(
 ) -> StepWork:
     """The work of `plan`, by the plan's own decisions."""
     maker = _Maker(program, plan, prices, training, facts or LayerFacts())
-    count, groups = plan.num_microbatches, tuple(stage.group for stage in plan.stages) or (0,)
-    ranges = tuple(range(stage.start, stage.stop) for stage in plan.stages) or (range(len(plan.layers)),)
-    if plan.stages:
-        assert schedules is not None
-        actions = schedules(plan.schedule, plan.num_groups, len(plan.stages), count)
-    else:
-        kinds = "FB" if training.is_training else "F"
-        actions = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
+    actions = step_actions(program, plan, training, schedules)
     arounds = maker.arounds()
     sends, sends_back = maker.sends()
     return StepWork(
         actions,
-        ranges,
-        groups,
         tuple(maker.layer(index, around) for index, around in enumerate(arounds)),
         sends,
         sends_back,
         maker.optimizer(),
         tuple(
-            tuple(
-                item
-                for stage, group in zip(ranges, groups, strict=True)
-                if group == own
-                for index in stage
-                for item in arounds[index].at_end
-            )
+            tuple(item for index in actions.own(own) for item in arounds[index].at_end)
             for own in range(plan.num_groups)
         ),
         maker.ties(),
         maker.told(),
-        is_single=count == 1 and not plan.stages,
-        splits=any(action.kind == "I" for listed in actions for action in listed),
-        reduces_in_last=not plan.stages,
-        gathers_first=bool(plan.stages) and training.is_training,
     )
 
 

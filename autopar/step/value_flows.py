@@ -118,8 +118,8 @@ class TimeView:
     """What microbatches cut: placements on the axis in time, outside all device axes.
 
     `factors`, `operands` and `results` hold each op's option in time and its placements, `values` those of
-    values on their way to the copy layout: what is whole, and cut alike by all its readers, is cut before; what leaves
-    the layer stays as it is made.
+    values on their way to the copy layout: an input or held value that all readers cut alike is cut before, else it
+    stays whole.
     """
 
     num_microbatches: int
@@ -137,6 +137,11 @@ class TimeView:
     def value_type(self, flow: Flow) -> TensorType:
         """What one microbatch holds of this value where it is produced or arrives."""
         return self.cut(flow.value.type, self.values[flow.value.name])
+
+    def taken(self, flow: Flow) -> frozenset[Placement]:
+        """The slices that readers take of a value that comes to them whole."""
+        wanted = {self.operands[op][mention] for op, mention in flow.readers} - {self.values[flow.value.name]}
+        return frozenset(placement for placement in wanted if placement.is_shard)
 
     def reader_type(self, flow: Flow, op: int, mention: int) -> TensorType:
         """What one microbatch holds of this value where the op of this index reads it."""
@@ -156,9 +161,9 @@ def time_view(layer: Layer, flows: dict[str, Flow], time: tuple[str, ...], num_m
 def _time_of(
     flow: Flow, operands: tuple[tuple[Placement, ...], ...], results: tuple[tuple[Placement, ...], ...]
 ) -> Placement:
-    """How a value goes to its copy layout in time: as it is made, or cut if it is whole and all readers cut alike."""
-    made = results[flow.producer][flow.result] if flow.source == "op" else REPLICATE
+    """How a value goes to its copy layout in time: as an op makes it; what arrives is cut if all readers cut alike."""
+    if flow.source == "op":
+        return results[flow.producer][flow.result]
     wanted = {operands[op][mention] for op, mention in flow.readers}
-    only = wanted.pop() if len(wanted) == 1 else made
-    is_made_whole = made.kind in "RB" and not (flow.source == "op" and (flow.value.requires_grad or flow.output >= 0))
-    return only if only.is_shard and is_made_whole and not flow.is_parameter else made
+    only = wanted.pop() if len(wanted) == 1 else REPLICATE
+    return only if only.is_shard and not flow.is_parameter else REPLICATE

@@ -173,6 +173,8 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
                 elif flow.readers:
                     op, mention = flow.readers[0]
                     copies[name] = tuple(o.operands[mention] for o in options[op])
+                    if flow.source == "op" and view.taken(flow):
+                        copies[name] = tuple(o.results[flow.result] for o in options[flow.producer])
                 else:
                     copies[name] = leave(name, tuple(o.results[flow.result] for o in options[flow.producer]))
             try:

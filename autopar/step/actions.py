@@ -1,0 +1,238 @@
+"""What every device group does in a step, in order: the one list that the runtime runs, the simulation times and memory
+folds.
+
+A schedule lists forwards, backwards, sends and receives by stage and microbatch (`autopar.schedule`); without stages it
+is a forward and a backward for every microbatch.  `StepActions.of` says what such an action is layer by layer:
+
+- Forward: the next layer's parameters are unsharded while a layer computes.  What is unsharded once for several
+  microbatches (ZeRO-0 and 1) is waited for in the first.  With stages all groups unshard at once what they need for the
+  whole step, before anything else (`begin`): else every stage would when the first microbatch comes by.
+- Backward: the parameters of the layer before are unsharded while a layer computes, where ZeRO-3 needs them anew; a
+  layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
+  microbatch, with stages at the end of the step (`end`).
+- A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
+  second part (ZeRO-3, full recomputation) does everything in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Program
+from autopar.schedule import Action, ScheduleActions, ScheduleSource
+from autopar.step.layer_cost import own_training
+from autopar.step.training import TrainingSpec
+
+__all__ = ["LayerAction", "LayerPolicy", "StepActions", "step_actions"]
+
+
+class LayerAction(NamedTuple):
+    """One thing that a device group does for one layer.
+
+    `kind` is ``"UNSHARD"`` (start to gather its parameters), ``"WAIT_UNSHARD"``, ``"F"``, ``"B"``, ``"I"`` or ``"W"``
+    (as in `Action`), ``"RESHARD"`` (free the gathered parameters), ``"REDUCE"`` (start to reduce their gradients) or
+    ``"WAIT_REDUCE"``.
+    """
+
+    kind: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """When a layer's parameters travel.
+
+    Args:
+        unshards_each: anew for every forward (ZeRO-3).
+        unshards_again: anew for every backward, too.
+        reduces_each: their gradients in every microbatch (ZeRO-2 and 3).
+        splits_backward: whether its backward can run in two parts.
+    """
+
+    unshards_each: bool
+    unshards_again: bool
+    reduces_each: bool
+    splits_backward: bool
+
+    @classmethod
+    def of(cls, strategy: LayerStrategy, own: TrainingSpec) -> LayerPolicy:
+        """The policy of a layer's strategy; `own` is its `own_training`."""
+        again = strategy.zero == 3 and own.is_training and own.reruns
+        return cls(strategy.zero == 3, again, strategy.zero >= 2, strategy.splits_backward)
+
+
+@dataclass(frozen=True)
+class StepActions:
+    """A step's actions.
+
+    Args:
+        listed: per device group its actions in order; without stages those of one group with one stage.
+        ranges: per stage its layers.
+        groups: per stage the device group that runs it.
+        policies: one per layer.
+        has_stages: whether there are pipeline stages.
+        is_training: whether there are backwards.
+        num_microbatches: of the step.
+    """
+
+    listed: ScheduleActions
+    ranges: tuple[range, ...]
+    groups: tuple[int, ...]
+    policies: tuple[LayerPolicy, ...]
+    has_stages: bool
+    is_training: bool
+    num_microbatches: int
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one microbatch and no stage, so that the backward is autograd's own."""
+        return self.num_microbatches == 1 and not self.has_stages
+
+    @property
+    def unshards_first(self) -> bool:
+        """Whether what is unsharded once a step is so in `begin`."""
+        return self.has_stages and self.is_training
+
+    @cached_property
+    def _first_forwards(self) -> frozenset[Action]:
+        first: dict[int, Action] = {}
+        for action in self._all("F"):
+            first.setdefault(action.stage, action)
+        return frozenset(first.values())
+
+    @cached_property
+    def _last_backwards(self) -> frozenset[Action]:
+        return frozenset({action.stage: action for action in self._all("BW")}.values())
+
+    @cached_property
+    def _split_stages(self) -> frozenset[int]:
+        """The stages whose backward runs in two parts."""
+        listed = {action.stage for action in self._all("I")}
+        return frozenset(
+            stage for stage in listed if all(self.policies[index].splits_backward for index in self.ranges[stage])
+        )
+
+    def _all(self, kinds: str) -> Iterator[Action]:
+        return (action for listed in self.listed for action in listed if action.kind in kinds)
+
+    def is_split(self, stage: int) -> bool:
+        """Whether the backward of `stage` runs in two parts."""
+        return stage in self._split_stages
+
+    def key(self, action: Action) -> tuple[object, ...]:
+        """Actions with the same key are the same but for their microbatch."""
+        return action.stage, action.kind, action in self._first_forwards, action in self._last_backwards
+
+    def own(self, group: int) -> Iterator[int]:
+        """The layers that a device group runs, stage by stage."""
+        return (index for layers, own in zip(self.ranges, self.groups, strict=True) if own == group for index in layers)
+
+    def begin(self, group: int) -> Iterator[LayerAction]:
+        """What a device group does before the first of its actions."""
+        for index in self.own(group) if self.unshards_first else ():
+            if not self.policies[index].unshards_each:
+                yield LayerAction("UNSHARD", index)
+                yield LayerAction("WAIT_UNSHARD", index)
+
+    def end(self, group: int) -> Iterator[LayerAction]:
+        """What a device group does behind the last of its actions: reductions, the next under way beside each wait."""
+        waiting: list[LayerAction] = []
+        for index in self.own(group) if self.has_stages and self.is_training else ():
+            if not self.policies[index].reduces_each:
+                yield LayerAction("REDUCE", index)
+                yield from waiting
+                waiting = [LayerAction("WAIT_REDUCE", index)]
+        yield from waiting
+
+    def of(self, action: Action) -> Iterator[LayerAction]:
+        """What an action is, layer by layer; nothing for sends and receives."""
+        layers = self.ranges[action.stage]
+        if action.kind == "F":
+            return self._forward(layers, is_first=action in self._first_forwards)
+        if action.kind == "B" or (action.kind == "I" and not self.is_split(action.stage)):
+            return self._backward(layers[::-1], is_last=action in self._last_backwards)
+        if action.kind in "IW" and self.is_split(action.stage):
+            return self._backward_part(layers[::-1], action.kind)
+        return iter(())
+
+    def _forward(self, layers: Sequence[int], *, is_first: bool) -> Iterator[LayerAction]:
+        unshards_now = is_first and not self.unshards_first
+        opened = 0
+        for position, index in enumerate(layers):
+            for ahead in layers[opened : position + 2]:  # this layer and the next one
+                opened += 1
+                policy = self.policies[ahead]
+                if policy.unshards_each or unshards_now:
+                    yield LayerAction("UNSHARD", ahead)
+                    if not (self.is_single or policy.reduces_each):
+                        yield LayerAction("WAIT_UNSHARD", ahead)
+            yield LayerAction("WAIT_UNSHARD", index)
+            yield LayerAction("F", index)
+            if self.policies[index].unshards_each:
+                yield LayerAction("RESHARD", index)
+
+    def _backward(self, layers: Sequence[int], *, is_last: bool) -> Iterator[LayerAction]:
+        reduces_rest = is_last and not self.has_stages
+        opened = 0
+        waiting: list[LayerAction] = []
+        for position, index in enumerate(layers):
+            for ahead in layers[opened : position + 2]:
+                opened += 1
+                if self.policies[ahead].unshards_again:
+                    yield LayerAction("UNSHARD", ahead)
+            if self.policies[index].unshards_again:
+                yield LayerAction("WAIT_UNSHARD", index)
+            yield LayerAction("B", index)
+            if self.policies[index].unshards_again:
+                yield LayerAction("RESHARD", index)
+            if self.policies[index].reduces_each or reduces_rest:
+                yield LayerAction("REDUCE", index)
+                yield from waiting
+                waiting = [LayerAction("WAIT_REDUCE", index)]
+            else:
+                yield from waiting
+                waiting = []
+        yield from waiting
+
+    def _backward_part(self, layers: Sequence[int], kind: str) -> Iterator[LayerAction]:
+        for index in layers:
+            yield LayerAction(kind, index)
+        for index in layers if kind == "W" else ():
+            if self.policies[index].reduces_each:
+                yield LayerAction("REDUCE", index)
+                yield LayerAction("WAIT_REDUCE", index)
+
+
+def step_actions(program: Program, plan: Plan, training: TrainingSpec, schedules: ScheduleSource | None) -> StepActions:
+    """The actions of a step of `plan`.
+
+    Args:
+        program: that the plan fits.
+        plan: any plan.
+        training: how it is trained.
+        schedules: where the action lists of its schedule come from; needed for a plan with stages.
+    """
+    count = plan.num_microbatches
+    if plan.stages:
+        assert schedules is not None
+        listed = schedules(plan.schedule, plan.num_groups, len(plan.stages), count)
+    else:
+        kinds = "FB" if training.is_training else "F"
+        listed = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
+    own = {layer.kind: own_training(program, layer, training) for layer in program.kinds}
+    return StepActions(
+        listed,
+        tuple(range(stage.start, stage.stop) for stage in plan.stages) or (range(len(plan.layers)),),
+        tuple(stage.group for stage in plan.stages) or (0,),
+        tuple(
+            LayerPolicy.of(plan.strategies[planned.strategy], own[layer.kind])
+            for layer, planned in zip(program.layers, plan.layers, strict=True)
+        ),
+        has_stages=bool(plan.stages),
+        is_training=training.is_training,
+        num_microbatches=count,
+    )
