@@ -44,6 +44,8 @@ _FAMILIES = tuple(family for topic in _TOPICS for family in topic.FAMILIES)
 _OWN: Mapping[str, OpFamily] = {target: family for family in _FAMILIES for target in family.rules}
 _PACKETS: Mapping[str, OpFamily] = {packet_name(target): family for target, family in reversed(_OWN.items())}
 
+_NAMING_OUR_FUNCTIONS = {"rules", "kernels", "function", "takes_generator"}
+
 _registered: dict[str, OpFamily] = {}  # what `register_rule` was called with; wins over our own records
 
 
@@ -92,8 +94,8 @@ def register_rule(
         size_args: positions of arguments that hold the result's shape.
         is_view: the result shares memory with the first operand.
         is_random: the op draws random numbers.
-        traits: further fields of `autopar.ops.OpFamily`, for instance ``is_cheap`` or ``count_work``; left out: those
-            of autopar's record of the op, or what is assumed of an op that nothing is known of.
+        traits: further fields of `autopar.ops.OpFamily`, for instance ``is_cheap``, ``count_work`` or ``saves``; those
+            left out are as in autopar's record of the op, or as for an op of which nothing is known.
 
     Raises:
         RuleError: the declaration can't be read, `target` is not a qualified name, or a trait has an unknown name.
@@ -105,9 +107,11 @@ def register_rule(
             f"{target!r} is no op's qualified name: write it as 'namespace.name.overload', "
             "for instance 'mylib.swiglu.default'"
         )
-    known = {field.name for field in fields(OpFamily)} - {"rules"}
+    known = {field.name for field in fields(OpFamily)} - _NAMING_OUR_FUNCTIONS
     if unknown := sorted(traits.keys() - known):
-        raise RuleError(f"{', '.join(unknown)}: an op has no such trait; it has {', '.join(sorted(known))}")
+        raise RuleError(
+            f"{target} can't be given {', '.join(unknown)}: what an op can have is {', '.join(sorted(known))}"
+        )
     parse(declaration)
     own = _own_family(target)
     record = replace(

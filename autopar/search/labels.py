@@ -129,7 +129,8 @@ def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tall
         what = "stack" if in_stack else "cut" if is_cut else "whole"
         tally.weights[what] = tally.weights.get(what, 0.0) + weight.num_elements
     if option is not None and option.kernel:
-        tally.is_vocabulary |= family_of(op.target).kernels[option.kernel].cuts_vocabulary
+        kernel = family_of(op.target).kernels.get(option.kernel)
+        tally.is_vocabulary |= kernel is not None and kernel.cuts_vocabulary
 
 
 def _cut_dims(op: Op, option: Option | None) -> Iterator[tuple[str, int]]:

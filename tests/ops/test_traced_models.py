@@ -11,7 +11,7 @@ from autopar.ops import RuleMatch
 from autopar.program import Arg, Op, Program, Ref, TensorType
 from autopar.trace import trace
 from tests.models import ZOO, make
-from tests.rules.harness import Sample, check_options
+from tests.ops.harness import Sample, check_options
 
 
 def as_sample(op: Op, program: Program) -> Sample:

@@ -11,7 +11,7 @@ from autopar.ops import RuleMatch
 from autopar.ops.derivation import derive_options
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
 from autopar.program import Op, Option
-from tests.rules.harness import (
+from tests.ops.harness import (
     RuleViolationError,
     Sample,
     as_op,
@@ -21,7 +21,7 @@ from tests.rules.harness import (
     sample,
     tensor_type,
 )
-from tests.rules.samples import ids, x
+from tests.ops.samples import ids, x
 
 
 def check_line(case: Sample, line: str) -> int:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rules.harness import check_options, match, sample
+from tests.ops.harness import check_options, match, sample
 
 sizes = st.sampled_from([1, 2, 3, 4, 6])
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ops import pointwise, random_ops
-from tests.rules.harness import Sample, sample
+from tests.ops.harness import Sample, sample
 
 F64 = torch.float64
 

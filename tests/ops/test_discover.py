@@ -9,8 +9,8 @@ from torch import Tensor
 from autopar.ops import RuleMatch
 from autopar.program import Op, Option, Ref, TensorType
 from autopar.trace.discover import MAX_ELEMENTS, discover_options
-from tests.rules.harness import Sample, as_op, call, check_options, sample, tensor_type
-from tests.rules.samples import ids, x
+from tests.ops.harness import Sample, as_op, call, check_options, sample, tensor_type
+from tests.ops.samples import ids, x
 
 
 def leaf(part: Tensor) -> Tensor:

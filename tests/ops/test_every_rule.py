@@ -6,9 +6,9 @@ import pytest
 import transformers.integrations.moe  # noqa: F401  (defines transformers::grouped_mm_fallback)
 
 from autopar.ops import registered_targets
-from tests.rules.flash_stand_in import define_ops
-from tests.rules.harness import Sample, check_options
-from tests.rules.samples import all_samples
+from tests.ops.flash_stand_in import define_ops
+from tests.ops.harness import Sample, check_options
+from tests.ops.samples import all_samples
 
 define_ops()
 SAMPLES = all_samples()
