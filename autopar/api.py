@@ -30,7 +30,7 @@ from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, r
 from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
-from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.arguments import read_bytes, read_constraints, read_dtype, training_spec
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
@@ -40,6 +40,7 @@ from autopar.step.simulate import simulate_step
 from autopar.trace import (
     LossFunction,
     Traced,
+    as_batch,
     copy_with,
     default_example_inputs,
     put_loss_inside,
@@ -58,7 +59,7 @@ _CACHE = CACHE_DIR
 def parallelize(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     mesh: DeviceMesh,
-    example_inputs: ExampleInputs | None = None,
+    example_inputs: Tensor | ExampleInputs | None = None,
     *,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
@@ -67,7 +68,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     memory: float | str | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
-    constraints: Sequence[str] = (),
+    constraints: str | Sequence[str] | None = None,
     compile: bool = False,
     profile: Profile | str | Path | Literal[False] | None = None,
 ) -> ParallelModule:
@@ -85,9 +86,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order
             of
             nearness.
-        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments.  A model
-            with
-            ``dummy_inputs`` may go without.
+        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments; a tensor alone is
+            the one argument.  A model with ``dummy_inputs`` may go without.
         loss_fn: for a model that returns outputs, not a loss: what the training loop calls as
             ``loss_fn(outputs, target)``, any callable.  The parallel module is then called with the target as well,
             ``loss = model(*inputs, target=target)``.  In eval mode it gives the loss where there is a target, the
@@ -100,7 +100,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the
             class.  Make it after this call, of the parameters of the module that is returned.
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
-        constraints: what the search must respect, such as ``"tensor=2"`` or ``"lm_head: replicate"``.
+        constraints: what the search must respect: texts such as ``"tensor=2"`` or ``"lm_head: replicate"``, or one.
         compile: compile each distinct layer program once with ``torch.compile``.
         profile: measured prices, or the path of a file of them; None: what was measured on this machine before, by
             ``python -m autopar.profile`` or an earlier run, and measure what is missing (seconds; kept for the next
@@ -168,15 +168,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
 def plan(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     cluster: Cluster | DeviceMesh,
-    example_inputs: ExampleInputs | None = None,
+    example_inputs: Tensor | ExampleInputs | None = None,
     *,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
     memory: float | str | None = None,
     optimizer: str | type[torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
-    constraints: Sequence[str] = (),
-    profile: Profile | str | Path | None = None,
+    constraints: str | Sequence[str] | None = None,
+    profile: Profile | str | Path | Literal[False] | None = None,
 ) -> Plan:
     """Find the fastest plan that fits, without any process group; the model may be on the meta device.
 
@@ -202,8 +202,8 @@ def plan(  # noqa: PLR0913  (what a user may say)
     """
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
-    where = cluster if isinstance(cluster, Cluster) else Cluster.from_mesh(cluster)
-    measured = load_profile(profile) if isinstance(profile, str | Path) else profile
+    where = _read_cluster(cluster)
+    measured = None if profile is None or profile is False else load_profile(profile)
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
 
@@ -240,14 +240,15 @@ def _prepare(
     memory: float | str | None,
     optimizer: str | type[torch.optim.Optimizer],
     precision: str | torch.dtype | None,
-    constraints: Sequence[str],
+    constraints: str | Sequence[str] | None,
 ) -> tuple[Setup, Traced]:
     dtype = read_dtype(precision)
     training = training_spec(model, optimizer)
     memory_bytes = None if memory is None else read_bytes(memory)
+    texts = read_constraints(constraints)
     started = time.perf_counter()
     traced = trace_model(model, example_inputs, dtype=dtype)
-    setup = Setup(dtype, memory_bytes, training, tuple(constraints), trace_s=time.perf_counter() - started)
+    setup = Setup(dtype, memory_bytes, training, texts, trace_s=time.perf_counter() - started)
     return setup, traced
 
 
@@ -299,7 +300,7 @@ def _search_and_time(
 
 
 def mesh_prices(
-    given: Profile | str | Path | bool | None,
+    given: Profile | str | Path | Literal[False] | None,
     communicator: ProcessGroupCommunicator,
     mesh: DeviceMesh,
     dtype: torch.dtype | None = None,
@@ -315,24 +316,36 @@ def mesh_prices(
         if dtype is not None and dtype.is_floating_point:
             dtypes = tuple(dict.fromkeys((*dtypes, str(dtype).removeprefix("torch."))))
         measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
-    elif not isinstance(given, bool):
-        measured = share(group, lambda: given if isinstance(given, Profile) else load_profile(given))
+    elif given is not False:
+        measured = share(group, lambda: load_profile(given))
     return agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
 
 
-def load_profile(path: str | Path) -> Profile:
-    """The profile in the file that ``python -m autopar.profile`` wrote.
+def _read_cluster(cluster: object) -> Cluster:
+    if isinstance(cluster, DeviceMesh):
+        return Cluster.from_mesh(cluster)
+    if not isinstance(cluster, Cluster):
+        raise MeshError(
+            f"cluster is a {type(cluster).__name__}: pass a DeviceMesh, or a Cluster, such as Cluster.of('h100')"
+        )
+    return cluster
+
+
+def load_profile(given: Profile | str | Path) -> Profile:
+    """The profile in the file that ``python -m autopar.profile`` wrote, or the one that is given.
 
     Raises:
         ProfileError: there is no such file.
         MissingPriceError: there is no profile in it.
     """
+    if isinstance(given, Profile):
+        return given
     try:
-        return Profile.load(path)
-    except (OSError, ValueError) as error:
+        return Profile.load(given)
+    except (OSError, ValueError, TypeError) as error:
         raise ProfileError(
-            f"profile={str(path)!r} can't be read: {error}. Measure one on the device: "
-            f"python -m autopar.profile --output {path}"
+            f"profile={str(given)!r} can't be read: {error}. Measure one on the device: "
+            f"python -m autopar.profile --output {given}"
         ) from error
 
 
@@ -371,6 +384,11 @@ def mesh_ranks(mesh: Any) -> list[int]:
             f"mesh is a {type(mesh).__name__}: pass a DeviceMesh, for instance "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (8,))"
         )
+    if mesh.device_type == "cuda" and not torch.cuda.is_available():
+        raise MeshError(
+            f"the mesh is of 'cuda' devices, but torch {torch.__version__} sees none here: install a torch that is "
+            "built for CUDA on a machine with GPUs, or use init_device_mesh('cpu', ...)"
+        )
     ranks = [int(rank) for rank in mesh.mesh.flatten()]
     world = dist.get_world_size() if dist.is_initialized() else 1
     if dist.is_initialized() and (max(ranks) >= world or len(set(ranks)) < len(ranks)):
@@ -383,7 +401,7 @@ def mesh_ranks(mesh: Any) -> list[int]:
 
 def trace_model(
     model: nn.Module,
-    example_inputs: ExampleInputs | None,
+    example_inputs: Tensor | ExampleInputs | None,
     *,
     training: bool = True,
     dtype: torch.dtype | None = None,
@@ -392,7 +410,8 @@ def trace_model(
 
     For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
     """
-    inputs = default_example_inputs(model) if example_inputs is None else example_inputs
+    given = as_batch(example_inputs)
+    inputs = default_example_inputs(model) if given is None else given
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     traced = trace(model, args, kwargs, training=training, dtype=dtype)
     return require_target(model, traced) if training else traced

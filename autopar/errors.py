@@ -15,6 +15,7 @@ __all__ = [
     "MaterializationError",
     "MeshError",
     "MissingPriceError",
+    "ModelError",
     "OptimizerError",
     "OutputError",
     "PipelineError",
@@ -42,6 +43,10 @@ class BackendError(AutoparError):
 
 class TraceError(AutoparError):
     """The model can't be captured as one graph, for instance because control flow depends on data."""
+
+
+class ModelError(AutoparError):
+    """What is handed over as the model is no module of one device: no module at all, or parallel already."""
 
 
 class OutputError(AutoparError):

@@ -287,7 +287,7 @@ class Plan:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # the latter: no UTF-8, or no path
+        except (OSError, ValueError, TypeError) as error:  # no file, no UTF-8, no path
             raise PlanFormatError(
                 f"plan={str(path)!r} can't be read: {error}. Pass a Plan, or the path of a file that Plan.save wrote "
                 "and that every rank sees"

@@ -21,13 +21,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost import Profile
 from autopar.errors import BackendError
+from autopar.planning.arguments import read_constraints
 
 __all__ = ["Options", "read_options"]
 
@@ -44,7 +45,7 @@ class Options:
     optimizer: str | type[torch.optim.Optimizer] = "adamw"
     precision: str | torch.dtype | None = None
     constraints: tuple[str, ...] = ()
-    profile: Profile | bool | None = None
+    profile: Profile | Literal[False] | None = None
     compile: bool = False
     plans: Path | None = None
 
@@ -59,6 +60,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
 
     Raises:
         BackendError: an option is unknown, missing or of the wrong kind; it says what to type instead.
+        ConstraintError: the constraints are no texts.
     """
     given = dict(options or {})
     names = [each.name for each in fields(Options)]
@@ -77,10 +79,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
             "(from torch.distributed.device_mesh; 'cpu' without GPUs) and "
             "torch.compile(model, backend='autopar', options={'mesh': mesh})"
         )
-    constraints = given.get("constraints", ())
-    if isinstance(constraints, str):
-        raise BackendError(f"options['constraints'] is the text {constraints!r}: write a list, [{constraints!r}]")
-    given["constraints"] = tuple(constraints)
+    given["constraints"] = read_constraints(given.get("constraints"))
     for text in given["constraints"]:
         found = _NOT_HERE.search(text)
         if found and (found[1], found[2]) != ("zero", "0"):

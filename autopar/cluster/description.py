@@ -113,6 +113,11 @@ class Cluster:
         if kind != "cuda":
             raise MeshError(f"a mesh of {kind!r} devices can't be priced; use a 'cuda' or 'cpu' mesh or pass a Cluster")
         cuda = sys.modules["torch"].cuda if device_name is None or devices_per_node is None else None
+        if cuda is not None and not cuda.is_available():
+            raise MeshError(
+                "the mesh is of 'cuda' devices, but torch sees none on this machine: use a 'cpu' mesh, or describe the "
+                "devices that there will be, such as Cluster.of('h100', nodes=2)"
+            )
         found = device_name if cuda is None or device_name is not None else str(cuda.get_device_name())
         per_node = devices_per_node or min(world, int(cast(Any, cuda).device_count()))
         return cls.of(_preset_of(str(found)), _num_nodes(world, per_node), per_node)
@@ -168,10 +173,10 @@ class Cluster:
             data = cast(dict[str, Any], read_json(text))
             if data.pop("autopar_cluster") != 1:
                 raise ValueError("autopar_cluster is not 1")
-            check_fields(cls, data, "cluster")
-            device = _read_part(Device, data, "device")
-            within, between = (_read_part(Link, data, name) for name in ("within", "between"))
-            return cls(device, data["devices_per_node"], data["num_nodes"], within, between)
+            check_fields(cls, data, "cluster", is_whole=False)
+            data |= {"device": _read_part(Device, data, "device")}
+            data |= {name: _read_part(Link, data, name) for name in ("within", "between")}
+            return cls(**data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             names = ", ".join(part.name for part in fields(cls))
             raise MeshError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 from autopar.errors import ConstraintError, MaterializationError
 from autopar.search import TrainingSpec
 
-__all__ = ["check_materialized", "read_bytes", "read_dtype", "training_spec"]
+__all__ = ["check_materialized", "read_bytes", "read_constraints", "read_dtype", "training_spec"]
 
 # Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
 _OPTIMIZER_STATES = {
@@ -34,16 +36,35 @@ def read_bytes(memory: float | str) -> float:
     Raises:
         ConstraintError: it is neither, or not positive.
     """
-    if isinstance(memory, int | float):
-        number, unit = float(memory), ""
+    if not isinstance(memory, str):
+        try:
+            number, unit = float(memory), ""
+        except (TypeError, OverflowError):
+            number, unit = 0.0, "?"
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", memory)
         number, unit = (float(match[1]), match[2].upper()) if match else (0.0, "?")
     if unit not in _UNITS or not number > 0:
         raise ConstraintError(
-            f"memory={memory!r} is no amount of memory: write bytes as a number, or text such as '70GiB' or '80GB'"
+            f"memory={memory!r:.80} is no amount of memory: write bytes as a number, or text such as '70GiB' or '80GB'"
         )
     return number * _UNITS[unit]
+
+
+def read_constraints(constraints: Any) -> tuple[str, ...]:
+    """The texts of constraints; a text alone is one, None is none.
+
+    Raises:
+        ConstraintError: they are no texts.
+    """
+    if constraints is None:
+        return ()
+    if isinstance(constraints, str):
+        return (constraints,)
+    texts = tuple(cast("Iterable[Any]", constraints)) if isinstance(constraints, Iterable) else (constraints,)
+    if not all(isinstance(text, str) for text in texts):
+        raise ConstraintError(f"constraints={constraints!r:.80}: write a list of texts, such as ['tensor=2', 'zero=3']")
+    return texts
 
 
 def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -55,7 +76,7 @@ def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     if precision is None:
         return None
     dtype = _DTYPES.get(precision) if isinstance(precision, str) else precision
-    if dtype is None or not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConstraintError(
             f"precision={precision!r} is no floating dtype: use one of {', '.join(_DTYPES)}, "
             "a torch.dtype, or None for the dtype that the parameters have"

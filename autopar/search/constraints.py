@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -146,9 +147,9 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Setting:
     if key == "cuts":
         return tuple(part.strip() for part in value.split(","))
     parts = value.split("x") if key == "mesh" else [value]
-    if not all(part.strip().isdecimal() for part in parts):
+    if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
         form = "sizes such as 2x4" if key == "mesh" else "a whole number"
-        raise ConstraintError(f"constraint {text!r}: {value!r} is not {form}")
+        raise ConstraintError(f"constraint {text!r:.80}: {value!r:.80} is not {form} below a billion")
     numbers = tuple(int(part) for part in parts)
     if key == "mesh":
         if math.prod(numbers) != world_size:

@@ -8,12 +8,13 @@ from autopar.trace.capture import copy_with, frame_of_text
 from autopar.trace.compat import argument_source, custom_backwards, is_wrapped_number, run_captured
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.pipeline import Traced, trace
-from autopar.trace.signature import default_example_inputs
+from autopar.trace.signature import as_batch, default_example_inputs
 
 __all__ = [
     "LossFunction",
     "Traced",
     "argument_source",
+    "as_batch",
     "copy_with",
     "custom_backwards",
     "default_example_inputs",

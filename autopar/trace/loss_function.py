@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ExampleInputsError, LossError
 from autopar.trace import compat
 from autopar.trace.pipeline import Traced
-from autopar.trace.signature import bind, default_example_inputs, signature_text
+from autopar.trace.signature import as_batch, bind, check_model, default_example_inputs, signature_text
 
 __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"]
 
@@ -28,7 +28,7 @@ _UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
 
 def put_loss_inside(
     model: nn.Module,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any] | None,
     loss_fn: LossFunction | None,
     example_target: Any,
 ) -> tuple[nn.Module, Sequence[Any] | Mapping[str, Any] | None]:
@@ -39,8 +39,11 @@ def put_loss_inside(
 
     Raises:
         LossError: `loss_fn` can't be used with this model.
-        ExampleInputsError: there is only one of `loss_fn` and `example_target`.
+        ModelError: the model is no module, or parallel already.
+        ExampleInputsError: there is only one of `loss_fn` and `example_target`, or the example inputs are of no form.
     """
+    check_model(model)
+    example_inputs = as_batch(example_inputs)
     if loss_fn is None:
         if example_target is not None:
             raise ExampleInputsError("example_target= is the target of loss_fn, which is missing: pass both or neither")

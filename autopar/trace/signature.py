@@ -11,11 +11,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from autopar.errors import ExampleInputsError, InputShapeError
+from autopar.errors import ExampleInputsError, InputShapeError, ModelError
 from autopar.trace.structure import Constant, Leaf, Structure, describe, rebuild, walk
 
-__all__ = ["CallForm", "bind", "call_form", "default_example_inputs", "signature_text"]
+__all__ = ["CallForm", "as_batch", "bind", "call_form", "check_model", "default_example_inputs", "signature_text"]
 
 
 def default_example_inputs(model: nn.Module) -> dict[str, Any]:
@@ -32,6 +35,40 @@ def default_example_inputs(model: nn.Module) -> dict[str, Any]:
         f"{signature_text(model)}. Pass one batch as the training loop does, for instance "
         "autopar.parallelize(model, mesh, example_inputs=dict(input=torch.zeros(8, 128)))"
     )
+
+
+def as_batch(inputs: object) -> Sequence[Any] | Mapping[str, Any] | None:
+    """Example inputs as the arguments of a call: a tensor alone is that of a model with one input.
+
+    Raises:
+        ExampleInputsError: they are none of what they may be.
+    """
+    if isinstance(inputs, Tensor):
+        return (inputs,)
+    if inputs is None or (isinstance(inputs, Mapping | Sequence) and not isinstance(inputs, str | bytes)):
+        return cast("Sequence[Any] | Mapping[str, Any] | None", inputs)
+    raise ExampleInputsError(
+        f"example_inputs is a {type(inputs).__name__}: pass one batch as the training loop does, a tensor, a tuple of "
+        "positional arguments, such as (x, y), or a dict of keyword arguments, such as {'input_ids': ids}"
+    )
+
+
+def check_model(model: object) -> None:
+    """Raise unless `model` is a module as one device trains it.
+
+    Raises:
+        ModelError: it is no module, or parallel already.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ModelError(f"model is {what}: pass an nn.Module, such as Model(config)")
+    cut = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), "")
+    if cut or isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        why = f", its parameter {cut!r} is a DTensor" if cut else ""
+        raise ModelError(
+            f"the model is parallel already: it is a {type(model).__name__}{why}. Pass the model of one device that it "
+            "was made from"
+        )
 
 
 def signature_text(model: nn.Module) -> str:

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,8 +84,8 @@ class VerificationReport:
 
 def verify(  # noqa: PLR0913  (all but three have good defaults)
     model: nn.Module,
-    plan: Plan,
-    example_inputs: ExampleInputs | None = None,
+    plan: Plan | str | Path,
+    example_inputs: Tensor | ExampleInputs | None = None,
     *,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
@@ -105,7 +106,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
     Args:
         model: the model that the plan is for, with real parameters; it is not changed.
-        plan: what to rehearse.
+        plan: what to rehearse, or the path of a saved one.
         example_inputs: as in `autopar.parallelize`.
         loss_fn: as in `autopar.parallelize`.
         example_target: as in `autopar.parallelize`.
@@ -121,15 +122,17 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     Raises:
         VerificationError: something differs by more; the message names the first op whose result (or
             gradient) differs.  Or there is nothing to compare: the model draws, or doesn't run in float64.
+        PlanFormatError: the file holds no plan.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
         MaterializationError: the model is on the meta device.
 
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
-    check_materialized(model)
     planned, _ = put_loss_inside(model if planned is None else planned, example_inputs, loss_fn, example_target)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
+    check_materialized(model)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
     batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])

@@ -32,10 +32,12 @@ from autopar.errors import (
     InputShapeError,
     MaterializationError,
     MeshError,
+    ModelError,
     OptimizerError,
     OutputError,
     PlanFormatError,
     PlanMismatchError,
+    ProfileError,
     TraceError,
 )
 from autopar.lower.compat import make_mesh
@@ -168,6 +170,9 @@ def check_meshes() -> None:
     other = make_mesh((1,), [1 - dist.get_rank()], "cpu", rank=dist.get_rank())
     with refused(MeshError, r"process \d is not in the mesh"):
         autopar.parallelize(Linear(), other, (X,), profile=False)
+    if not torch.cuda.is_available():
+        with refused(MeshError, "'cuda' devices, but torch .* sees none"):
+            autopar.parallelize(Linear(), make_mesh((2,), range(2), "cuda", rank=dist.get_rank()), (X,), profile=False)
     if dist.get_rank() == 0:  # a mesh of one device needs nobody else
         alone = make_mesh((1,), [0], "cpu", rank=0)
         autopar.parallelize(Linear(), alone, (X,), profile=False)(X).backward()
@@ -184,9 +189,20 @@ def check_arguments() -> None:
         ({"memory": "much"}, ConstraintError, "memory='much'"),
         ({"memory": -1}, ConstraintError, "memory=-1"),
         ({"optimizer": "adamv"}, ConstraintError, "optimizer='adamv'"),
+        ({"constraints": [2]}, ConstraintError, r"constraints=\[2\]"),
+        ({"plan": 5}, PlanFormatError, "plan='5' can't be read"),
+        ({"profile": True}, ProfileError, "profile='True' can't be read"),
     ):
         with refused(kind, text):
             parallelize(Linear(), (X,), **arguments)
+    with refused(ExampleInputsError, "example_inputs is a set"):
+        parallelize(Linear(), {X})  # pyright: ignore[reportArgumentType]
+    parallel = parallelize(Linear(), X, constraints="data=2")
+    assert parallel.plan.strategies[0].mesh == (2,)
+    parallel(X).backward()
+    for model in (parallel, nn.parallel.DistributedDataParallel(Linear())):
+        with refused(ModelError, "parallel already", "model of one device"):
+            parallelize(model, (X,))
 
 
 def check_optimizer_made_before() -> None:

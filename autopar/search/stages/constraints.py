@@ -134,7 +134,7 @@ def _layer_index(part: str, program: Program) -> int:
     names = [layer.name for layer in program.layers]
     if part in names:
         return names.index(part)
-    if part.isdecimal():
+    if part.isdecimal() and len(part) < 10:
         return int(part)
     shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
-    raise ConstraintError(f"cuts: {part!r} is neither a number nor one of the {len(names)} layers {shown}")
+    raise ConstraintError(f"cuts: {part!r:.80} is neither a number nor one of the {len(names)} layers {shown}")
