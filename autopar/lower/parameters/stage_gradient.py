@@ -51,11 +51,23 @@ class StageGradient(DTensor):
         made = untyped.__torch_function__(func, types, args, kwargs or {})
         return cls.of(made, **vars(args[0])) if func in _COPIES and isinstance(args[0], cls) else made
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What subclasses of DTensor get from torch 2.13 on: the op on plain DTensors."""
+        plain = map_leaves(_plain, (tuple(args), dict(kwargs or {})))
+        return func(*plain[0], **plain[1])
+
+
+def _plain(x: Any) -> Any:
+    return dtensor_like(local_part_of(x), x) if isinstance(x, StageGradient) else x
+
 
 def _norm(x: Tensor, order: float) -> Tensor:
     if not isinstance(x, StageGradient):
         return tensor_norms([x], order)[0]
-    plain = dtensor_like(local_part_of(x), x)
+    plain: Any = _plain(x)
     # A rank with nothing to train has a gradient without elements, which has no largest one.
     norm: Any = tensor_norms([plain], order)[0] if x.numel() else plain.sum()
     return _Norm.of(norm, **{**vars(x), "order": order})
@@ -113,7 +125,7 @@ def _order(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
 def _stacked(x: Any) -> Any:
     if not isinstance(x, _Norms):
         return x
-    return torch.stack([dtensor_like(local_part_of(n), n) if isinstance(n, DTensor) else n for n in x.parts])
+    return torch.stack([_plain(part) for part in x.parts])
 
 
 def _total(norms: Sequence[Tensor], order: float) -> Tensor:
