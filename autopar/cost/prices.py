@@ -119,12 +119,12 @@ class ClusterPrices:
 
     @property
     def optimizer_tensor_s(self) -> float:
-        """Seconds of an optimizer step for each parameter, beside those for its elements; 0.0 if not measured."""
+        """Seconds of an optimizer step for each parameter, on top of those for its elements; 0.0 if not measured."""
         curve = self._curves.get("optimizer/tensor")
         return curve.overhead_s if curve is not None else 0.0
 
     def interference(self, kind: str, axis: Axis) -> float:
-        """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
+        """Which part of its speed compute loses while such a collective runs: 0 to 1.
 
         As measured; else 1 on a CPU, whose cores do the sending as well (nothing counts as hidden); else `TAKEN`.
         """

@@ -13,7 +13,7 @@ The keys of `Profile.curves`, seconds over an amount of work:
 ``elementwise/forward``            the same for any other op; so ``backward``
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
-``optimizer/tensor``               one point: seconds for each parameter, beside those for its bytes
+``optimizer/tensor``               one point: seconds for each parameter, in addition to those for its bytes
 ``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``
 ``launch``                         one point: seconds for the host to ask a device for the smallest op
 ``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
@@ -23,7 +23,7 @@ The keys of `Profile.readings`, other values over an amount:
 
 ===================================  ====================================================
 ``interference/<kind>/<n>/<stride>`` over bytes of a collective: by how many seconds compute gets slower for each second
-                                     of the collective beside it, in [0, 1]; its spread is the quartiles' distance
+                                     of the collective, in [0, 1]; its spread is the quartiles' distance
 ``allocator/<what>``                 bytes of a device's allocator: `autopar.cost.measure.memory`
 ===================================  ====================================================
 
@@ -130,10 +130,10 @@ class Profile:
         return self.curves[f"collective/{kind}/{axis.size}/{axis.stride}"]
 
     def interference(self, kind: str, axis: Axis) -> float | None:
-        """By how many seconds compute gets slower for each second of such a collective beside it, in [0, 1].
+        """By how many seconds compute gets slower for each second of such a collective, in [0, 1].
 
         Of the largest message on the measured axis most like `axis`: seconds are lost to large messages.  None: no
-        collective of `kind` was measured beside compute.
+        collective of `kind` was measured together with compute.
         """
         found = _axes(self.readings, f"interference/{kind}/")
         if not found:

@@ -51,7 +51,7 @@ class LayerTimer:
     def time(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LayerTime | None:
         """Lower the layer and time it.
 
-        None if it doesn't run on inputs that are made up, or takes too much memory beside what is there.  With integers
+        None if it doesn't run on inputs that are made up, or takes more memory than is free.  With integers
         that may index something nothing is tried on a GPU: an index out of range would end the process there.
         """
         has_integers = any(not self.program.type_of(name).is_floating for name in layer.inputs)

@@ -1,6 +1,6 @@
-"""How much compute loses while a collective runs beside it.
+"""How much a collective slows down compute that runs at the same time.
 
-``interference = (seconds of compute with the collective beside it - seconds alone) / seconds of the collective alone``
+``interference = (seconds of compute with the collective - seconds without it) / seconds of the collective alone``
 
 clipped to [0, 1]: 0 if the two don't notice each other, 1 if they might as well run one after the other.  Compute is
 products, enough of them to outlast the collective; all ranks compute and communicate at the same time.  Seconds are
@@ -37,7 +37,7 @@ _DENSE = {"cpu": (2**16, 2**18, 2**20, 2**22), "cuda": (2**18, 2**22, 2**26)}
 _WIDTH = {"cpu": 256, "cuda": 4096}
 """Rows and columns of the products: large enough to keep the device busy."""
 _LONGER = 2.0
-"""Compute lasts so many times the collective, so that all of the collective has compute beside it."""
+"""Compute lasts so many times as long as the collective, so that all of the collective is overlapped."""
 _MIN_REPEATS = 3
 _MAX_REPEATS = 15
 _MAX_PRODUCTS = 10_000
@@ -60,13 +60,13 @@ def _measure(
 ) -> Iterator[Measurement]:
     for num_elements in sizes:
         start = start_collective(communicator, kind, axis, num_elements)[0]
-        lost = _lost_beside(communicator, start, budget_s / len(sizes))
+        lost = _lost_share(communicator, start, budget_s / len(sizes))
         # A rank that had no part in a send lost nothing: the largest over the ranks counts.
         key = f"interference/{kind}/{axis.size}/{axis.stride}"
         yield Measurement(key, num_bytes_of(axis, num_elements), lost)
 
 
-def _lost_beside(communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float) -> Sample:
+def _lost_share(communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float) -> Sample:
     """The share of the collective's seconds that compute loses."""
     trials = _trials(communicator, start, budget_s)
     lost, seconds = ([each[i] for each in trials] for i in (0, 1))
@@ -105,18 +105,18 @@ def _trials(
             compute()
 
         max_over_ranks(communicator, [0.0])  # so that all start together
-        beside_s = elapsed_s(both, device)
+        together_s = elapsed_s(both, device)
         for handle in filter(None, under_way):
             handle.wait()
         synchronize(device)
-        return beside_s - compute_s, collective_s
+        return together_s - compute_s, collective_s
 
     repeats = int(budget_s / ((2 * _LONGER + 2) * max(alone_s, 1e-6)))
     return [trial() for _ in range(max(_MIN_REPEATS, min(_MAX_REPEATS, repeats)))]
 
 
 def _collective_s(communicator: Collectives, start: Callable[[], Waitable | None], repeats: int = 3) -> float:
-    """Seconds of the collective with nothing beside it, on the slowest rank."""
+    """Seconds of the collective alone, on the slowest rank."""
     times: list[float] = []
     for _ in range(repeats):
         max_over_ranks(communicator, [0.0])  # so that all start together

@@ -31,8 +31,8 @@ def time_layer(
         device: where it runs.
         budget_s: seconds to spend, about; three rounds are run even if that takes longer.
     """
-    ahead: list[float] = []
-    back: list[float] = []
+    forward_times_s: list[float] = []
+    backward_times_s: list[float] = []
     outputs: Sequence[Tensor] = ()
 
     def run_forward() -> None:
@@ -40,10 +40,10 @@ def time_layer(
         outputs = forward()
 
     stop = time.perf_counter() + budget_s
-    while len(ahead) <= _ROUNDS[0] or (time.perf_counter() < stop and len(ahead) <= _ROUNDS[1]):
-        ahead.append(own_s(run_forward, device))
-        back.append(own_s(lambda: backward(outputs), device) if backward else 0.0)
-    forward_s, backward_s = median_of(ahead[1:]), median_of(back[1:])
+    while len(forward_times_s) <= _ROUNDS[0] or (time.perf_counter() < stop and len(forward_times_s) <= _ROUNDS[1]):
+        forward_times_s.append(own_s(run_forward, device))
+        backward_times_s.append(own_s(lambda: backward(outputs), device) if backward else 0.0)
+    forward_s, backward_s = median_of(forward_times_s[1:]), median_of(backward_times_s[1:])
     spread = round(max(forward_s.spread, backward_s.spread if backward else 0.0), 4)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return LayerTime(forward_s.seconds, backward_s.seconds if backward else 0.0, spread, now)

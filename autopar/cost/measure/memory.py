@@ -7,7 +7,7 @@ The readings, all in bytes:
 ``allocator/segment``               what the allocator takes of the device for it, over its bytes
 ``allocator/kept``                  what is kept after tensors of such a size were freed, over the bytes of all
 ``allocator/fragmented``            peak taken of the device, over peak in tensors, for a mixed sequence
-``allocator/context``               what the device holds beside tensors (context, libraries); amount 1
+``allocator/context``               what the device holds besides tensors (context, libraries); amount 1
 ``allocator/communicator/<n>/<s>``  what a new process group on ``Axis(n, s)`` takes once it was used; amount 1
 =================================== ==========================================================================
 """

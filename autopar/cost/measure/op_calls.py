@@ -112,11 +112,11 @@ def aten(target: str) -> Callable[..., Any]:
     return functools.reduce(getattr, target.split("."), torch.ops)
 
 
-def _then(function: Callable[..., Any], *behind: Any) -> Callable[..., Tensor]:
-    """`function` with these arguments behind its tensors."""
+def _then(function: Callable[..., Any], *more: Any) -> Callable[..., Tensor]:
+    """`function` with these arguments after its tensors."""
 
     def run(*inputs: Tensor) -> Tensor:
-        return function(*inputs, *behind)
+        return function(*inputs, *more)
 
     return run
 
@@ -177,7 +177,7 @@ _VIEWS: dict[str, tuple[Any, ...]] = {
     "aten.squeeze.dim": (0,),
     "aten.t.default": (),
 }
-"""What they are called with behind their operand."""
+"""What they are called with after their operand."""
 
 
 def _view(target: str, device: torch.device) -> Call:
@@ -191,7 +191,7 @@ def _dropout(x: Tensor) -> Tensor:
     return x * keep.to(x.dtype).mul_(1 / 0.9)
 
 
-# Target: what it is called with behind its operand, and what autograd saves (0: the operand, 1: the result).
+# Target: what it is called with after its operand, and what autograd saves (0: the operand, 1: the result).
 _UNARY: dict[str, tuple[tuple[Any, ...], tuple[int, ...]]] = {
     "aten.gelu.default": ((), (0,)),
     "aten.silu.default": ((), (0,)),

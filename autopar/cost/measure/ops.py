@@ -1,6 +1,6 @@
 """Measures ops on one device: forward and backward seconds over the work that `count_work` counts.
 
-Each call is an op, as a trace would write it, beside a function that runs it.  The amount of work comes from the same
+Each call is an op, as a trace would write it, and a function that runs it.  The amount of work comes from the same
 `count_work` that prices ops later, so that a measured op of the same size gets its measured time.
 
 Several copies of a call run one after the other, each on operands of its own, and what they give is kept until one
