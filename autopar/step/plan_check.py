@@ -11,6 +11,7 @@ from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, format_layout, local_shape
 from autopar.plan import LayerStrategy, Plan, stages_problem
 from autopar.program import Layer, Op, Program
+from autopar.step.plan_typing import decision_problems, derivation_problems, storage_problems
 
 __all__ = ["check_fit", "check_same_decisions"]
 
@@ -75,9 +76,17 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
             f"here {program.fingerprint})"
         )
     problem = stages_problem(plan)
-    if problem:
-        yield problem
+    unknown = [problem] if problem else list(decision_problems(plan))
+    yield from unknown
+    if unknown:
         return
+    problems = [*_strategy_problems(plan, program, same_shapes=same_shapes)]
+    if not problems and same_shapes:
+        problems = [*storage_problems(program, plan), *derivation_problems(program, plan)]
+    yield from problems
+
+
+def _strategy_problems(plan: Plan, program: Program, *, same_shapes: bool) -> Iterator[str]:
     seen: set[tuple[int, int]] = set()
     for layer, planned_layer in zip(program.layers, plan.layers, strict=True):
         if not 0 <= planned_layer.strategy < len(plan.strategies):

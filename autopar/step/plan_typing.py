@@ -1,0 +1,137 @@
+"""Whether a plan's decisions are legal: they are typed by the derivation of what they would run.
+
+Between ops every change of layout has a movement, so what can be wrong is where decisions end: how values come into a
+layer and leave it in time (microbatches), how parameters are stored, and how often a gradient is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from autopar.errors import PlanMismatchError
+from autopar.placement import REPLICATE, Layout, Placement, format_layout, local_shape, refine_mesh
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Program
+from autopar.step.local_layer import place
+from autopar.step.local_program import LocalProgram, RunOp, derive
+
+__all__ = ["RECOMPUTE", "ZERO_LEVELS", "decision_problems", "derivation_problems", "storage_problems"]
+
+RECOMPUTE = ("none", "selective", "full")
+ZERO_LEVELS = (0, 1, 2, 3)
+
+
+def decision_problems(plan: Plan) -> Iterator[str]:
+    """What is no such decision at all: counts, meshes, words."""
+    if plan.num_microbatches < 1:
+        yield f"num_microbatches is {plan.num_microbatches}, but must be 1 or more"
+    meshes = {f"strategies[{index}]": strategy.mesh for index, strategy in enumerate(plan.strategies)}
+    bad = [name for name, mesh in {"shared_mesh": plan.shared_mesh, **meshes}.items() if not _holds(mesh, plan)]
+    for name in bad:
+        mesh = plan.shared_mesh if name == "shared_mesh" else meshes[name]
+        yield f"{name}: mesh {mesh} does not hold the {plan.group_size} devices of the plan (or of a stage)"
+    if not bad:
+        try:
+            refine_mesh(plan.shared_mesh, *meshes.values())
+        except ValueError as error:
+            yield f"{error}: the strides of one must divide those of the others"
+    for index, strategy in enumerate(plan.strategies):
+        if strategy.zero not in ZERO_LEVELS:
+            yield f"strategies[{index}]: zero is {strategy.zero}, but must be one of {list(ZERO_LEVELS)}"
+        if strategy.recompute not in RECOMPUTE:
+            yield f"strategies[{index}]: recompute is {strategy.recompute!r}, but must be one of {list(RECOMPUTE)}"
+
+
+def _holds(mesh: tuple[int, ...], plan: Plan) -> bool:
+    return all(size >= 1 for size in mesh) and math.prod(mesh) == plan.group_size
+
+
+def storage_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """What of parameters can't be stored as the plan says.  The plan's strategies fit its layers otherwise."""
+    by_name = {name: value for value, name in program.parameters.items()}
+    shared = dict(plan.shared_storage)
+    for name, layout in plan.shared_storage:
+        if name not in by_name or program.values[by_name[name]].role != "parameter":
+            yield f"shared_storage: the model has no parameter {name!r}"
+        else:
+            yield from _stored(program, by_name[name], layout, plan.shared_mesh, "shared_storage")
+    for layer, planned in zip(program.layers, plan.layers, strict=True):
+        strategy = plan.strategies[planned.strategy]
+        for value, layout in zip(layer.held, strategy.storage, strict=True):
+            where = f"layer {layer.name}"
+            if program.values[value].role == "parameter":
+                yield from _stored(program, value, layout, strategy.mesh, where)
+            elif any(placement != REPLICATE for placement in layout):
+                yield f"{where}: {value} is no parameter and is whole on every device, but its storage is " + repr(
+                    format_layout(layout)
+                )
+    readers = Counter(value for layer in program.layers for value in layer.held)
+    for value, count in readers.items():
+        name = program.parameters.get(value, "")
+        if count > 1 and program.values[value].role == "parameter" and name not in shared:
+            yield f"shared_storage: {count} layers read the parameter {name!r}, so it needs an entry here"
+
+
+def _stored(program: Program, value: str, layout: Layout, mesh: tuple[int, ...], where: str) -> Iterator[str]:
+    shape = program.type_of(value).shape
+    text = f"{where}: storage {format_layout(layout)!r} of {value} {list(shape)} on mesh {mesh}"
+    if any(placement.kind not in "RS" for placement in layout):
+        yield f"{text}: a parameter is stored whole (R) or in slices (S)"
+    elif len(layout) != len(mesh) or any(p.is_shard and p.dim >= len(shape) for p in layout):
+        yield f"{text}: one placement for each axis, of one of the {len(shape)} dims"
+    else:
+        try:
+            local_shape(shape, layout, mesh)
+        except ValueError as error:
+            yield f"{text}: {error}"
+
+
+def derivation_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """Derive every layer as the runtime would, and say what can't be.  The plan's strategies fit its layers."""
+    count = plan.num_microbatches if program.loss or plan.stages else 1
+    times: dict[str, Placement] = dict.fromkeys(program.inputs, REPLICATE)
+    derived: dict[tuple[object, ...], LocalProgram] = {}
+    for layer, planned in zip(program.layers, plan.layers, strict=True):
+        strategy = plan.strategies[planned.strategy]
+        arrivals = tuple(times[name] for name in layer.inputs)
+        key = (layer.kind, planned.strategy, arrivals)
+        if key not in derived:
+            first = program.kinds[layer.kind]
+            try:
+                derived[key] = derive(place(program, first, strategy, count), arrivals)
+            except (PlanMismatchError, ValueError) as error:
+                text = str(error)
+                yield text if text.startswith("layer ") else f"layer {layer.name}: {text}"
+                return  # what follows can't be typed
+            if count > 1 and program.training:
+                yield from _repeated_gradients(program, first, strategy, derived[key], count)
+        times.update(zip(layer.outputs, derived[key].output_times, strict=True))
+    loss_time = times.get(program.loss, REPLICATE)
+    if count > 1 and program.training and program.loss in times and loss_time.kind != "P":
+        yield (
+            f"the loss {program.loss} is {loss_time} in time, but each of the {count} microbatches must give a term of "
+            "it (P): choose the batch's factor in time for the ops that make it"
+        )
+
+
+def _repeated_gradients(
+    program: Program, layer: Layer, strategy: LayerStrategy, local: LocalProgram, count: int
+) -> Iterator[str]:
+    """Parameters that an op reads as if there were one microbatch, so that each would give their whole gradient."""
+    for run in (each for each in local.instructions if isinstance(each, RunOp)):
+        chosen = strategy.time[run.index]
+        if not any(program.values[name].requires_grad for name in run.op.results):
+            continue
+        placements = next((o.operands for o in run.op.options if o.factor == chosen), None)
+        for mention, name in enumerate(run.op.operands):
+            value = program.values[name]
+            placement = placements[mention] if placements else REPLICATE
+            is_whole = placement == REPLICATE and chosen != "~"
+            if value.role == "parameter" and value.requires_grad and is_whole:
+                yield (
+                    f"layer {layer.name}, {run.op.name} ({run.op.target}): with the factor {chosen!r} in time each of "
+                    f"the {count} microbatches would give the whole gradient of {name}; it has "
+                    f"{[option.factor for option in run.op.options]} and '~'"
+                )
