@@ -72,20 +72,17 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     compile: bool = False,
     profile: Profile | str | Path | Literal[False] | None = None,
 ) -> ParallelModule:
-    """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and
-    gradients.
+    """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
-    Call it on every rank.  The strategy is searched for on rank 0, with prices measured on this machine,
-    unless
-    `plan` says it.
+    Call it on every rank.  Rank 0 searches for the strategy, with prices measured on this machine, unless `plan` is
+    given.
 
     Args:
         model: any ``nn.Module``, equal on every rank; it is left as it was.  What is on the meta device is drawn as
             building the model on one device of the mesh draws it (see `autopar.materialize`), from the state of rank
             0's generator: each rank holds one whole parameter at a time, and keeps its part.
-        mesh: a DeviceMesh over all ranks, of any shape; its devices are re-factored, its order is the order
-            of
-            nearness.
+        mesh: a DeviceMesh over all ranks, of any shape: the search chooses axes of its own, and takes ranks that are
+            neighbours in the mesh for the nearest.
         example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments; a tensor alone is
             the one argument.  A model with ``dummy_inputs`` may go without.
         loss_fn: for a model that returns outputs, not a loss: what the training loop calls as

@@ -35,10 +35,10 @@ def format_plan(plan: Plan) -> str:
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
     console.print(_heading(plan))
     console.print(_layer_table(plan))
-    console.print("per device and layer: K, M, G are KiB, MiB, GiB; ms of one step")
+    console.print("sizes per device and layer (K, M, G: KiB, MiB, GiB); ms per layer and step")
     if plan.stages:
         console.print(_stage_table(plan))
-        console.print("ms of one microbatch, but of a step under step; held: microbatches between forward and backward")
+        console.print("ms per microbatch (step: ms per step); in flight: microbatches between forward and backward")
     for line in _totals(plan):
         console.print(line)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -71,10 +71,10 @@ def _stage_table(plan: Plan) -> Table:
     table.add_column("stage", justify="right")
     table.add_column("layers", overflow="fold")
     table.add_column("ranks", no_wrap=True)
-    for name in ("forward", "backward", "send", "send back", "step", "held", "peak"):
+    for name in ("forward", "backward", "send", "send back", "step", "in flight", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     number = 0
-    # A row per stage, but neighbours with as many layers that take as long share one.
+    # Neighbouring stages with equally many layers and equal times share a row.
     for columns, alike in itertools.groupby(plan.stages, _describe_stage):
         stages = list(alike)
         ranks = sorted(rank for stage in stages for rank in _end_ranks(plan, stage))
@@ -131,16 +131,16 @@ def _totals(plan: Plan) -> list[str]:
     rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
     lines = [
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
-        *_hidden(plan),
+        *_overlapped(plan),
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
         f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB{_error(plan.memory_error)} per device "
         f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
-        f"optimality           at most {plan.optimality_gap:.2%} slower than the best of the candidates, overlap apart",
+        f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
     ]
     if plan.stages and plan.step_time_s > 0:
         busy_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
         idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
-        lines.append(f"pipeline bubble      devices wait {idle:.0%} of the step, sends apart")
+        lines.append(f"pipeline bubble      devices are idle {idle:.0%} of the step, excluding sends")
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     if plan.shared_storage:
@@ -166,14 +166,13 @@ def _shared(plan: Plan) -> str:
     return "; ".join(found)
 
 
-def _hidden(plan: Plan) -> list[str]:
-    """What parameters save by travelling together, and what runs beside compute."""
+def _overlapped(plan: Plan) -> list[str]:
+    """The communication that the step time does not show: overlapped with compute, or saved by shared buffers."""
     if plan.overlapped_s <= 0:
         return []
     share = plan.overlapped_s / (plan.step_time_s + plan.overlapped_s)
-    return [
-        f"joined or hidden     {_format_seconds(plan.overlapped_s)} of communication, {share:.0%} of what all takes"
-    ]
+    hidden = _format_seconds(plan.overlapped_s)
+    return [f"overlapped           {hidden} of communication, {share:.0%} of the step without overlap"]
 
 
 def _error(share: float) -> str:

@@ -82,8 +82,7 @@ class Link:
     """What connects devices, as the collectives of a full group see it.
 
     A collective on n devices with a buffer of s bytes (the NCCL tests' "size") takes
-    ``latency_s + step_s * steps(n) + traffic / bytes_per_s + ramp_s * s / (s + ramp_bytes)``, where
-    ``traffic / time``
+    ``latency_s + step_s * steps(n) + traffic / bytes_per_s + ramp_s * s / (s + ramp_bytes)``, where ``traffic / time``
     is the NCCL tests' "bus bandwidth".  The last term is the filling of the transport's pipeline; it is why
     middle-sized messages stay far below the peak.
 

@@ -62,8 +62,7 @@ def check_kind(kind: str) -> None:
 
 
 def traffic_share(kind: str, size: int) -> float:
-    """What one of `size` devices sends, relative to the buffer: the NCCL tests' factor of the bus
-    bandwidth."""
+    """What one of `size` devices sends, relative to the buffer: the NCCL tests' factor of the bus bandwidth."""
     check_kind(kind)
     if kind in ("broadcast", "send"):
         return 1.0

@@ -13,8 +13,7 @@ __all__ = ["Curve", "Point"]
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One measurement: `amount` of work (flops or bytes) took `seconds` (a median); `spread` is
-    (q3-q1)/median."""
+    """One measurement: `amount` of work (flops or bytes) took `seconds` (a median); `spread` is (q3-q1)/median."""
 
     amount: float
     seconds: float

@@ -1,5 +1,4 @@
-"""`ClusterPrices`: seconds of ops, collectives and optimizer steps on a cluster, from a profile or a
-roofline."""
+"""`ClusterPrices`: seconds of ops, collectives and optimizer steps on a cluster, from a profile or a roofline."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class ClusterPrices:
     """Prices on `cluster`; what `profile` has measured comes from there, the rest from a roofline.
 
     Satisfies the protocol `autopar.step.prices.Prices`.  The roofline of a matrix product is
-    ``launch + max(flops / rate, reads / bandwidth) + writes / bandwidth``: the result is written after the
-    last
+    ``launch + max(flops / rate, reads / bandwidth) + writes / bandwidth``: the result is written after the last
     product of each tile, which is why products with a short inner dimension stay below the peak.
 
     Equal arguments give equal prices; answers are kept, so that asking again is fast.
@@ -151,8 +149,7 @@ class ClusterPrices:
         return "measured" if "optimizer" in self._curves else memory_source(self.cluster.device.sources)
 
     def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
-        """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large
-        one."""
+        """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large one."""
         latency_s = self.collective_s(kind, axis, 0.0)
         large_s = self.collective_s(kind, axis, _LARGE_BYTES)
         share = traffic_share(kind, axis.size)

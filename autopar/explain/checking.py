@@ -31,7 +31,7 @@ __all__ = ["Checked", "check_plan", "load_plan", "rehearse"]
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """An edited plan that runs on the model, priced again, beside the best plan.
+    """An edited plan that runs on the model, priced again, and the best plan.
 
     `before` is the plan as it was read, or the best one, before what ``--set`` asked for.
     """
@@ -51,11 +51,11 @@ class Checked:
         """What the edit costs, in a sentence."""
         plan, best = self.answer.plan, self.best.plan
         share = plan.step_time_s / best.step_time_s - 1
-        text = f"it runs on this model and these devices; against the best plan it costs {share:+.1%} of the step time"
+        text = f"it runs on this model and these devices; step time {share:+.1%} compared to the best plan"
         if not self.fits:
             peak, limit = plan.peak_memory_bytes / 2**30, best.memory_limit_bytes / 2**30
-            doubt = f" (give or take {plan.memory_error:.0%})" if plan.memory_error else ""
-            text += f", but it does not fit: {peak:.3g} GiB{doubt} per device of {limit:.3g} GiB"
+            margin = f" (within {plan.memory_error:.0%})" if plan.memory_error else ""
+            text += f", but it does not fit: {peak:.3g} GiB{margin} per device of {limit:.3g} GiB"
         return text
 
     def describe(self) -> dict[str, Any]:

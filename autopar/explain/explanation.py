@@ -108,8 +108,8 @@ def _layer_costs(plan: Plan) -> Iterable[LayerCost]:
 def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits.
 
-    Parameters are counted one by one.  What they save by travelling together, and what passes beside something else and
-    so is counted twice, is taken off in a row of its own.
+    The collectives of parameters are counted one by one.  What shared buffers save, and what overlaps with compute and
+    so would be counted twice, is subtracted in a row of its own.
     """
     costs = list(_layer_costs(plan))
     found = {name: sum(getattr(cost, field) for cost in costs) / plan.num_groups for name, field in _SECONDS.items()}
@@ -117,7 +117,7 @@ def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     if plan.stages and rest >= 0:
         found["waiting in the pipeline"] = rest
     elif plan.stages or plan.overlapped_s:
-        found["joined or hidden"] = rest
+        found["overlapped communication"] = rest
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -165,5 +165,5 @@ def _binds(plan: Plan, shares: dict[str, float], links: tuple[LinkRow, ...]) -> 
         first = links[0]
         main = f"communication takes {talking:.0%} of the step, most of it {first.kind} over {first.link}"
     else:
-        main = f"computing takes {computing:.0%} of the step"
+        main = f"compute takes {computing:.0%} of the step"
     return f"{main}; {memory}"

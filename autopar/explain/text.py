@@ -57,7 +57,7 @@ class Printer:
         """Why this plan, and where time and bytes go."""
         self._title("Why this plan")
         self._console.print(found.binds, markup=False)
-        table = self._table("the step goes to", "ms", "share")
+        table = self._table("time spent on", "ms", "share")
         for name, seconds in found.shares:
             if seconds:
                 table.add_row(name, f"{seconds * 1e3:.4g}", _percent(seconds, step_s))
@@ -69,7 +69,7 @@ class Printer:
                     row.link, row.kind, str(row.runs), f"{row.num_bytes / 1e6:.4g}", f"{row.seconds * 1e3:.4g}"
                 )
             self._console.print(table)
-        self._title("Layer kinds: all layers of a kind together, ms of a step and GiB per device")
+        self._title("Layer kinds: ms per step and GiB per device, summed over the layers of a kind")
         kinds = self._table("layers", *(_SHORT.get(name, name) for name, _ in found.kinds[0].seconds), "GiB")
         for kind in found.kinds:
             names = kind.layers[0] if len(kind.layers) == 1 else f"{kind.layers[0]} .. ({len(kind.layers)})"
@@ -79,8 +79,8 @@ class Printer:
 
     def runners_up(self, rows: Sequence[RunnerUp]) -> None:
         """The plans that came next."""
-        self._title("The best plans of other kinds")
-        table = self._table("most layers", "ms per step", "slower by", "GiB per device")
+        self._title("Runners-up: the best plans of other kinds")
+        table = self._table("most layers run", "ms per step", "vs. the plan", "GiB per device")
         for row in rows:
             size = f"{row.peak_memory_bytes / 2**30:.3g}"
             about = "" if row.is_simulated else "at most "
@@ -88,18 +88,18 @@ class Printer:
         self._console.print(table)
 
     def certainty(self, found: Explanation) -> None:
-        """What the numbers rest on, how near the optimum the plan is, and how long it took to find."""
-        self._title("How sure")
+        """What the numbers rest on, how near the optimum the plan is, and how long planning took."""
+        self._title("Confidence")
         sources = ", ".join(f"{name} {share:.0%}" for name, share in found.sources if share)
-        self.line(f"prices of the step's seconds: {sources or 'none'}")
+        self.line(f"prices, by share of the step: {sources or 'none'}")
         self.line(f"peak memory: {_error(found.memory_error)}")
         self.line(f"within {found.optimality_gap:.1%} of the best plan in the search space")
         self.line("planning took " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.planning_s))
 
     def forced(self, rows: Sequence[ForcedRow], step_s: float) -> None:
-        """What it costs to decide otherwise."""
+        """What other decisions would cost."""
         self._title("What other choices cost")
-        table = self._table("forced", "ms per step", "against the plan", "GiB per device")
+        table = self._table("constraint", "ms per step", "vs. the plan", "GiB per device")
         for row in rows:
             if row.step_s is None:
                 table.add_row(row.constraint, "-", row.problem, "-")
@@ -109,13 +109,13 @@ class Printer:
         self._console.print(table)
         for row in faster(rows, step_s):
             self.line(
-                f"{row.constraint} is faster than the plan: the search had passed it over; ask for it with "
+                f"{row.constraint} is faster than the plan, and the search did not consider it; ask for it with "
                 f"--constraint {row.constraint}"
             )
 
     def strategies(self, plan: Plan, path: str) -> None:
-        """What can be changed in a plan, and how to go on."""
-        self._title(f"What there is to change in {path}")
+        """What can be changed in a plan, and the commands that come next."""
+        self._title(f"What can be changed in {path}")
         table = self._table("strategies", "layers", "axes", "zero", "recompute")
         for row in kind_rows(plan):
             names = row.layers[0] if len(row.layers) == 1 else f"{row.layers[0]} .. ({len(row.layers)})"
@@ -123,11 +123,11 @@ class Printer:
             table.add_row(f"[{number}]", names, row.axes, str(plan.strategies[number].zero), row.recompute)
         self._console.print(table)
         layer = plan.layers[len(plan.layers) // 2].name
-        self.line("change it in an editor, or with the same command and any of")
+        self.line("change it in an editor, or with the same command and any of:")
         edits = " ".join(f'--set "{layer}: {edit}"' for edit in ("recompute=full", "zero=3", "like=LAYER"))
         self.line(f"  --edit {path} {edits}")
-        self.line("then")
-        self.line(f"  --check {path} [--rehearse]    fits? what does it cost against the best plan? the same numbers?")
+        self.line("then:")
+        self.line(f"  --check {path} [--rehearse]    does it fit, what does it cost, does it compute the same?")
         self.line(f'  autopar.parallelize(model, mesh, inputs, plan="{path}")    runs it')
 
     def difference(self, title: str, first: Plan, second: Plan, found: Sequence[Difference]) -> None:
@@ -145,7 +145,7 @@ class Printer:
             table.add_row(f"{each.where}: {each.what}", each.first, each.second, "")
         self._console.print(table)
         if not found:
-            self._console.print("both decide the same")
+            self._console.print("no decision differs")
 
     def sweep(self, rows: Sequence[SweepRow]) -> None:
         """One plan per value, with how well they scale."""
@@ -186,7 +186,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _error(error: float) -> str:
-    return f"give or take {error:.1%}" if error else "error not known, no such run was measured"
+    return f"within {error:.1%}" if error else "error unknown: no comparable run was measured"
 
 
 def _rows_per_s(plan: Plan) -> float:

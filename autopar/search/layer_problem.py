@@ -1,10 +1,9 @@
 """The search inside a layer: the cheapest strategy for every pair of boundary policies.
 
-Variables: per op a combination of options, one per mesh axis (`op_states`); per value with several readers
-    the layout of
-its copy; the policies of the boundaries before and behind the layer.  A value with one reader is copied as
-that reader needs it.  The objective is `LayerCost.total_s` of `layer_cost`, written as a sum of tables over
-one or two variables:
+Variables: per op a combination of options, one per mesh axis (`op_states`); per value with several readers the layout
+of its copy; the policies of the boundaries before and behind the layer.  A value with one reader is copied as that
+reader needs it.  The objective is `LayerCost.total_s` of `layer_cost`, written as a sum of tables over one or two
+variables:
 
 * op: seconds forward (twice if recomputed) and backward, and the collectives of its special kernel;
 * source -> copy, copy -> reader: the collectives of that reshard, forward, backward, recomputed;

@@ -1,14 +1,13 @@
 """Whether a program may run in microbatches, and how: an assignment to the axis in time.
 
-Microbatches are a mesh axis in time, outside all device axes (docs/architecture.md).  What differs from an
-axis of devices is that nothing may travel on it; only these moves are free:
+Microbatches are a mesh axis in time, outside all device axes (docs/architecture.md).  Unlike on an axis of devices,
+nothing can be communicated along it; only these moves are possible:
 
-* a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, ``R -> B``, the
-same without a
-  gradient);
+* a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, or ``R -> B``, which is the
+  same for a value without gradient);
 * a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
 * the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient end
-as slices (``S(d)``), which it joins, and whose gradients it cuts.
+  as slices (``S(d)``), which the runtime joins, and whose gradients it slices.
 
 So an exact way to run in microbatches is a choice of one option per op such that every operand's placement
 follows by a free move from the placement of its value.  Layers of one kind get the same choice.  The search

@@ -343,7 +343,7 @@ def _search_class(task: Task, scene: Scene, layer: Layer, first: int) -> tuple[C
             if given_up:
                 if not task.request.any_batch:
                     _check_batch(task.program, dict(missed).get("data", 1), scene.num_microbatches)
-                task.notes.append(f"layers like {layer.name} can't use {', '.join(given_up)}: left on what they can")
+                task.notes.append(f"layers like {layer.name} can't use {', '.join(given_up)}: ignored for these layers")
             task.settled[first] = wanted
             return found
     raise ConstraintError(f"no strategy for layer {layer.name} meets the constraints: relax those that match it")

@@ -38,7 +38,7 @@ def plan_collectives(
     These are the ones that the plan's price counts (`layer_collectives` and `crossings.crossing_s`), with the actual
     layers' values as names.  Collectives of parameters may travel in shared buffers: fewer calls, the same bytes.
     What the caller gets costs nothing in plans that a search made: the loss and new values of buffers leave whole
-    there, and other outputs as they lie.
+    there, and other outputs in their own layouts.
 
     Args:
         program: that the plan is for.

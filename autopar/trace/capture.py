@@ -1,5 +1,4 @@
-"""From a module and example inputs to an exported graph, without touching the module or computing
-anything."""
+"""From a module and example inputs to an exported graph, without touching the module or computing anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Passes that take away what computes nothing: asserts, aliases, copies, dead code, computations done
-twice."""
+"""Passes that take away what computes nothing: asserts, aliases, copies, dead code, computations done twice."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def _bypass(graph: Graph, ops: set[str]) -> Graph:
 
 
 def spell_out_sizes(graph: Graph) -> Graph:
-    """Write sizes in full (no -1), and "to the end" of a slice always the same way, so that equal ops look
-    equal."""
+    """Write sizes in full (no -1), and "to the end" of a slice always the same way, so that equal ops look equal."""
 
     def spell(op: Op) -> Iterable[Op] | None:
         if op.target in ("aten.reshape.default", "aten.expand.default"):
@@ -130,8 +128,7 @@ def spell_out_sizes(graph: Graph) -> Graph:
 
 
 def spell_out_copies(graph: Graph) -> Graph:
-    """Write what functional copies do as casts and expansions: a copy's destination gives no more than its
-    type."""
+    """Write what functional copies do as casts and expansions: a copy's destination gives no more than its type."""
     types: dict[str, TensorType] = {}
 
     def spell(op: Op) -> Iterable[Op] | None:

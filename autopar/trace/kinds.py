@@ -121,8 +121,7 @@ def canonical(arg: Arg, names: Mapping[str, str]) -> str:
 
 
 def fingerprint(graph: Graph, values: Mapping[str, Value], *, training: bool) -> str:
-    """A digest of the whole program: ops, wiring, types, parameter names; the same on every run and
-    machine."""
+    """A digest of the whole program: ops, wiring, types, parameter names; the same on every run and machine."""
     names = {name: str(index) for index, name in enumerate(
         [*graph.inputs, *graph.parameters, *(n for n, r in graph.roles.items() if r == "constant"),
          *(n for op in graph.ops for n in op.results)]

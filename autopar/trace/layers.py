@@ -29,8 +29,7 @@ class Crossing:
 
 
 def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[Run]:
-    """The ops of each layer, as runs that cover all ops in order; `classes` are those of the modules, by
-    path."""
+    """The ops of each layer, as runs that cover all ops in order; `classes` are those of the modules, by path."""
     crossing = crossings(graph)
     signatures = [op_signature(op, graph.types) for op in graph.ops]
     runs = module_runs(graph.ops, classes)

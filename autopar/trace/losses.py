@@ -49,8 +49,7 @@ class Writer:
         result: TensorType | str,
         kwargs: tuple[tuple[str, Arg], ...] = (),
     ) -> Ref:
-        """Append an op; `result` is the type of its one result, or the name of a value that exists
-        already."""
+        """Append an op; `result` is the type of its one result, or the name of a value that exists already."""
         name = result if isinstance(result, str) else self.names.fresh(target.split(".")[1])
         if isinstance(result, TensorType):
             self.types[name] = result

@@ -24,8 +24,7 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def restore_attention_masks(graph: Graph) -> Graph:
-    """Let attention make its own causal mask where the given one is causal, and none where it hides
-    nothing."""
+    """Let attention make its own causal mask where the given one is causal, and none where it hides nothing."""
     cone = constant_cone(graph)
     evaluator = Evaluator(graph)
     forms: dict[str, str] = {}
@@ -79,8 +78,7 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
 
 
 def _form_of_comparison(evaluator: Evaluator, name: str, kind: TensorType) -> str:
-    """The form of a mask that compares column numbers with row numbers, found without computing it; else
-    ""."""
+    """The form of a mask that compares column numbers with row numbers, found without computing it; else ""."""
     op = evaluator.producers.get(name)
     if op is None or op.target != "aten.le.Tensor" or len(op.operands) != 2:
         return ""

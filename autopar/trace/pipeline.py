@@ -34,8 +34,7 @@ class Traced:
     Args:
         program: the traced model.
         constants: value name -> tensor, for all values of role "constant" (CPU; may be expanded views).
-        flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``,
-        floating ones in
+        flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``, floating ones in
             the trace's dtype; raises InputShapeError if the call differs from the example in structure,
             shape, dtype or in an argument that is no tensor.
         unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return.
@@ -129,8 +128,7 @@ def normalise(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class _Unflatten:
-    """Rebuilds the model's output; a class so that a `Traced` can be compared and pickled with its
-    structure."""
+    """Rebuilds the model's output; a class so that a `Traced` can be compared and pickled with its structure."""
 
     structure: Structure
 

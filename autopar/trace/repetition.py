@@ -20,8 +20,7 @@ MAX_OPS = 150
 
 @dataclass(frozen=True)
 class Run:
-    """Ops `start` to `stop` (exclusive); `unit` is the path of the repeated module that ran them, "" between
-    those."""
+    """Ops `start` to `stop` (exclusive); `unit` is the path of the repeated module that ran them, "" between those."""
 
     start: int
     stop: int
@@ -48,8 +47,7 @@ def module_runs(ops: Sequence[Op], classes: Mapping[str, str]) -> list[Run]:
 
 
 def _repeated_modules(ops: Sequence[Op], classes: Mapping[str, str]) -> frozenset[str]:
-    """Paths of modules that have siblings of the same class, each with enough ops, not too many; outermost
-    first."""
+    """Paths of modules that have siblings of the same class, each with enough ops, not too many; outermost first."""
     sizes: Counter[str] = Counter()
     for op in ops:
         parts = op.module.split(".")
@@ -119,8 +117,7 @@ def find_period(signatures: Sequence[int]) -> tuple[int, int, int] | None:
 
 
 def op_signature(op: Op, types: Mapping[str, TensorType]) -> int:
-    """A number that is equal for ops that look alike: same target, literals, and types of operands and
-    results."""
+    """A number that is equal for ops that look alike: same target, literals, and types of operands and results."""
     shape = tuple((types[name].shape, types[name].dtype) for name in (*op.operands, *op.results))
     literals = tuple(repr(arg) for arg in op.args if not any(iter_refs(arg)))
     return hash((op.target, literals, shape))

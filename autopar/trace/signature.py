@@ -1,5 +1,4 @@
-"""Calls of the model: example arguments bound to its signature, so that later calls can be compared with
-them."""
+"""Calls of the model: example arguments bound to its signature, so that later calls can be compared with them."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def ask_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 def test_a_plan_is_explained_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = ask(capsys, TARGET, "--cluster", "4xh100", *QUICK)
     for part in (
-        "Plan for 4 x H100-80GB", "Why this plan", "the step goes to", "Layer kinds", "The best plans of other kinds",
-        "prices of the step's seconds: published", "planning took trace",
+        "Plan for 4 x H100-80GB", "Why this plan", "time spent on", "Layer kinds", "Runners-up",
+        "prices, by share of the step: published", "planning took trace",
     ):  # fmt: skip
         assert part in text
 
@@ -121,9 +121,7 @@ def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str
     path.write_text(json.dumps(edited))
     found = ask_json(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
     assert found["step_time_s"][1] > found["step_time_s"][0]
-    assert "against the best plan it costs +" in ask(
-        capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path)
-    )
+    assert "step time +" in ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
 
 
 def test_a_page_and_a_trace_of_an_edited_plan_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_two_plans_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ask(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--constraint", constraint, "--save", path)
     found = ask_json(capsys, "--diff", *paths)["difference"]
     assert any(each["what"] == "mesh" and "tensor" in each["first"] for each in found["decisions"])
-    assert "both decide the same" in ask(capsys, "--diff", paths[0], paths[0])
+    assert "no decision differs" in ask(capsys, "--diff", paths[0], paths[0])
     assert "Plan for 4 x H100-80GB" in ask(capsys, paths[0])
 
 

@@ -16,7 +16,7 @@ def test_stages_have_rows_with_their_ranks_and_times():
     assert ["0", "block.0 .. block.1 (2)", "0 .. 3", "250", "0", "0", "0", "0", "0", "1M"] in rows
     assert ["1", "block.2", "4 .. 7", "0", "125", "0", "0", "4", "0", "0"] in rows
     assert [row[0] for row in rows if "ZeRO-3" in row] == ["block.0 .. block.1", "block.2"]  # "(2)" is folded
-    assert "pipeline bubble      devices wait 50% of the step, sends apart" in lines
+    assert "pipeline bubble      devices are idle 50% of the step, excluding sends" in lines
 
 
 def test_a_plan_without_stages_has_no_word_of_them():

@@ -127,7 +127,7 @@ def forced_table(rows: Sequence[ForcedRow], plan: Plan) -> Table:
         else:
             change = _change(row.step_s / plan.step_time_s - 1)
             cells.append((row.constraint, milliseconds(row.step_s), change, size(row.peak_bytes)))
-    return Table("One constraint more", ("forced", "ms", "against the plan", "memory"), tuple(cells))
+    return Table("Other choices", ("constraint", "ms", "vs. the plan", "memory"), tuple(cells))
 
 
 def what_if_table(rows: Sequence[tuple[str, Plan]], plan: Plan) -> Table:

@@ -46,14 +46,16 @@ _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexa
 def share_table(found: Explanation, step_s: float) -> Table:
     """What the step's seconds are spent on."""
     rows = [(name, milliseconds(seconds), percent(seconds / step_s)) for name, seconds in found.shares if seconds]
-    return Table("The step goes to", ("spent on", "ms", "share"), tuple(rows))
+    return Table("Time of the step", ("spent on", "ms", "share"), tuple(rows))
 
 
 def seconds_figure(found: Explanation) -> Figure:
     """Seconds by layer kind, stacked by what they are spent on."""
     data = _stacks(found.kinds, [kind.seconds for kind in found.kinds], COLOURS, 1e3, "ms")
     layout = _bars("ms of a step, all layers of the kind together")
-    return Figure("kind-seconds", "Seconds by layer kind; the table beside has the same.", data, layout, _height(found))
+    return Figure(
+        "kind-seconds", "Seconds by layer kind; the table has the same numbers.", data, layout, _height(found)
+    )
 
 
 def bytes_figure(found: Explanation) -> Figure:
@@ -61,7 +63,7 @@ def bytes_figure(found: Explanation) -> Figure:
     factor, unit = size_unit(max(sum(each for _, each in kind.num_bytes) for kind in found.kinds))
     data = _stacks(found.kinds, [kind.num_bytes for kind in found.kinds], MEMORY_COLOURS, 1 / factor, unit)
     layout = _bars(f"{unit} per device, all layers of the kind together")
-    return Figure("kind-bytes", "Bytes by layer kind; the table beside has the same.", data, layout, _height(found))
+    return Figure("kind-bytes", "Bytes by layer kind; the table has the same numbers.", data, layout, _height(found))
 
 
 def _height(found: Explanation) -> int:
@@ -136,8 +138,8 @@ def link_figure(found: Explanation) -> Figure:
             }
         )  # fmt: skip
     text = (
-        "Milliseconds of collectives by link, one by one: as the step passes those of a layer's parameters travel "
-        "together and beside compute. The table beside has the same."
+        "Milliseconds of collectives by link, each priced alone: in the step, those of a layer's parameters share "
+        "buffers and overlap with compute. The table has the same numbers."
     )
     return Figure("links", text, tuple(data), _bars("ms of a step"), 170 + 36 * len(links))
 

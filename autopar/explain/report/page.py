@@ -136,7 +136,7 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
     rate = plan.samples_per_step / plan.step_time_s
     yield "step-time", "Step, ms", milliseconds(plan.step_time_s), "predicted"
     yield "throughput", "Rows per second", Number(rate, digits(rate)), f"{plan.samples_per_step} rows per step"
-    margin = f", give or take {plan.memory_error:.0%}" if plan.memory_error else ""
+    margin = f", within {plan.memory_error:.0%}" if plan.memory_error else ""
     limit = f"of {size(plan.memory_limit_bytes).text} allowed{margin}"
     yield "peak-memory", "Peak memory", size(plan.peak_memory_bytes), limit
     yield "gap", "From the optimum, at most", percent(plan.optimality_gap), "of the plans in the search space"
@@ -252,7 +252,7 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if tables:
         text = ["Each row is the best plan under that condition, searched for anew."]
         text += [
-            f"{row.constraint} is faster than the plan: the search had passed it over; ask for it as a constraint."
+            f"{row.constraint} is faster than the plan, and the search did not consider it; ask for it as a constraint."
             for row in faster(findings.forced, plan.step_time_s)
         ]
         yield Section("choices-section", "Other choices", tuple(text), (), tables)
@@ -264,7 +264,7 @@ def _certainty_section(findings: Findings) -> Section:
     spent = tuple((name, Number(seconds, f"{seconds:.2f}")) for name, seconds in plan.planning_s)
     return Section(
         "certainty-section",
-        "How sure",
+        "Confidence",
         (
             f"The plan is within {plan.optimality_gap:.1%} of a lower bound on every plan in the search space.",
             *plan.notes,

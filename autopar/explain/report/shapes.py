@@ -31,7 +31,7 @@ COLOURS = {
     "send": "#cc79a7",
     "broadcast": "#882255",
     "waiting in the pipeline": "#8f8f8f",
-    "joined or hidden": "#8f8f8f",
+    "overlapped communication": "#8f8f8f",
 }
 MEMORY_COLOURS = {
     "parameters": "#0072b2",

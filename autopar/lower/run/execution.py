@@ -107,7 +107,7 @@ class Executor:
         microbatch: int = 0,
         open_layer: Callable[[int], LayerUse] | None = None,
     ) -> dict[str, Tensor]:
-        """Run one microbatch through all layers; returns the local parts of outputs and updates, as they lie."""
+        """Run one microbatch through all layers; returns the local parts of outputs and updates."""
         values: dict[str, Tensor] = dict(zip(self.executable.program.inputs, tensors, strict=True))
         self.run_layers(self.stages.ranges[0], values, base_seed, microbatch, open_layer)
         return {name: values[name] for name in self.kept}

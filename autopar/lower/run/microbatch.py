@@ -17,12 +17,11 @@ __all__ = ["join_microbatches", "run_microbatches"]
 def run_microbatches(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> dict[str, Tensor]:
     """Run all microbatches of one step.
 
-    Under grad mode their backward passes run here, too, and the loss that is returned carries their
-    gradients: its backward releases them, scaled by the gradient that it gets.  Other outputs carry no
-        gradient.
+    Under grad mode their backward passes run here, too, and the loss that is returned carries their gradients: its
+    backward releases them, scaled by the gradient that it gets.  Other outputs carry no gradient.
 
     Returns:
-        Outputs (local parts as they lie, whole over time) and updates; the loss is whole.
+        Outputs (local parts in their own layouts, of the whole batch) and updates; the loss is whole.
     """
     program = executor.executable.program
     parameters = trained_parameters(executor)

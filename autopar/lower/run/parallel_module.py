@@ -75,14 +75,12 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
         communicator: of this rank.
         mesh: over all ranks, of any shape.
         draws: the values of those of `module`'s tensors that are on the meta device.
-        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check
-            only.
-        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of
-            the model
+        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check only.
+        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of the model
             traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
         outputs_factory: for a model with a loss function: the same for eval calls that have no ``target``.
         compile_layers: compile each distinct layer program, forward and backward.
-        predictions: what `program` shows, and `report` beside what it measures.
+        predictions: what `program` shows, and what `report` compares measurements with.
 
     Raises:
         PlanMismatchError: plan, program, module and number of devices don't belong together.
@@ -105,7 +103,7 @@ class ParallelModule(Skeleton):
     has those of its own stages only.
 
     Attributes:
-        whole_outputs: set it to get outputs beside the loss as whole plain tensors on every rank.  Otherwise they are
+        whole_outputs: set it to get all outputs as whole plain tensors on every rank.  Otherwise those but the loss are
             DTensors that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other
             stages.
     """
