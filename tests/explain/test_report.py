@@ -24,7 +24,7 @@ from autopar.explain.planner import Planner
 from autopar.explain.report import render_report, write_report
 from autopar.explain.report.layers import layer_strip
 from autopar.explain.report.page import sections
-from autopar.explain.report.steps import condense, shown_groups
+from autopar.pages.timelines import condense, shown_groups
 from autopar.plan import PlannedLayer
 from autopar.timeline import MEMORY_KINDS, Event, MemoryPoint, StepTimeline
 

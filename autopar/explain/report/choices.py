@@ -8,7 +8,9 @@ from typing import Any
 
 from autopar.explain.forced import ForcedRow
 from autopar.explain.planner import Answer
-from autopar.explain.report.shapes import (
+from autopar.explain.runners_up import RunnerUp, pareto_front
+from autopar.explain.sweep import SweepRow
+from autopar.pages.shapes import (
     LEGEND,
     MARGIN,
     Cell,
@@ -23,8 +25,6 @@ from autopar.explain.report.shapes import (
     size,
     size_unit,
 )
-from autopar.explain.runners_up import RunnerUp, pareto_front
-from autopar.explain.sweep import SweepRow
 from autopar.plan import Plan
 from autopar.search import Considered
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.explain.explanation import Explanation, KindRow, LinkRow
 from autopar.explain.planner import Answer
-from autopar.explain.report.shapes import (
+from autopar.explain.work import KindWork, roofs
+from autopar.pages.shapes import (
     COLOURS,
     LEGEND,
     MARGIN,
@@ -26,7 +27,6 @@ from autopar.explain.report.shapes import (
     size,
     size_unit,
 )
-from autopar.explain.work import KindWork, roofs
 
 __all__ = [
     "bytes_figure",

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autopar.explain.report.shapes import PATTERNS, SERIES, Cell, Figure, Table, axis, count, milliseconds, size
+from autopar.pages.shapes import PATTERNS, SERIES, Cell, Figure, Table, axis, count, milliseconds, size
 from autopar.plan import LayerStrategy, Plan
 
 __all__ = ["layer_strip", "layer_table"]

@@ -1,14 +1,9 @@
-"""The page: sections of charts, tables and text, and the one file that holds all of them and what draws them."""
+"""The page of a plan: its sections of charts, tables and text."""
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from autopar.errors import QuestionError
 from autopar.explain.findings import Findings
@@ -32,8 +27,10 @@ from autopar.explain.report.costs import (
     share_table,
 )
 from autopar.explain.report.layers import layer_strip, layer_table
-from autopar.explain.report.shapes import Cell, Figure, Number, Table, digits, milliseconds, percent, size
-from autopar.explain.report.steps import (
+from autopar.explain.work import kind_works
+from autopar.pages.page import Section, render_page
+from autopar.pages.shapes import Number, Table, digits, milliseconds, percent, size
+from autopar.pages.timelines import (
     condense,
     memory_figure,
     memory_table,
@@ -41,20 +38,8 @@ from autopar.explain.report.steps import (
     timeline_figure,
     timeline_table,
 )
-from autopar.explain.work import kind_works
 
-__all__ = ["Section", "render_page", "render_report", "sections", "write_report"]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page; `text` are paragraphs, `figures` and `tables` come below in this order."""
-
-    name: str
-    title: str
-    text: tuple[str, ...] = ()
-    figures: tuple[Figure, ...] = ()
-    tables: tuple[Table, ...] = ()
+__all__ = ["render_report", "sections", "write_report"]
 
 
 def write_report(path: str | Path, findings: Findings) -> None:
@@ -80,54 +65,6 @@ def render_report(findings: Findings) -> str:
         _asked(findings),
         tuple(sections(findings)),
     )
-
-
-def render_page(
-    title: str,
-    cards: Sequence[tuple[str, str, Number, str]],
-    verdict: str,
-    asked: Sequence[str],
-    shown: Sequence[Section],
-) -> str:
-    """Sections as one HTML text, which loads nothing from anywhere.
-
-    Args:
-        title: of the page.
-        cards: the numbers at the top: id, name, number and what stands below it.
-        verdict: a sentence below them, without its full stop.
-        asked: what the page is about, in short texts.
-        shown: the sections in order.
-
-    Raises:
-        QuestionError: what draws pages is not installed.
-    """
-    try:
-        jinja2: Any = importlib.import_module("jinja2")
-        offline: Any = importlib.import_module("plotly.offline")
-    except ImportError as error:
-        raise QuestionError(
-            f"--html needs {error.name}: pip install 'autopar[report]' (or pip install plotly)"
-        ) from error
-    files = resources.files("autopar.explain.report")
-    parts = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
-    figures = {figure.name: figure.spec for section in shown for figure in section.figures}
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(parts["page.html"]).render(
-        title=title,
-        cards=cards,
-        verdict=verdict,
-        asked=asked,
-        sections=shown,
-        style=parts["page.css"],
-        script=parts["page.js"],
-        plotly=offline.get_plotlyjs(),
-        figures=json.dumps(figures, separators=(",", ":")).replace("<", "\\u003c"),
-        is_number=_is_number,
-    )
-
-
-def _is_number(cell: Cell) -> bool:
-    return isinstance(cell, Number)
 
 
 def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:

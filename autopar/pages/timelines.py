@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.explain.report.shapes import (
+from autopar.pages.shapes import (
     COLOURS,
     LEGEND,
     MARGIN,
