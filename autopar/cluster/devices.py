@@ -12,7 +12,7 @@ _GIB = 2.0**30
 _TFLOPS = 1e12
 _SHEET = "published: the vendor's data sheet, dense"
 _SEEN = "published: the size that the driver reports to programs"
-_CALIBRATED = "calibrated: published training runs, see docs/cost-model.md"
+_CALIBRATED = "calibrated: published training runs, see docs/accuracy.md"
 _SHARE = "estimate: context 0.5 GB, communicator buffers and library workspaces 2 GB"
 
 

@@ -14,7 +14,7 @@ __all__ = ["MEMORY_ERROR", "Considered", "SearchRequest"]
 
 MEMORY_ERROR = 0.05
 """31 of 34 predicted peaks of models that the walk was not made by were off by less (`benchmarks/accuracy.py memory
---held-out`; docs/cost-model.md has those that were not).  On GPUs it is an estimate."""
+--held-out`; docs/accuracy.md has those that were not).  On GPUs it is an estimate."""
 
 
 @dataclass(frozen=True)
