@@ -31,10 +31,11 @@ from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_constraints, read_dtype, training_spec
+from autopar.planning.given_plan import given_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
-from autopar.step.plan_check import check_fit, check_same_decisions
+from autopar.step.plan_check import check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
 from autopar.trace import (
@@ -142,8 +143,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
-        own = agree(group, lambda: _given_plan(given, traced.program, communicator.world_size))
-        plan = share(group, lambda: own)
+        own = agree(group, lambda: given_plan(given, traced.program, communicator.world_size))
+        plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
         agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
     chosen = plan
     watch_optimizers(model.parameters())
@@ -344,12 +345,6 @@ def load_profile(given: Profile | str | Path) -> Profile:
             f"profile={str(given)!r} can't be read: {error}. Measure one on the device: "
             f"python -m autopar.profile --output {given}"
         ) from error
-
-
-def _given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:
-    chosen = given if isinstance(given, Plan) else Plan.load(given)
-    check_fit(chosen, program, world_size)
-    return chosen
 
 
 def _describe(model: nn.Module, program: Program) -> str:

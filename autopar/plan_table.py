@@ -15,7 +15,9 @@ from autopar.placement import format_layout
 
 if TYPE_CHECKING:
     from autopar.placement import Layout
-    from autopar.plan import LayerCost, LayerStrategy, Plan, Stage
+    from autopar.plan import LayerStrategy, Plan, Stage
+    from autopar.prediction import LayerCost
+    from autopar.schedule import StageCost
 
 __all__ = ["format_plan"]
 
@@ -47,7 +49,7 @@ def format_plan(plan: Plan) -> str:
 def _heading(plan: Plan) -> str:
     passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
-    return f"Plan for {plan.world_size} x {plan.device}{stages}{passes}"
+    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}"
 
 
 def _layer_table(plan: Plan) -> Table:
@@ -58,11 +60,15 @@ def _layer_table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     # Where there are many stages, their own table says where they are cut.
     starts = [stage.start for stage in plan.stages] if len(plan.stages) <= _FEW_STAGES else []
-    numbered = enumerate(plan.layers)
-    for (index, _), group in itertools.groupby(numbered, lambda pair: (pair[1].strategy, bisect(starts, pair[0]))):
-        layers = [layer for _, layer in group]
+    costs = plan.costs or (None,) * len(plan.layers)
+
+    def alike(index: int) -> tuple[int, LayerCost | None, int]:
+        return plan.layers[index].strategy, costs[index], bisect(starts, index)
+
+    for (strategy, cost, _), group in itertools.groupby(range(len(plan.layers)), alike):
+        layers = [plan.layers[index] for index in group]
         names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
-        table.add_row(names, *_describe_strategy(plan.strategies[index]), *_describe_cost(plan.costs[index]))
+        table.add_row(names, *_describe_strategy(plan.strategies[strategy]), *_describe_cost(cost))
     return table
 
 
@@ -75,8 +81,9 @@ def _stage_table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     number = 0
     # Neighbouring stages with equally many layers and equal times share a row.
-    for columns, alike in itertools.groupby(plan.stages, _describe_stage):
-        stages = list(alike)
+    costs = plan.prediction.stages or (None,) * len(plan.stages)
+    for columns, alike in itertools.groupby(zip(plan.stages, costs, strict=True), lambda both: _describe_stage(*both)):
+        stages = [stage for stage, _ in alike]
         ranks = sorted(rank for stage in stages for rank in _end_ranks(plan, stage))
         names = [layer.name for layer in plan.layers[stages[0].start : stages[-1].stop]]
         table.add_row(
@@ -89,11 +96,14 @@ def _stage_table(plan: Plan) -> Table:
     return table
 
 
-def _describe_stage(stage: Stage) -> tuple[str, ...]:
+def _describe_stage(stage: Stage, cost: StageCost | None) -> tuple[str, ...]:
     """The number of layers, then the columns."""
-    times_s = (stage.forward_s, stage.backward_s, stage.send_forward_s, stage.send_backward_s, stage.step_s)
-    size = _format_size(stage.peak_memory_bytes)
-    return (str(stage.stop - stage.start), *(f"{each * 1e3:.3g}" for each in times_s), str(stage.in_flight), size)
+    number = str(stage.stop - stage.start)
+    if cost is None:
+        return (number,)
+    times_s = (cost.forward_s, cost.backward_s, cost.send_forward_s, cost.send_backward_s, cost.step_s)
+    size = _format_size(cost.peak_memory_bytes)
+    return (number, *(f"{each * 1e3:.3g}" for each in times_s), str(cost.in_flight), size)
 
 
 def _end_ranks(plan: Plan, stage: Stage) -> tuple[int, int]:
@@ -110,7 +120,9 @@ def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
     return axes, _STORAGE.get(strategy.zero, str(strategy.zero)), strategy.recompute
 
 
-def _describe_cost(cost: LayerCost) -> tuple[str, ...]:
+def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
+    if cost is None:
+        return ()
     sizes = (
         cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
         cost.transient_bytes
@@ -128,6 +140,19 @@ def _format_size(num_bytes: float) -> str:
 
 
 def _totals(plan: Plan) -> list[str]:
+    lines = _predicted(plan) if plan.costs else ["nothing is predicted of this plan: it was edited, or saved without"]
+    if plan.shared_storage:
+        lines.append(f"shared parameters    {_shared(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
+    if plan.constraints:
+        lines.append("constraints          " + "; ".join(plan.constraints))
+    if plan.planning_s:
+        stages = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in plan.planning_s)
+        lines.append(f"planning             {stages}")
+    lines.extend(f"note: {note}" for note in plan.notes)
+    return lines
+
+
+def _predicted(plan: Plan) -> list[str]:
     rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
     lines = [
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
@@ -138,19 +163,11 @@ def _totals(plan: Plan) -> list[str]:
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
     ]
     if plan.stages and plan.step_time_s > 0:
-        busy_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
+        busy_s = sum(cost.total_s for cost in plan.costs)
         idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
         lines.append(f"pipeline bubble      devices are idle {idle:.0%} of the step, excluding sends")
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
-    if plan.shared_storage:
-        lines.append(f"shared parameters    {_shared(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
-    if plan.constraints:
-        lines.append("constraints          " + "; ".join(plan.constraints))
-    if plan.planning_s:
-        stages = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in plan.planning_s)
-        lines.append(f"planning             {stages}")
-    lines.extend(f"note: {note}" for note in plan.notes)
     return lines
 
 
@@ -184,13 +201,12 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _shares(plan: Plan) -> str:
-    costs = [plan.costs[layer.strategy] for layer in plan.layers]
     parts = {
-        "compute": sum(cost.forward_s + cost.backward_s for cost in costs),
-        "recompute": sum(cost.recompute_s for cost in costs),
-        "activation communication": sum(cost.activation_comm_s for cost in costs),
-        "parameter communication": sum(cost.parameter_comm_s for cost in costs),
-        "optimizer": sum(cost.optimizer_s for cost in costs),
+        "compute": sum(cost.forward_s + cost.backward_s for cost in plan.costs),
+        "recompute": sum(cost.recompute_s for cost in plan.costs),
+        "activation communication": sum(cost.activation_comm_s for cost in plan.costs),
+        "parameter communication": sum(cost.parameter_comm_s for cost in plan.costs),
+        "optimizer": sum(cost.optimizer_s for cost in plan.costs),
     }
     total = sum(parts.values()) or 1.0
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)

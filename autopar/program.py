@@ -244,6 +244,12 @@ class Program:
         held = map(self.values.__getitem__, self.parameters)
         return sum(v.type.num_elements for v in held if v.role == "parameter" and v.requires_grad)
 
+    @cached_property
+    def batch_size(self) -> int:
+        """Rows of the global batch: of the first input that has rows."""
+        shapes = (self.type_of(name).shape for name in self.inputs)
+        return next((shape[0] for shape in shapes if shape), 1)
+
     def type_of(self, name: str) -> TensorType:
         """The type of the value called `name`."""
         return self.values[name].type

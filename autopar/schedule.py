@@ -21,7 +21,7 @@ __all__ = [
     "ScheduleSource",
     "Shape",
     "Span",
-    "StageTimes",
+    "StageCost",
     "Timeline",
     "count_flights",
     "parse_action",
@@ -103,22 +103,28 @@ def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microb
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """Seconds that one microbatch takes in one stage.
+class StageCost:
+    """What a pipeline stage costs on one device; the first five fields are seconds of one microbatch.
 
     Args:
         forward_s: F.
         backward_s: B, which is I and W together.
-        weight_s: the part of `backward_s` that is W.
-        send_forward_s: what the stage's outputs take to the next stage (0 if that is on the same group).
-        send_backward_s: what the gradients of its inputs take to the stage before.
+        weight_s: the part of `backward_s` that is W: gradients of parameters.
+        send_forward_s: sending the stage's outputs to the next stage (0 if that is on the same group).
+        send_backward_s: sending the gradients of its inputs to the stage before.
+        step_s: seconds once per step: gathers and reductions of parameters, the optimizer.
+        peak_memory_bytes: peak bytes of a device of its group, of all the group's stages together.
+        in_flight: the most microbatches that are between forward and backward in it.
     """
 
-    forward_s: float
-    backward_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
     weight_s: float = 0.0
     send_forward_s: float = 0.0
     send_backward_s: float = 0.0
+    step_s: float = 0.0
+    peak_memory_bytes: float = 0.0
+    in_flight: int = 0
 
 
 class Span(NamedTuple):
@@ -149,7 +155,7 @@ class Timeline:
 
 def simulate_schedule(
     actions: ScheduleActions,
-    stages: tuple[StageTimes, ...],
+    stages: tuple[StageCost, ...],
     seconds: Sequence[float] = (),
     begins_s: Sequence[float] = (),
 ) -> Timeline:
@@ -231,7 +237,7 @@ _COSTS = {"F": 0, "B": 1, "I": 2, "W": 3, "SEND_F": 4, "SEND_B": 5}
 _AFTER = {"W": "B", "SEND_F": "F", "SEND_B": "B"}  # what of its own stage an action comes after
 
 
-def _seconds(times: StageTimes) -> tuple[float, ...]:
+def _seconds(times: StageCost) -> tuple[float, ...]:
     """In the order of `_COSTS`."""
     inputs_s = times.backward_s - times.weight_s
     sends_s = (times.send_forward_s, times.send_backward_s)
@@ -351,6 +357,15 @@ class Shape:
     num_groups: int
     num_stages: int
     num_microbatches: int
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The device group of each stage."""
+        return tuple(stage_group(self.schedule, stage, self.num_groups) for stage in range(self.num_stages))
+
+    def actions(self, source: ScheduleSource) -> ScheduleActions:
+        """The schedule's lists."""
+        return source(self.schedule, self.num_groups, self.num_stages, self.num_microbatches)
 
 
 def count_flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:

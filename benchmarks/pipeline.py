@@ -28,7 +28,7 @@ import torch.distributed as dist
 from autopar.lower.communication.communicator import Handle, ProcessGroupCommunicator
 from autopar.lower.run.schedules import StageWork, run_schedule, schedule_actions
 from autopar.placement import Axis
-from autopar.schedule import SCHEDULES, ScheduleActions, StageTimes, simulate_schedule, stage_group
+from autopar.schedule import SCHEDULES, ScheduleActions, StageCost, simulate_schedule, stage_group
 
 UNEVEN = (1.0, 1.6, 0.7, 1.3)  # what stages take relative to each other, round and round
 PAYLOAD = 1 << 14  # float32 numbers in a message
@@ -186,7 +186,7 @@ def run_step(case: Case, talk: ProcessGroupCommunicator, unit_s: float, send_s: 
     # one machine, one monotonic clock
     measured_s = max(gather(talk, stopped)) - min(gather(talk, started))
     taken_s = [load * unit_s for load in case.loads]
-    times = tuple(StageTimes(s, 2 * s, s, send_s, send_s) for s in taken_s)
+    times = tuple(StageCost(s, 2 * s, s, send_s, send_s) for s in taken_s)
     return Outcome(simulate_schedule(actions, times).step_s, measured_s, 3 * case.num_microbatches * sum(taken_s))
 
 

@@ -186,7 +186,7 @@ def print_losses(console: Console, parallel: list[float], single: list[float]) -
 
 def print_predictions(console: Console, plan: autopar.Plan, step_s: float, held_bytes: int, saved_bytes: int) -> None:
     """Prediction beside measurement, then the ratio."""
-    predicted_bytes = max((s.peak_memory_bytes for s in plan.stages if s.group == 0), default=plan.peak_memory_bytes)
+    predicted_bytes = plan.group_peak_bytes(0)
     table = Table("", "predicted", "measured", "measured / predicted", title="Prediction and measurement, rank 0")
     table.add_row(
         "step time",

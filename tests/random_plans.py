@@ -9,10 +9,9 @@ import itertools
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 
 from autopar.placement import REPLICATE, Layout, refine_mesh, shard
-from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer, Stage
+from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer, Stage
 from autopar.program import Layer, Op, Option, Program
 from autopar.schedule import SCHEDULES, schedule_problem, stage_group
 from autopar.search.meshes import mesh_shapes
@@ -35,22 +34,16 @@ def random_plan(
         for layer in program.kinds
     ]
     shared_mesh = refine_mesh(*(strategy.mesh for strategy in strategies))
-    return Plan(
+    decisions = Decisions(
         fingerprint=program.fingerprint,
         world_size=world_size,
-        device="random",
         num_microbatches=num_microbatches,
         layers=tuple(PlannedLayer(layer.name, layer.kind, layer.kind) for layer in program.layers),
         strategies=tuple(strategies),
-        costs=tuple(LayerCost() for _ in strategies),
         shared_mesh=shared_mesh,
         shared_storage=_random_shared_storage(program, shared_mesh, rng),
-        step_time_s=0.0,
-        peak_memory_bytes=0.0,
-        memory_limit_bytes=math.inf,
-        samples_per_step=1,
-        optimality_gap=math.inf,
     )
+    return Plan(decisions)
 
 
 def random_pipeline(
@@ -85,7 +78,7 @@ def with_stages(plan: Plan, num_groups: int, schedule: str, num_stages: int, rng
     stages = tuple(
         Stage(start, stop, stage_group(schedule, index, num_groups)) for index, (start, stop) in enumerate(bounds)
     )
-    return replace(plan, world_size=plan.world_size * num_groups, stages=stages, schedule=schedule)
+    return plan.with_decisions(world_size=plan.world_size * num_groups, stages=stages, schedule=schedule)
 
 
 def shared_parameters(program: Program) -> tuple[str, ...]:

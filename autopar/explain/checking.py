@@ -21,8 +21,8 @@ from autopar.lower.compat import leaves_of, map_leaves
 from autopar.lower.parameters.materialize import materialize
 from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
-from autopar.search.repricing import reprice
 from autopar.step.plan_check import check_fit
+from autopar.step.pricing import predict
 from autopar.verify import VerificationReport, verify
 from autopar.verify.shrink_plan import shrink_plan
 
@@ -94,7 +94,8 @@ def check_plan(
     check_fit(edited, best.program, world_size)
     before, priced = (
         replace(
-            reprice(best.program, plan, best.prices, best.training, schedule_actions),
+            plan,
+            prediction=predict(best.program, plan.decisions, best.prices, best.training, schedule_actions),
             memory_limit_bytes=best.plan.memory_limit_bytes,
             memory_error=best.plan.memory_error,
         )

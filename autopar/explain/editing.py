@@ -48,7 +48,7 @@ def parse_edit(text: str) -> Edit:
 
 
 def apply_edits(plan: Plan, program: Program, edits: Iterable[Edit]) -> Plan:
-    """`plan` with the edits, one after the other; its costs are those from before (`autopar.search.repricing.reprice`).
+    """`plan` with the edits, one after the other; nothing is predicted of it.
 
     Layers keep their mesh and the factors of their ops.  Another ZeRO level changes where parameters lie between steps:
     from 0 to more they are cut over all axes on which computing reads them whole, and back.
@@ -72,17 +72,19 @@ def _apply(plan: Plan, program: Program, edit: Edit) -> Plan:
         names = [layer.name for layer in plan.layers]
         known = ", ".join(difflib.get_close_matches(edit.pattern, names, 3, 0.4) or names[:3])
         raise QuestionError(f"--set {edit.text!r}: no layer is called {edit.pattern!r}; there are {known} ...")
-    strategies, costs, layers = list(plan.strategies), list(plan.costs), list(plan.layers)
+    strategies, layers = list(plan.strategies), list(plan.layers)
     for number in numbers:
         old = layers[number].strategy
         new = _changed(plan, program, number, edit)
-        # Costs of a strategy that is new here are its predecessor's until it is priced.
         if new not in strategies:
             strategies.append(new)
-            costs.append(costs[old])
         index = old if strategies[old] == new else strategies.index(new)
         layers[number] = replace(layers[number], strategy=index)
-    return _without_unused(replace(plan, strategies=tuple(strategies), costs=tuple(costs), layers=tuple(layers)))
+    used = sorted({layer.strategy for layer in layers})
+    return plan.with_decisions(
+        strategies=tuple(strategies[index] for index in used),
+        layers=tuple(replace(layer, strategy=used.index(layer.strategy)) for layer in layers),
+    )
 
 
 def _changed(plan: Plan, program: Program, number: int, edit: Edit) -> LayerStrategy:
@@ -124,14 +126,3 @@ def _storage(
         if flow.is_parameter and name in placed.copies and program.parameters.get(name) not in shared:
             found[position] = storage_layout(placed.copies[name], flow.value.type, strategy.mesh, axes)
     return tuple(found)
-
-
-def _without_unused(plan: Plan) -> Plan:
-    used = sorted({layer.strategy for layer in plan.layers})
-    number = {old: new for new, old in enumerate(used)}
-    return replace(
-        plan,
-        strategies=tuple(plan.strategies[index] for index in used),
-        costs=tuple(plan.costs[index] for index in used),
-        layers=tuple(replace(layer, strategy=number[layer.strategy]) for layer in plan.layers),
-    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
 from autopar.explain.work import certainty
-from autopar.plan import LayerCost, Plan
+from autopar.plan import Plan
 from autopar.step.plan_collectives import plan_collectives
 
 __all__ = ["Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
@@ -101,18 +101,15 @@ def explain(answer: Answer) -> Explanation:
     )
 
 
-def _layer_costs(plan: Plan) -> Iterable[LayerCost]:
-    return (plan.costs[layer.strategy] for layer in plan.layers)
-
-
 def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits.
 
     The collectives of parameters are counted one by one.  What shared buffers save, and what overlaps with compute and
     so would be counted twice, is subtracted in a row of its own.
     """
-    costs = list(_layer_costs(plan))
-    found = {name: sum(getattr(cost, field) for cost in costs) / plan.num_groups for name, field in _SECONDS.items()}
+    found = {
+        name: sum(getattr(cost, field) for cost in plan.costs) / plan.num_groups for name, field in _SECONDS.items()
+    }
     rest = plan.step_time_s - sum(found.values())
     if plan.stages and rest >= 0:
         found["waiting in the pipeline"] = rest
@@ -123,19 +120,19 @@ def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
 
 def kind_rows(plan: Plan) -> Iterable[KindRow]:
     """Where time and bytes go, by layer kind and strategy."""
-    layers: dict[int, list[str]] = {}
-    for layer in plan.layers:
-        layers.setdefault(layer.strategy, []).append(layer.name)
-    for index, names in layers.items():
-        strategy, cost = plan.strategies[index], plan.costs[index]
+    layers: dict[int, list[int]] = {}
+    for index, layer in enumerate(plan.layers):
+        layers.setdefault(layer.strategy, []).append(index)
+    for number, own in layers.items():
+        strategy, costs = plan.strategies[number], [plan.costs[index] for index in own]
         labels = strategy.labels or ("?",) * len(strategy.mesh)
         yield KindRow(
-            tuple(names),
+            tuple(plan.layers[index].name for index in own),
             " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True)),
             _STORAGE[strategy.zero],
             strategy.recompute,
-            tuple((name, len(names) * getattr(cost, field)) for name, field in _SECONDS.items()),
-            tuple((name, len(names) * getattr(cost, field)) for name, field in _BYTES.items()),
+            tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _SECONDS.items()),
+            tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _BYTES.items()),
         )
 
 

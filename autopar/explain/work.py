@@ -87,8 +87,7 @@ def certainty(answer: Answer) -> tuple[tuple[str, float], ...]:
     for index, names in _by_strategy(plan.layers).items():
         for op in _priced_ops(answer, index):
             seconds[op.source] += len(names) * plan.num_microbatches * op.seconds
-        if plan.costs[index].optimizer_s:
-            seconds[answer.prices.optimizer_source] += len(names) * plan.costs[index].optimizer_s
+    seconds[answer.prices.optimizer_source] += sum(cost.optimizer_s for cost in plan.costs)
     for group in range(plan.num_groups):
         for run in plan_collectives(answer.program, plan, answer.training, group=group):
             source = answer.prices.collective_source(run.kind, run.axis)

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from autopar.ops import family_of
 from autopar.placement import REPLICATE, Axis, Layout
-from autopar.plan import LayerCost, LayerStrategy
+from autopar.plan import LayerStrategy
+from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.constraints import LayerDemands
@@ -36,7 +37,6 @@ from autopar.step.layer_cost import (
     storage_cost,
     stored_collectives,
 )
-from autopar.step.layer_facts import LayerFacts
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import Carried, carried, hidden_s
 from autopar.step.prices import Prices
@@ -101,7 +101,6 @@ class Scene:
         shared: where parameters that several layers read are stored.
         memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
         in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline.
-        facts: what the search knows of layers under strategies.
     """
 
     program: Program
@@ -112,12 +111,6 @@ class Scene:
     shared: SharedStorage
     memory_price_s_per_byte: float
     in_flight: int = 1
-    facts: LayerFacts = field(default_factory=LayerFacts, repr=False, compare=False)
-
-    def find(self, what: str, candidate: Candidate, make: Callable[[PlacedLayer], Fact]) -> Fact:
-        """What `make` gives for the candidate, as `LayerFacts.find`."""
-        count = self.num_microbatches
-        return self.facts.find(what, self.program, candidate.layer, candidate.strategy, count, self.shared, make)
 
 
 def layer_candidates(

@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
-from autopar.program import Program
-from autopar.schedule import ScheduleSource
-from autopar.search.assembly import assemble_plan
 from autopar.search.request import SearchRequest
-from autopar.search.stages.assembly import assemble_staged
 from autopar.search.stages.estimates import is_small
 from autopar.search.stages.solve import Found, Staged
 from autopar.search.trials import Trial
-from autopar.step.layer_facts import LayerFacts
-from autopar.step.memory import with_memory
-from autopar.step.prices import Prices
-from autopar.step.simulate import simulate_step
-from autopar.step.training import TrainingSpec
+from autopar.step.pricing import predict
 
-__all__ = ["Final", "best_final", "credit_overlap", "simulated"]
+__all__ = ["Final", "best_final"]
 
-_NOTHING = 1e-12  # share of the step: less is rounding
 _PIPELINES = 3  # that are simulated, where that takes no time
 _DOUBT = 1.15  # prices may be so far off: who times layers wants those of pipelines that seem slower, too
 
@@ -48,34 +39,6 @@ class Final:
     def order(self) -> tuple[float, float]:
         """Fastest first, of equals the smallest."""
         return self.plan.step_time_s, self.plan.peak_memory_bytes
-
-
-def credit_overlap(
-    program: Program,
-    plan: Plan,
-    prices: Prices,
-    training: TrainingSpec,
-    schedules: ScheduleSource | None,
-    facts: LayerFacts | None = None,
-) -> Plan:
-    """`plan`, whose step time is a sum, with the simulated step time and the difference as `overlapped_s`.
-
-    `facts` are those of a search with the same arguments.
-    """
-    step_s = simulate_step(program, plan, prices, training, schedules, detail="none", facts=facts).step_s
-    hidden_s = plan.step_time_s - step_s
-    if abs(hidden_s) <= _NOTHING * plan.step_time_s:
-        return plan
-    return replace(plan, step_time_s=step_s, overlapped_s=hidden_s)
-
-
-def simulated(
-    program: Program, plan: Plan, prices: Prices, request: SearchRequest, facts: LayerFacts | None = None
-) -> Plan:
-    """`plan`, whose seconds and bytes are sums, with those of a simulated step."""
-    plan = credit_overlap(program, plan, prices, request.training, request.schedules, facts)
-    plan = with_memory(program, plan, request.training, request.schedules, facts)
-    return replace(plan, memory_error=request.memory_error)
 
 
 def best_final(
@@ -130,14 +93,13 @@ class _Draw:
 
     def simulate(self) -> Final:
         if self.trial is not None:
-            task = self.trial.setting.task
-            plan = assemble_plan(self.trial.choice(self.path), task.program, task.prices, task.request.training)
+            task, decisions = self.trial.setting.task, self.trial.decisions(self.path)
         else:
             assert self.staged is not None
-            task = self.staged.setting.task
-            assert task.request.schedules is not None
-            plan = assemble_staged(self.staged, task.request.schedules)
-        return Final(simulated(task.program, plan, task.prices, task.request, task.facts), task.notes)
+            task, decisions = self.staged.setting.task, self.staged.decisions
+        request = task.request
+        prediction = predict(task.program, decisions, task.prices, request.training, request.schedules, task.facts)
+        return Final(Plan(decisions, prediction, memory_error=request.memory_error), task.notes)
 
 
 def _flat_draws(trials: Iterable[Trial], limit_bytes: float) -> Iterator[_Draw]:

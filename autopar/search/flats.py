@@ -10,7 +10,7 @@ import numpy as np
 from autopar.errors import ConstraintError
 from autopar.search.finals import fastest_draws
 from autopar.search.microbatch import TimeAssignment, time_assignment
-from autopar.search.trials import CandidateCache, Task, Trial, batch_size, make_trial, shared_menu
+from autopar.search.trials import CandidateCache, Task, Trial, make_trial, shared_menu
 
 __all__ = ["FlatSearch"]
 
@@ -75,7 +75,7 @@ class FlatSearch:
 def _microbatch_counts(task: Task) -> Iterator[tuple[int, TimeAssignment]]:
     """Numbers of microbatches that are exact, with how."""
     forced = task.constraints.get("microbatches")
-    batch = batch_size(task.program)
+    batch = task.program.batch_size
     if isinstance(forced, int):
         found = time_assignment(task.program, forced, per_microbatch=task.constraints.per_microbatch)
         if isinstance(found, str):

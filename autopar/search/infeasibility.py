@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autopar.errors import InfeasibleError
-from autopar.search.assembly import Choice, assemble_plan, layer_costs
+from autopar.plan import Decisions
 from autopar.search.request import SearchRequest
 from autopar.search.stages.solve import Staged
-from autopar.search.trials import Trial
-from autopar.step.memory import with_memory
+from autopar.search.trials import Task, Trial
+from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.planned_layers import PlannedLayers
+from autopar.step.pricing import layer_costs
 
 __all__ = ["describe_infeasible"]
 
@@ -17,7 +19,7 @@ _GIB = 2.0**30
 
 
 def describe_infeasible(
-    trials: Iterable[Trial],
+    trials: Sequence[Trial],
     limit_bytes: float,
     request: SearchRequest,
     notes: Iterable[str] = (),
@@ -34,14 +36,15 @@ def describe_infeasible(
             f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: {pipeline}. Use more devices or microbatches, "
             "a smaller batch, or leave out constraints on the pipeline"
         )
-    needed, parts, choice = found
+    needed, parts, decisions = found
+    has_rows = any(trial.setting.task.program.batch_size > decisions.num_microbatches for trial in trials)
     filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())
     blockers = "".join(f" ({note})" for note in notes if "microbatches" in note or "accumulation" in note)
     return InfeasibleError(
         f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: the smallest takes "
         f"{needed / _GIB:.6g} GiB "
-        f"({filling} GiB) on {choice.world_size} devices with {choice.scene.num_microbatches} microbatches. "
-        f"{_advise(parts, choice)}{blockers}" + (f" ({pipeline})" if smallest else "")
+        f"({filling} GiB) on {decisions.world_size} devices with {decisions.num_microbatches} microbatches. "
+        f"{_advise(parts, has_rows)}{blockers}" + (f" ({pipeline})" if smallest else "")
     )
 
 
@@ -53,34 +56,31 @@ def _describe_pipeline(staged: Staged) -> str:
     )
 
 
-def _smallest(trials: Iterable[Trial], doubt: float) -> tuple[float, dict[str, float], Choice] | None:
-    """The bytes with which a plan is sure to be found, what fills them, and the plan.
+def _smallest(trials: Iterable[Trial], doubt: float) -> tuple[float, dict[str, float], Decisions] | None:
+    """The bytes with which a plan is sure to be found, what fills them, and its decisions.
 
     These are what a search counts or what its step takes, whichever is more, and `doubt` times as much, because
     predictions may be off.
     """
-    best: tuple[float, dict[str, float], Choice] | None = None
+    best: tuple[float, dict[str, float], Decisions] | None = None
     for trial in trials:
         for path in trial.front:
             if best is not None and doubt * trial.paths.peak_bytes[path] >= best[0]:
                 break
-            choice = trial.choice(path)
-            parts = _fill(choice)
-            needed = doubt * max(sum(parts.values()), _walked_bytes(choice))
-            best = (needed, parts, choice) if best is None or needed < best[0] else best
+            task, decisions = trial.setting.task, trial.decisions(path)
+            layers = PlannedLayers(task.program, decisions, task.facts)
+            parts = _fill(layers, task)
+            (walk,) = step_memory(layers, task.request.training, None)
+            needed = doubt * max(sum(parts.values()), peak_bytes(walk))
+            best = (needed, parts, decisions) if best is None or needed < best[0] else best
     return best
 
 
-def _walked_bytes(choice: Choice) -> float:
-    scene = choice.scene
-    plan = assemble_plan(choice, scene.program, scene.prices, scene.training)
-    return with_memory(scene.program, plan, scene.training, None).peak_memory_bytes
-
-
-def _fill(choice: Choice) -> dict[str, float]:
-    costs = layer_costs(choice)
+def _fill(layers: PlannedLayers, task: Task) -> dict[str, float]:
+    training = task.request.training
+    costs = layer_costs(layers, task.prices, training)
     return {
-        "batch": choice.scene.training.batch_bytes(choice.scene.program),
+        "batch": training.batch_bytes(task.program),
         "parameters": sum(cost.parameter_bytes for cost in costs),
         "gradients": sum(cost.gradient_bytes for cost in costs),
         "optimizer": sum(cost.optimizer_bytes for cost in costs),
@@ -89,10 +89,10 @@ def _fill(choice: Choice) -> dict[str, float]:
     }
 
 
-def _advise(parts: dict[str, float], choice: Choice) -> str:
+def _advise(parts: dict[str, float], has_rows: bool) -> str:
     states = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if states >= parts["activations"] + parts["transients"]:
         return "Parameters and what belongs to them fill most: use more devices or a smaller optimizer state."
-    if choice.num_samples > choice.scene.num_microbatches:
+    if has_rows:
         return "Activations fill most: use a smaller batch, a shorter sequence or more devices."
     return "Activations fill most: use a shorter sequence or more devices."

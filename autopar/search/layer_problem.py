@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.placement import Layout, tidy
-from autopar.plan import LayerCost, LayerStrategy
+from autopar.plan import LayerStrategy
+from autopar.prediction import LayerCost
 from autopar.search.boundary import Policy, arrival_layout
 from autopar.search.elimination import minimise
 from autopar.search.layer_tables import LayerProblem, variant_tables

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from autopar.errors import ConstraintError
 from autopar.placement import REPLICATE, Axis, Layout, refine_layout, refine_mesh, shard
+from autopar.plan import Decisions, Stage
 from autopar.program import Layer, Program
-from autopar.search.assembly import Choice
+from autopar.search.assembly import decide
 from autopar.search.boundary import Policy, arrival_layout, boundary_layout, has_whole_boundary
 from autopar.search.candidates import Candidate, Scene, layer_candidates
 from autopar.search.chain import Chain, LayerTable, Paths, Skip, fastest_paths, path_costs, unbeaten
@@ -29,7 +30,7 @@ from autopar.step.layer_facts import LayerFacts
 from autopar.step.prices import Prices
 from autopar.step.shared_parameters import SharedCost, shared_costs
 
-__all__ = ["CandidateCache", "Setting", "Task", "Trial", "batch_size", "make_setting", "make_trial", "shared_menu"]
+__all__ = ["CandidateCache", "Setting", "Task", "Trial", "make_setting", "make_trial", "shared_menu"]
 
 Array = npt.NDArray[np.float64]
 State = tuple[tuple[int, ...], Policy]
@@ -175,11 +176,6 @@ def _is_refined(mesh: tuple[int, ...], fine: tuple[int, ...]) -> bool:
         return False
 
 
-def batch_size(program: Program) -> int:
-    """Rows of the global batch."""
-    return next(_rows(program), 1)
-
-
 def _rows(program: Program) -> Iterator[int]:
     """Rows of each input."""
     shapes = (program.type_of(name).shape for name in program.inputs)
@@ -226,14 +222,11 @@ class Setting:
         """The candidates of every layer."""
         return tuple(self.by_class[first] for first in self.task.classes)
 
-    def choice(self, path: Sequence[int], group_of: tuple[int, ...]) -> Choice:
-        """The candidates of these indices, one per layer, each on its device group."""
-        task = self.task
-        chosen = tuple(each[index] for each, index in zip(self.candidates, path, strict=True))
-        return Choice(
-            self.scene, chosen, self.crossings, task.shared_mesh, task.num_devices * task.num_groups,
-            self.shared_costs, batch_size(task.program), group_of,
-        )  # fmt: skip
+    def decisions(self, path: Sequence[int], stages: tuple[Stage, ...] = (), schedule: str = "") -> Decisions:
+        """Those of the candidates of these indices, one per layer."""
+        chosen = [each[index] for each, index in zip(self.candidates, path, strict=True)]
+        world_size = self.task.num_devices * self.task.num_groups
+        return decide(self.scene, chosen, self.task.shared_mesh, world_size, stages, schedule)
 
     def chains(self) -> tuple[Chain, Chain]:
         """All layers in one chain, on the same devices; and the same with seconds less what is hidden by estimate."""
@@ -262,9 +255,9 @@ class Trial:
     paths: Paths
     visible_s: Array
 
-    def choice(self, path: int) -> Choice:
-        """The path of this index as candidates."""
-        return self.setting.choice(self.paths.paths[path].tolist(), (0,) * len(self.setting.candidates))
+    def decisions(self, path: int) -> Decisions:
+        """Those of the path of this index."""
+        return self.setting.decisions(self.paths.paths[path].tolist())
 
     @cached_property
     def front(self) -> tuple[int, ...]:
@@ -294,7 +287,7 @@ def make_setting(
     """The setting, or None as `make_trial`."""
     scene = Scene(
         task.program, task.prices, task.request.training, count, factors, shared, task.memory_price_s_per_byte,
-        min(count, task.num_groups), task.facts,
+        min(count, task.num_groups),
     )  # fmt: skip
     by_class = {first: _class_candidates(task, scene, first, cache) for first in dict.fromkeys(task.classes)}
     if not all(by_class.values()):
@@ -354,7 +347,7 @@ def _check_batch(program: Program, degree: int, num_microbatches: int) -> None:
     pieces = degree * num_microbatches
     if degree == 1 or any(rows % pieces == 0 for rows in _rows(program)):
         return
-    count = batch_size(program) // num_microbatches
+    count = program.batch_size // num_microbatches
     where = f" in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
     raise ConstraintError(
         f"constraint 'data={degree}': a batch of {count} row{'s' * (count != 1)}{where} does not divide over {degree} "

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.plan import LayerStrategy, Plan
+from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleActions, ScheduleSource
 from autopar.step.layer_cost import own_training
@@ -207,32 +207,34 @@ class StepActions:
                 yield LayerAction("WAIT_REDUCE", index)
 
 
-def step_actions(program: Program, plan: Plan, training: TrainingSpec, schedules: ScheduleSource | None) -> StepActions:
-    """The actions of a step of `plan`.
+def step_actions(
+    program: Program, decisions: Decisions, training: TrainingSpec, schedules: ScheduleSource | None
+) -> StepActions:
+    """The actions of a step.
 
     Args:
-        program: that the plan fits.
-        plan: any plan.
+        program: that the decisions fit.
+        decisions: of any plan.
         training: how it is trained.
         schedules: where the action lists of its schedule come from; needed for a plan with stages.
     """
-    count = plan.num_microbatches
-    if plan.stages:
+    count, stages = decisions.num_microbatches, decisions.stages
+    if stages:
         assert schedules is not None
-        listed = schedules(plan.schedule, plan.num_groups, len(plan.stages), count)
+        listed = decisions.shape.actions(schedules)
     else:
         kinds = "FB" if training.is_training else "F"
         listed = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
     own = {layer.kind: own_training(program, layer, training) for layer in program.kinds}
     return StepActions(
         listed,
-        tuple(range(stage.start, stage.stop) for stage in plan.stages) or (range(len(plan.layers)),),
-        tuple(stage.group for stage in plan.stages) or (0,),
+        decisions.ranges,
+        decisions.groups,
         tuple(
-            LayerPolicy.of(plan.strategies[planned.strategy], own[layer.kind])
-            for layer, planned in zip(program.layers, plan.layers, strict=True)
+            LayerPolicy.of(strategy, own[layer.kind])
+            for layer, strategy in zip(program.layers, decisions.layer_strategies, strict=True)
         ),
-        has_stages=bool(plan.stages),
+        has_stages=bool(stages),
         is_training=training.is_training,
         num_microbatches=count,
     )

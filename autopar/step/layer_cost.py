@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ops import is_cheap
 from autopar.placement import Axis, local_shape
-from autopar.plan import LayerCost, LayerStrategy
+from autopar.plan import LayerStrategy
+from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Program, Value
 from autopar.step.collective_calls import CollectiveCall, reshard_calls
 from autopar.step.gradient_sums import gradient_sums_s

@@ -1,6 +1,6 @@
 """What was worked out of layers under strategies, kept for other plans of the same search.
 
-A search simulates the steps of many plans, which differ in a few layers.
+A search predicts the steps of many plans, which differ in a few layers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class LayerFacts:
 
     def __init__(self) -> None:
         """Nothing is known yet."""
-        self._known: dict[tuple[object, ...], Any] = {}
+        self._placed: dict[tuple[object, ...], PlacedLayer] = {}
+        self._known: dict[tuple[str, int], Any] = {}
 
-    def find(
-        self,
-        what: str,
-        program: Program,
-        layer: Layer,
-        strategy: LayerStrategy,
-        num_microbatches: int,
-        shared: SharedStorage,
-        make: Callable[[PlacedLayer], Fact],
-    ) -> Fact:
-        """What `make` gives for the layer with the strategy applied; `what` says which fact that is."""
-        stored = tuple(shared.get(name) for name in layer.held)
-        key = (what, layer.name, strategy, num_microbatches, stored)
+    def place(
+        self, program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, shared: SharedStorage
+    ) -> PlacedLayer:
+        """The layer with the strategy applied."""
+        key = (layer.name, strategy, num_microbatches, tuple(shared.get(name) for name in layer.held))
+        if key not in self._placed:
+            self._placed[key] = place(program, layer, strategy, num_microbatches, shared)
+        return self._placed[key]
+
+    def find(self, what: str, placed: PlacedLayer, make: Callable[[PlacedLayer], Fact]) -> Fact:
+        """What `make` gives for a layer that `place` returned; `what` says which fact that is."""
+        key = (what, id(placed))
         if key not in self._known:
-            self._known[key] = make(place(program, layer, strategy, num_microbatches, shared))
+            self._known[key] = make(placed)
         return self._known[key]

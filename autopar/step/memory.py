@@ -24,21 +24,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.placement import local_shape
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource
-from autopar.step.layer_facts import LayerFacts
+from autopar.step.actions import step_actions
 from autopar.step.liveness import input_key
-from autopar.step.local_layer import SharedStorage
-from autopar.step.parameter_bytes import Holdings, layer_holdings
+from autopar.step.parameter_bytes import layer_holdings
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec
 from autopar.timeline import Event, MemoryPoint
 
-__all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory", "with_memory"]
+__all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory"]
 
 
 class Moment(NamedTuple):
@@ -56,30 +53,18 @@ class Moment(NamedTuple):
 
 
 def step_memory(
-    program: Program,
-    plan: Plan,
-    training: TrainingSpec,
-    schedules: ScheduleSource | None,
-    overhead_bytes: float = 0.0,
-    facts: LayerFacts | None = None,
+    layers: PlannedLayers, training: TrainingSpec, schedules: ScheduleSource | None, overhead_bytes: float = 0.0
 ) -> tuple[tuple[Moment, ...], ...]:
     """Per device group, the moments of one step in order.
 
     Args:
-        program: that the plan fits.
-        plan: any plan.
+        layers: of any plan.
         training: how it is trained.
         schedules: where action lists come from; needed for a plan with stages.
         overhead_bytes: of communicators and allocator, all the time.
-        facts: those of a search with the same arguments.
     """
-    known = _Known(program, plan, training, facts or LayerFacts())
-    if plan.stages:
-        assert schedules is not None
-        actions = schedules(plan.schedule, plan.num_groups, len(plan.stages), plan.num_microbatches)
-    else:
-        kinds = "FB" if training.is_training else "F"
-        actions = (tuple(Action(0, kind, index) for index in range(plan.num_microbatches) for kind in kinds),)
+    known = _Known(layers, training)
+    actions = step_actions(layers.program, layers.decisions, training, schedules).listed
     return tuple(
         tuple(_Walk(known, group, any(a.kind == "I" for a in listed), overhead_bytes).run(listed))
         for group, listed in enumerate(actions)
@@ -91,37 +76,17 @@ def peak_bytes(memory: Iterable[Moment]) -> float:
     return max((sum(moment.num_bytes) for moment in memory), default=0.0)
 
 
-def with_memory(
-    program: Program,
-    plan: Plan,
-    training: TrainingSpec,
-    schedules: ScheduleSource | None,
-    facts: LayerFacts | None = None,
-) -> Plan:
-    """`plan` with the peaks of its walk."""
-    walks = step_memory(program, plan, training, schedules, facts=facts)
-    peaks = [peak_bytes(moments) for moments in walks]
-    stages = tuple(replace(stage, peak_memory_bytes=peaks[stage.group]) for stage in plan.stages)
-    return replace(plan, peak_memory_bytes=max(peaks), stages=stages)
-
-
 class _Known:
     """What all groups share: the layers' holdings, and how values cross from layer to layer."""
 
-    def __init__(self, program: Program, plan: Plan, training: TrainingSpec, facts: LayerFacts) -> None:
-        self.program, self.plan, self.training = program, plan, training
-        values = {name: value for value, name in program.parameters.items()}
-        self.shared: SharedStorage = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
-        self.strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
-        self.ranges = tuple(range(s.start, s.stop) for s in plan.stages) or (range(len(plan.layers)),)
-        self.groups = tuple(stage.group for stage in plan.stages) or (0,)
-        self.holdings: list[Holdings] = [
-            facts.find(
-                "holdings", program, program.kinds[layer.kind], strategy, plan.num_microbatches, self.shared,
-                lambda placed: layer_holdings(placed, training),
-            )
-            for layer, strategy in zip(program.layers, self.strategies, strict=True)
-        ]  # fmt: skip
+    def __init__(self, layers: PlannedLayers, training: TrainingSpec) -> None:
+        self.program, self.plan, self.training = layers.program, layers.decisions, training
+        self.shared, self.strategies = layers.shared, layers.strategies
+        self.ranges, self.groups = self.plan.ranges, self.plan.groups
+        # Like each layer, with the names of values in `holdings`.
+        self.like = [placed.layer for placed in layers.placed]
+        self.holdings = layers.find("holdings", lambda placed: layer_holdings(placed, training))
+        program = layers.program
         self.producer: dict[str, tuple[int, int]] = {}
         self.last_reader: dict[str, int] = {}
         for index, layer in enumerate(program.layers):
@@ -132,7 +97,7 @@ class _Known:
             layers.start: [
                 name
                 for name, (index, _) in self.producer.items()
-                if plan.stages and index < layers.start <= self.last_reader.get(name, -1)
+                if self.plan.stages and index < layers.start <= self.last_reader.get(name, -1)
             ]
             for layers in self.ranges
         }
@@ -203,7 +168,7 @@ class _Walk:
         parts: dict[tuple[object, ...], float] = {}
         for index in self.own:
             layer, holdings = program.layers[index], self.known.holdings[index]
-            real = dict(zip(program.kinds[layer.kind].held, layer.held, strict=True))
+            real = dict(zip(self.known.like[index].held, layer.held, strict=True))
             for name, num_bytes in holdings.stored:
                 parts[real[name], num_bytes if program.values[real[name]].role == "constant" else ""] = num_bytes
         parameters = sum(parts.values())
@@ -456,7 +421,7 @@ class _Walk:
     def _identity(self, microbatch: int, index: int, position: int) -> _Tensor:
         """Which tensor an input of a layer is: what was put out, or one that was moved for it."""
         name = self.known.program.layers[index].inputs[position]
-        first = self.known.program.kinds[self.known.program.layers[index].kind].inputs[position]
+        first = self.known.like[index].inputs[position]
         if name not in self.known.producer or not self.known.is_as_produced(index, position):
             return microbatch, index, input_key(first)
         return microbatch, *self._output(name)
@@ -478,8 +443,7 @@ class _Walk:
     def _keep(self, index: int, microbatch: int) -> None:
         """What a layer saves; by itself what other layers may hold as well."""
         running = self.known.holdings[index].running
-        layer = self.known.program.layers[index]
-        firsts = self.known.program.kinds[layer.kind].inputs
+        firsts = self.known.like[index].inputs
         inputs = {input_key(first): position for position, first in enumerate(firsts)}
         outputs = {key for key, _, _ in running.outputs}
         for key, num_bytes in running.saved.items():
@@ -492,7 +456,7 @@ class _Walk:
     def _inside_bytes(self, index: int) -> float:
         """What a layer saves that no other layer can hold."""
         running = self.known.holdings[index].running
-        firsts = self.known.program.kinds[self.known.program.layers[index].kind].inputs
+        firsts = self.known.like[index].inputs
         shared = {input_key(first) for first in firsts} | {key for key, _, _ in running.outputs}
         return running.saved_bytes - sum(size for key, size in running.saved.items() if key in shared)
 

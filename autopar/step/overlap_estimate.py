@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.plan import LayerCost
+from autopar.prediction import LayerCost
 from autopar.program import Program
 from autopar.step.layer_cost import PricedCollective
 from autopar.step.prices import Prices

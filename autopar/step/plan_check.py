@@ -11,6 +11,7 @@ from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, format_layout, local_shape
 from autopar.plan import LayerStrategy, Plan, stages_problem
 from autopar.program import Layer, Op, Program
+from autopar.records import encode_record
 from autopar.step.plan_typing import decision_problems, derivation_problems, storage_problems
 
 __all__ = ["check_fit", "check_same_decisions"]
@@ -41,7 +42,9 @@ def check_fit(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
 
 def check_same_decisions(plan: Plan, rank: int, first: Plan) -> None:
     """Raise PlanMismatchError, naming a decision, unless `rank` was given the plan that the first rank was given."""
-    for place, here, there in _differences("", plan.decisions(), first.decisions()):
+    if plan.decisions.digest() == first.decisions.digest():
+        return
+    for place, here, there in _differences("", encode_record(plan.decisions), encode_record(first.decisions)):
         raise PlanMismatchError(
             f"ranks were given different plans: {place} is {here!r:.200} on rank {rank} and {there!r:.200} on the "
             "first rank. Save the plan once and pass the same file on every rank"
@@ -75,7 +78,7 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
             f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
             f"here {program.fingerprint})"
         )
-    problem = stages_problem(plan)
+    problem = stages_problem(plan.decisions)
     unknown = [problem] if problem else list(decision_problems(plan))
     yield from unknown
     if unknown:

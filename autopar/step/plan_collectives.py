@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.placement import REPLICATE, Axis, local_shape, reshard, tidy
-from autopar.plan import LayerStrategy, Plan
+from autopar.plan import Decisions, LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.step.boundary_values import crossing_steps, find_crossings
 from autopar.step.collective_calls import reshard_calls
@@ -64,7 +64,7 @@ def plan_collectives(
             found += before
             found += _own_collectives(program, layer, strategy, plan.num_microbatches, training, shared)
             found += returning_collectives(program, layer, strategy, plan.num_microbatches, training)
-    return (*found, *stage_collectives(program, plan, training, group))
+    return (*found, *stage_collectives(program, plan.decisions, training, group))
 
 
 def _own_collectives(
@@ -126,7 +126,9 @@ def returning_collectives(
             yield priced(call, name, times, "activation")
 
 
-def stage_collectives(program: Program, plan: Plan, training: TrainingSpec, group: int) -> Iterator[PricedCollective]:
+def stage_collectives(
+    program: Program, plan: Decisions, training: TrainingSpec, group: int
+) -> Iterator[PricedCollective]:
     """What device group `group` sends to others in a step, and what all groups are told at its end.
 
     Their purposes are ``"stage"`` for values between stages and their gradients, ``"tied"`` for gradients of

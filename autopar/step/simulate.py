@@ -14,23 +14,30 @@ from typing import NamedTuple
 
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.schedule import Action, ScheduleSource, StageTimes, Timeline, simulate_schedule
+from autopar.schedule import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
 from autopar.step.actions import LayerAction
-from autopar.step.layer_facts import LayerFacts
 from autopar.step.layer_work import Item
 from autopar.step.memory import step_memory, timed_memory
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.step_work import StepWork, step_work
 from autopar.step.streams import Ran, Streams
 from autopar.step.training import TrainingSpec
 from autopar.timeline import Event, StepTimeline
 
-__all__ = ["MAX_EVENTS", "simulate_step"]
+__all__ = ["MAX_EVENTS", "simulate_step", "step_seconds"]
 
 MAX_EVENTS = 200_000
 """Above so many events of layers, a timeline shows whole actions."""
 
 _CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+
+
+def step_seconds(
+    layers: PlannedLayers, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
+) -> float:
+    """The seconds that `simulate_step` finds."""
+    return _Simulation(step_work(layers, prices, training, schedules)).run()
 
 
 def simulate_step(
@@ -42,7 +49,6 @@ def simulate_step(
     *,
     detail: str = "",
     overhead_bytes: float = 0.0,
-    facts: LayerFacts | None = None,
 ) -> StepTimeline:
     """One training step by `plan`, as it is expected to pass.
 
@@ -53,22 +59,22 @@ def simulate_step(
         training: how it is trained.
         schedules: where the action lists of its schedule come from; needed for a plan with stages.
         detail: ``"layers"``: an event for each piece of a layer and each collective.  ``"actions"``: one for what a
-            stage computes for one microbatch, one for all its collectives, one for each transfer.  ``"none"``: no
-            events, only the seconds.  ``""``: layers, as long as these are at most `MAX_EVENTS` events.
+            stage computes for one microbatch, one for all its collectives, one for each transfer.  ``""``: layers, as
+            long as these are at most `MAX_EVENTS` events.
         overhead_bytes: what communicators and the allocator take of a device, beside what the plan may use.
-        facts: those of a search with the same arguments.
 
     Returns:
         The step's seconds, the same for every `detail`; the events and the memory of every device group.
     """
-    simulation = _Simulation(step_work(program, plan, prices, training, schedules, facts))
+    layers = PlannedLayers(program, plan.decisions)
+    simulation = _Simulation(step_work(layers, prices, training, schedules))
     step_s = simulation.run()
     if not detail:
         detail = "layers" if simulation.num_events <= MAX_EVENTS else "actions"
-    events = () if detail == "none" else tuple(simulation.events(by_action=detail == "actions"))
+    events = tuple(simulation.events(by_action=detail == "actions"))
     if not events:
         return StepTimeline(step_s, ())
-    memory = step_memory(program, plan, training, schedules, overhead_bytes, facts)
+    memory = step_memory(layers, training, schedules, overhead_bytes)
     return StepTimeline(
         step_s, events, timed_memory(memory, events, step_s), plan.memory_limit_bytes + overhead_bytes
     )  # fmt: skip
@@ -101,7 +107,7 @@ class _Simulation:
     def run(self) -> float:
         """The step's seconds."""
         stages = tuple(
-            StageTimes(0.0, 0.0, 0.0, _seconds(ahead), _seconds(back))
+            StageCost(0.0, 0.0, 0.0, _seconds(ahead), _seconds(back))
             for ahead, back in zip(self.work.sends, self.work.sends_back, strict=True)
         )
         ran, seconds = zip(*map(self._run, self.actions), strict=True)

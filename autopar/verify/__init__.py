@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             f"the plan is not to be exact: {approximate[0].target} ({approximate[0].module}) takes each microbatch for "
             "the whole batch, as a constraint allows. Verify a plan without that constraint"
         )
-    plan = replace(plan, fingerprint=traced.program.fingerprint)
+    plan = plan.with_decisions(fingerprint=traced.program.fingerprint)
     try:
         with keep_double():
             expected = run_single(double, _as_double(inputs), steps, make_optimizer)

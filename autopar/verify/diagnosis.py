@@ -31,7 +31,7 @@ def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: Examp
     """
     program = traced.program
     expected = observe(model, traced, single_device_plan(program), inputs)[0]
-    flat = replace(plan, world_size=plan.group_size, stages=(), schedule="")
+    flat = plan.with_decisions(world_size=plan.group_size, stages=(), schedule="")
     problem = _first_op(program, _one_pass(flat), expected, observe(model, traced, _one_pass(flat), inputs))
     if problem:
         return problem
@@ -46,7 +46,7 @@ def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: Examp
 def _one_pass(plan: Plan) -> Plan:
     """`plan` without microbatches and recomputation; its stages stay, by a schedule that doesn't split backwards."""
     strategies = tuple(replace(strategy, time=(), recompute="none") for strategy in plan.strategies)
-    return replace(plan, num_microbatches=1, strategies=strategies, schedule=_simple_schedule(plan))
+    return plan.with_decisions(num_microbatches=1, strategies=strategies, schedule=_simple_schedule(plan))
 
 
 def _simple_schedule(plan: Plan) -> str:

@@ -13,7 +13,7 @@ from autopar.api import ExampleInputs
 from autopar.lower import ParallelModule
 from autopar.lower.compat import on_gradient, run_backward
 from autopar.placement import REPLICATE, Layout
-from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
+from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer
 from autopar.program import Layer, Program
 from autopar.trace import Traced
 from autopar.verify.rehearsal import loss_of, run_ranks
@@ -97,10 +97,5 @@ def single_device_plan(program: Program) -> Plan:
         )
         for layer in program.kinds
     )  # fmt: skip
-    return Plan(
-        fingerprint=program.fingerprint, world_size=1, device="", num_microbatches=1,
-        layers=tuple(PlannedLayer(layer.name, layer.kind, layer.kind) for layer in program.layers),
-        strategies=strategies, costs=(LayerCost(),) * len(strategies), shared_mesh=(1,), shared_storage=(),
-        step_time_s=0.0, peak_memory_bytes=0.0, memory_limit_bytes=0.0, samples_per_step=0,
-        optimality_gap=0.0,
-    )  # fmt: skip
+    layers = tuple(PlannedLayer(layer.name, layer.kind, layer.kind) for layer in program.layers)
+    return Plan(Decisions(program.fingerprint, 1, 1, layers, strategies, shared_mesh=(1,), shared_storage=()))

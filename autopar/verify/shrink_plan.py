@@ -50,16 +50,15 @@ def shrink_plan(plan: Plan, max_world_size: int = 8) -> Plan:
             for axis in mesh_axes(mesh)
         )
 
-    small = replace(
-        plan,
+    small = plan.with_decisions(
         world_size=math.prod(sizes) * plan.num_groups,
         strategies=tuple(replace(strategy, mesh=shrink(strategy.mesh)) for strategy in plan.strategies),
         shared_mesh=shrink(plan.shared_mesh),
     )
     if not plan.stages:
-        return replace(small, num_microbatches=min(plan.num_microbatches, 2))
+        return small.with_decisions(num_microbatches=min(plan.num_microbatches, 2))
     small = merge_stages(small, min(plan.num_groups, max(2, max_world_size // math.prod(sizes))))
-    return replace(small, num_microbatches=_few_microbatches(small))
+    return small.with_decisions(num_microbatches=_few_microbatches(small))
 
 
 def merge_stages(plan: Plan, num_groups: int) -> Plan:
@@ -71,7 +70,7 @@ def merge_stages(plan: Plan, num_groups: int) -> Plan:
         Stage(stages[first].start, stages[stop - 1].stop, stage_group(plan.schedule, index, num_groups))
         for index, (first, stop) in enumerate(itertools.pairwise(bounds))
     )
-    return replace(plan, world_size=plan.group_size * num_groups, stages=merged)
+    return plan.with_decisions(world_size=plan.group_size * num_groups, stages=merged)
 
 
 def _few_microbatches(plan: Plan) -> int:

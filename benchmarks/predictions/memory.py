@@ -35,6 +35,7 @@ from autopar.lower.run.step import StepGradients
 from autopar.planning.arguments import read_dtype, training_spec
 from autopar.search import SearchRequest, search
 from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.planned_layers import PlannedLayers
 from autopar.timeline import MEMORY_KINDS
 from autopar.verify.rehearsal import loss_of, run_ranks
 from benchmarks.predictions._allocations import AllocationTracker, Usage
@@ -251,7 +252,8 @@ def measure(case: Case) -> Outcome:
     with _noting_transport(), _noting_copies(), _noting_sums():
         usages = run_ranks(model, traced, plan, inputs, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)
-    memory = step_memory(traced.program, plan, training, schedule_actions)[fullest // plan.group_size]
+    layers = PlannedLayers(traced.program, plan.decisions)
+    memory = step_memory(layers, training, schedule_actions)[fullest // plan.group_size]
     predicted = {kind: max(moment.num_bytes[i] for moment in memory) for i, kind in enumerate(KINDS)}
     # As they are told apart in what is measured: what a backward finds.
     predicted["saved activations"] = max(m.num_bytes[3] for m in memory if m.part == "backward" and not m.is_after)

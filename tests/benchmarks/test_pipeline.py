@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.schedule import SCHEDULES, StageTimes, simulate_schedule
+from autopar.schedule import SCHEDULES, StageCost, simulate_schedule
 from benchmarks.pipeline import Case, Outcome, run_cases
 from tests.ranks import run_ranks
 
@@ -12,8 +12,8 @@ UNIT_S = 0.02
 CASES = [Case(schedule, 2, 4, "sleep", is_even) for schedule in SCHEDULES for is_even in (True, False)]
 
 
-def times_of(case: Case, unit_s: float) -> tuple[StageTimes, ...]:
-    return tuple(StageTimes(load * unit_s, 2 * load * unit_s, load * unit_s) for load in case.loads)
+def times_of(case: Case, unit_s: float) -> tuple[StageCost, ...]:
+    return tuple(StageCost(load * unit_s, 2 * load * unit_s, load * unit_s) for load in case.loads)
 
 
 @pytest.mark.parametrize("num_groups", [2, 4, 8])

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from autopar.cost.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 from autopar.lower.run.schedules import schedule_actions
-from autopar.schedule import StageTimes, simulate_schedule
+from autopar.schedule import StageCost, simulate_schedule
 
 SECONDS = st.floats(0, 100)
 TAKEN = st.floats(0, 0.9)
@@ -32,14 +32,14 @@ def test_a_chain_waits_for_its_first_gather_only():
 @pytest.mark.parametrize(("num_groups", "num_microbatches"), [(2, 4), (4, 8), (4, 4), (8, 32)])
 def test_the_closed_form_is_what_1f1b_takes(num_groups, num_microbatches):
     actions = schedule_actions("1f1b", num_groups, num_groups, num_microbatches)
-    timeline = simulate_schedule(actions, (StageTimes(1.0, 2.0),) * num_groups)
+    timeline = simulate_schedule(actions, (StageCost(1.0, 2.0),) * num_groups)
     assert pipeline_s([3.0] * num_groups, num_microbatches) == pytest.approx(timeline.step_s)
 
 
 @pytest.mark.parametrize(("num_groups", "num_rounds", "num_microbatches"), [(2, 2, 4), (4, 2, 8), (4, 5, 32)])
 def test_the_closed_form_is_near_what_interleaved_1f1b_takes(num_groups, num_rounds, num_microbatches):
     actions = schedule_actions("interleaved_1f1b", num_groups, num_groups * num_rounds, num_microbatches)
-    timeline = simulate_schedule(actions, (StageTimes(1.0, 2.0),) * (num_groups * num_rounds))
+    timeline = simulate_schedule(actions, (StageCost(1.0, 2.0),) * (num_groups * num_rounds))
     expected_s = pipeline_s([3.0 * num_rounds] * num_groups, num_microbatches, num_rounds)
     assert expected_s == pytest.approx(timeline.step_s, rel=0.05)
 

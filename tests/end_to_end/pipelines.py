@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +42,7 @@ def make_plan(
         Stage(start, stop, stage_group(schedule, index, num_groups))
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
-    return replace(found, world_size=dist.get_world_size(), stages=stages, schedule=schedule)
+    return found.with_decisions(world_size=dist.get_world_size(), stages=stages, schedule=schedule)
 
 
 def cut(model: nn.Module, inputs: Any, schedule: str = "1f1b", num_groups: int = 2, **kwargs: Any) -> ParallelModule:

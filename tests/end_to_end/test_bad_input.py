@@ -334,14 +334,15 @@ def check_plans(folder: str) -> None:
     with refused(PlanFormatError, "none.json"):
         parallelize(model, inputs, plan=only_here)
     rank = dist.get_rank()
-    unlike = replace(plan, strategies=(replace(plan.strategies[0], zero=rank), *plan.strategies[1:]))
+    unlike = plan.with_decisions(strategies=(replace(plan.strategies[0], zero=rank), *plan.strategies[1:]))
     with refused(PlanMismatchError, r"strategies\[0\]\.zero is 1 on rank 1 and 0 on the first rank"):
         parallelize(model, inputs, plan=unlike)
     with refused(
         MeshError, "different arguments of parallelize: rank 1 has a plan searched for.*rank 0 has a plan given"
     ):
         parallelize(model, inputs, plan=None if rank else plan)
-    predicted = replace(plan, step_time_s=1.0 + rank, notes=("made on rank 1",) * rank)
+    prediction = replace(plan.prediction, step_time_s=1.0 + rank)
+    predicted = replace(plan, prediction=prediction, notes=("made on rank 1",) * rank)
     assert parallelize(copy.deepcopy(model), inputs, plan=predicted).plan.step_time_s == 1.0
     other_model, other_inputs = make("flat")
     with refused(PlanMismatchError, "it has layers .* the model has", r"autopar\.plan"):
@@ -353,7 +354,7 @@ def check_plans(folder: str) -> None:
         parallelize(model, inputs, plan=four)
     edited = replace(plan.strategies[0], assignments=(("zzz",), *plan.strategies[0].assignments[1:]))
     with refused(PlanMismatchError, "no factor zzz"):
-        parallelize(model, inputs, plan=replace(plan, strategies=(edited, *plan.strategies[1:])))
+        parallelize(model, inputs, plan=plan.with_decisions(strategies=(edited, *plan.strategies[1:])))
     assert_same_step(parallelize(copy.deepcopy(model), inputs, plan=good), model, inputs)
 
 

@@ -49,7 +49,7 @@ def test_json_has_the_plan_and_where_its_time_goes(capsys: pytest.CaptureFixture
     assert in_kinds == pytest.approx(plan.step_time_s + plan.overlapped_s)
     other = found["what_if"][0]
     assert other["changed"] == "nodes=2"
-    assert other["plan"]["world_size"] == 8
+    assert other["plan"]["decisions"]["world_size"] == 8
     assert other["difference"]["step_time_s"][0] == plan.step_time_s
 
 
@@ -89,9 +89,13 @@ def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(
     rows = {row["constraint"]: row["step_s"] for row in found["forced"]}
     assert {"zero=0", "zero=3", "recompute=none", "recompute=full"} <= rows.keys()
     asked = ask_json(capsys, *arguments, "--constraint", "zero=3", "--why-seconds", "0")
-    assert rows["zero=3"] == asked["plan"]["step_time_s"]
-    assert all(seconds >= found["plan"]["step_time_s"] * (1 - 1e-9) for seconds in rows.values() if seconds is not None)
-    assert rows["recompute=full"] > found["plan"]["step_time_s"]
+    assert rows["zero=3"] == asked["plan"]["prediction"]["step_time_s"]
+    assert all(
+        seconds >= found["plan"]["prediction"]["step_time_s"] * (1 - 1e-9)
+        for seconds in rows.values()
+        if seconds is not None
+    )
+    assert rows["recompute=full"] > found["plan"]["prediction"]["step_time_s"]
 
 
 def test_a_forced_choice_that_is_faster_is_named() -> None:
@@ -101,7 +105,7 @@ def test_a_forced_choice_that_is_faster_is_named() -> None:
 
 def test_a_sweep_has_a_plan_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     found = ask_json(capsys, TARGET, "--cluster", "1x2xh100", "--sweep", "nodes=1,2", "--constraint", "pipeline=1")
-    assert [row["plan"]["world_size"] for row in found["sweep"]] == [2, 4]
+    assert [row["plan"]["decisions"]["world_size"] for row in found["sweep"]] == [2, 4]
     assert found["sweep"][0]["efficiency"] == pytest.approx(1.0)
     assert "efficiency" in ask(
         capsys, TARGET, "--cluster", "1x2xh100", "--sweep", "nodes=1", "--constraint", "pipeline=1"
@@ -171,7 +175,7 @@ def test_a_config_of_a_language_model_is_a_target(capsys: pytest.CaptureFixture[
     )
     config.save_pretrained(tmp_path)
     arguments = (str(tmp_path / "config.json"), "--cluster", "2xa100", "--batch", "4", "--seq", "32", *QUICK)
-    assert ask_json(capsys, *arguments)["plan"]["samples_per_step"] == 4
+    assert ask_json(capsys, *arguments)["plan"]["prediction"]["samples_per_step"] == 4
 
 
 REMOTE_CODE = {"auto_map": {"AutoModelForCausalLM": "someone/model--modeling.Model"}}

@@ -149,7 +149,9 @@ def test_a_large_plan_stays_a_small_page(found: Findings) -> None:
     assert len(render_report(large)) < 8e6
     plan = found.answer.plan
     layers = tuple(PlannedLayer(f"layers.{n}", 0, n % 2) for n in range(126))
-    strip = layer_strip(replace(plan, layers=layers, stages=(), schedule=""))
+    decisions = replace(plan.decisions, layers=layers, stages=(), schedule="")
+    costs = plan.costs[:1] * len(layers)
+    strip = layer_strip(replace(plan, decisions=decisions, prediction=replace(plan.prediction, costs=costs)))
     assert sum(len(trace["x"]) for trace in strip.data) == 3 * 126
 
 

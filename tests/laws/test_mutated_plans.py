@@ -58,12 +58,12 @@ def test_what_ran_with_wrong_numbers_is_refused() -> None:
     first = plan.strategies[0]
 
     def with_strategy(**change: object) -> Plan:
-        return replace(plan, strategies=(replace(first, **change), *plan.strategies[1:]))  # type: ignore[arg-type]
+        return plan.with_decisions(strategies=(replace(first, **change), *plan.strategies[1:]))  # type: ignore[arg-type]
 
     check_fit(plan, program, 4)
     refused(with_strategy(zero=7), r"zero is 7, but must be one of \[0, 1, 2, 3\]")
     refused(with_strategy(recompute="garbage"), "recompute is 'garbage', but must be one of")
-    refused(replace(plan, num_microbatches=0), "num_microbatches is 0")
+    refused(plan.with_decisions(num_microbatches=0), "num_microbatches is 0")
     refused(with_strategy(mesh=(-2, -2)), "does not hold the 4 devices")
     sums = tuple(tuple(PARTIAL for _ in layout) for layout in first.storage)
     refused(with_strategy(storage=sums), "stored whole")
@@ -73,7 +73,7 @@ def test_microbatches_must_give_terms_of_the_loss() -> None:
     program = subject("flat").traced.program
     plan = random_plan(program, 4, 1, 2)
     whole = tuple(replace(s, time=("-",) * len(s.time)) for s in plan.strategies)
-    refused(replace(plan, strategies=whole), "microbatches would give the whole gradient|must give a term of it")
+    refused(plan.with_decisions(strategies=whole), "microbatches would give the whole gradient|must give a term of it")
 
 
 def test_a_buffer_is_stored_whole() -> None:
@@ -91,4 +91,4 @@ def test_a_buffer_is_stored_whole() -> None:
     strategies = [*plan.strategies]
     strategies[number] = replace(strategy, storage=storage)
     with pytest.raises(PlanMismatchError, match="whole on every device"):
-        check_fit(replace(plan, strategies=tuple(strategies)), program, 4)
+        check_fit(plan.with_decisions(strategies=tuple(strategies)), program, 4)

@@ -70,7 +70,7 @@ def test_what_a_plan_pays_for_collectives_is_the_price_of_that_list() -> None:
             (each, each.times * prices.collective_s(each.kind, each.axis, each.num_bytes))
             for each in plan_collectives(who.traced.program, plan)
         ]
-        costs = [plan.costs[layer.strategy] for layer in plan.layers]
+        costs = plan.costs
         again = sum(seconds for each, seconds in listed if each.phase == "recompute")
         assert again <= sum(cost.recompute_s for cost in costs) * (1 + 1e-9)
         paid = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)

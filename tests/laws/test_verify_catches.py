@@ -173,7 +173,7 @@ def with_factor(plan: autopar.Plan, program: Program, target: str, factor: str) 
             for op, row in zip(layer.ops, strategy.assignments, strict=True)
         ]
         strategies[planned.strategy] = replace(strategy, assignments=tuple(rows))
-    return replace(plan, strategies=tuple(strategies))
+    return plan.with_decisions(strategies=tuple(strategies))
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_values_that_arrive_as_each_other(monkeypatch: pytest.MonkeyPatch) -> No
         replace(stage, start=start, stop=stop)
         for stage, (start, stop) in zip(rehearsal.plan.stages, ((0, 2), (2, len(rehearsal.plan.layers))), strict=True)
     )
-    rehearsal.plan = replace(rehearsal.plan, stages=stages)
+    rehearsal.plan = rehearsal.plan.with_decisions(stages=stages)
     twins = [
         name
         for name in StageMap(rehearsal.program, rehearsal.plan, 0).crossing[1]

@@ -30,7 +30,7 @@ def traced_model(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
 
 def edited(plan: Plan, **changes: Any) -> Plan:
     """`plan` with the same fields changed in every strategy."""
-    return replace(plan, strategies=tuple(replace(strategy, **changes) for strategy in plan.strategies))
+    return plan.with_decisions(strategies=tuple(replace(strategy, **changes) for strategy in plan.strategies))
 
 
 @pytest.mark.parametrize("name", ["flat", "plain_gpt", "unet", "contrastive", "frozen"])
@@ -199,7 +199,7 @@ def test_a_plan_for_another_world_or_program_is_refused() -> None:
     with pytest.raises(PlanMismatchError, match="2 devices, but there are 4"):
         simulate(4, lambda c: build(model, traced, plan, c))
     with pytest.raises(PlanMismatchError, match="plan again"):
-        simulate(2, lambda c: build(model, traced, replace(plan, fingerprint="other"), c))
+        simulate(2, lambda c: build(model, traced, plan.with_decisions(fingerprint="other"), c))
 
 
 def test_loss_is_plain_and_sharded_outputs_are_dtensors() -> None:

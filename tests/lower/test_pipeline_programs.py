@@ -131,7 +131,7 @@ def test_stages_compute_what_their_strategies_compute_without_them(schedule: str
     expected, found = (steps(model, inputs, traced, plan) for plan in (flat, staged))
     assert found == expected
     if schedule == "zbv":
-        again = replace(staged, strategies=tuple(replace(s, recompute="full") for s in staged.strategies))
+        again = staged.with_decisions(strategies=tuple(replace(s, recompute="full") for s in staged.strategies))
         assert steps(model, inputs, traced, again) == expected
 
 

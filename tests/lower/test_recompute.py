@@ -53,7 +53,8 @@ def whole_plan(
         )
         for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
     )  # fmt: skip
-    return traced, replace(plan, strategies=tuple(replace(s, **changes) for s in strategies), shared_storage=())
+    strategies = tuple(replace(s, **changes) for s in strategies)
+    return traced, plan.with_decisions(strategies=strategies, shared_storage=())
 
 
 def stored_in_slices(program: Program, plan: Plan) -> Plan:
@@ -66,7 +67,7 @@ def stored_in_slices(program: Program, plan: Plan) -> Plan:
         )
         for strategy, layer in zip(plan.strategies, program.kinds, strict=True)
     )
-    return replace(plan, strategies=strategies)
+    return plan.with_decisions(strategies=strategies)
 
 
 def is_parameter(program: Program, name: str) -> bool:

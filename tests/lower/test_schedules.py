@@ -20,7 +20,7 @@ from autopar.schedule import (
     SCHEDULES,
     Action,
     ScheduleActions,
-    StageTimes,
+    StageCost,
     parse_action,
     schedule_problem,
     simulate_schedule,
@@ -192,7 +192,7 @@ def test_what_runs_is_what_is_simulated(schedule: str, num_groups: int):
     num_stages = num_groups * ROUNDS[schedule]
     actions = schedule_actions(schedule, num_groups, num_stages, 2 * num_groups)
     ran = simulate(num_groups, lambda c: record(actions, c.rank)[0])
-    timeline = simulate_schedule(actions, (StageTimes(1.0, 2.0, 1.0, 0.1, 0.1),) * num_stages)
+    timeline = simulate_schedule(actions, (StageCost(1.0, 2.0, 1.0, 0.1, 0.1),) * num_stages)
     assert tuple(map(tuple, ran)) == tuple(tuple(span.action for span in spans) for spans in timeline.spans) == actions
 
 

@@ -13,7 +13,7 @@ from autopar.schedule import Shape
 from autopar.search.stages.problem import Move, StageProblem, StageTable, Tie, Traveller, measure
 from autopar.search.stages.solve import Found, search_problem
 from autopar.search.trials import Setting
-from autopar.step.stage_times import pipeline_step_s
+from autopar.step.stage_costs import pipeline_step_s
 
 NUM_STATES = 2
 
@@ -71,7 +71,7 @@ def every_pipeline(problem: StageProblem, shape: Shape) -> Iterator[tuple[float,
     for cuts in itertools.combinations(range(1, num_layers), shape.num_stages - 1):
         for path in itertools.product(*(range(len(table.forward_s)) for table in problem.tables)):
             stages = measure(problem, shape, (0, *cuts, num_layers), path, actions)
-            yield pipeline_step_s(actions, stages), max(stage.peak_memory_bytes for stage in stages)
+            yield pipeline_step_s(shape, actions, stages), max(stage.peak_memory_bytes for stage in stages)
 
 
 def search_shapes(problem: StageProblem, *shapes: Shape, cuts: tuple[int, ...] = ()) -> Found:

@@ -26,7 +26,7 @@ from autopar.placement import (
     reshard,
     shard,
 )  # fmt: skip
-from autopar.plan import LayerCost
+from autopar.prediction import LayerCost
 from autopar.program import Op, Ref, TensorType
 from autopar.search.boundary import arrival_layout, boundary_layout, boundary_policies
 from autopar.search.layer_problem import LayerSolutions, build_problem, solve_problem

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.lower.run.schedules import schedule_actions
 from autopar.search import TrainingSpec
-from autopar.search.repricing import reprice
+from autopar.step.pricing import predict
 from tests.zoo import plan_for, quick_prices, subject
 
 
@@ -26,17 +26,14 @@ def test_of_a_searched_plan_nothing_changes(model: str, constraints: tuple[str, 
     staged = "pipeline=2" in constraints
     plan = plan_for(model, 4, constraints, stages=True)
     assert bool(plan.stages) == staged
-    found = reprice(subject(model).traced.program, plan, quick_prices(4), TrainingSpec(), schedule_actions)
-    assert found.step_time_s == pytest.approx(plan.step_time_s, rel=1e-9)
-    assert found.peak_memory_bytes == pytest.approx(plan.peak_memory_bytes, rel=1e-9)
-    assert (found.layers, found.strategies, found.schedule) == (plan.layers, plan.strategies, plan.schedule)
-    assert [(s.start, s.stop, s.group) for s in found.stages] == [(s.start, s.stop, s.group) for s in plan.stages]
+    program = subject(model).traced.program
+    assert predict(program, plan.decisions, quick_prices(4), TrainingSpec(), schedule_actions) == plan.prediction
 
 
 def test_a_plan_that_recomputes_more_is_slower() -> None:
     plan = plan_for("llama", 4, ("pipeline=1", "recompute=none"), stages=True)
-    edited = replace(plan, strategies=tuple(replace(each, recompute="full") for each in plan.strategies))
-    found = reprice(subject("llama").traced.program, edited, quick_prices(4), TrainingSpec(), schedule_actions)
+    edited = replace(plan.decisions, strategies=tuple(replace(each, recompute="full") for each in plan.strategies))
+    found = predict(subject("llama").traced.program, edited, quick_prices(4), TrainingSpec(), schedule_actions)
     assert found.step_time_s > plan.step_time_s
 
 

@@ -19,7 +19,8 @@ from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.step.layer_work import Item
 from autopar.step.plan_collectives import plan_collectives
-from autopar.step.simulate import simulate_step
+from autopar.step.planned_layers import PlannedLayers
+from autopar.step.simulate import simulate_step, step_seconds
 from autopar.step.streams import Streams
 from autopar.timeline import StepTimeline
 from tests.search.across_programs import decoder_model
@@ -67,7 +68,7 @@ def test_every_collective_and_every_second_that_is_priced_runs(constraints: tupl
         for run in plan_collectives(program, plan, group=group):
             priced[run.value, run.kind, run.axis.size, run.num_bytes] += run.times
         assert ran == priced
-    costs = [plan.costs[layer.strategy] for layer in plan.layers]
+    costs = plan.costs
     moved = ("gather", "reduce", "send", "broadcast")
     spent_s = sum(event.seconds for event in step.events if event.category not in moved)
     assert spent_s == pytest.approx(sum(cost.total_s - cost.parameter_comm_s for cost in costs), rel=1e-9)
@@ -111,7 +112,7 @@ def test_streams_do_one_thing_at_a_time_and_a_trace_has_no_overlap(constraints: 
 @pytest.mark.parametrize("constraints", FLAT, ids=str)
 def test_what_is_hidden_is_between_nothing_and_the_smaller_stream(constraints: tuple[str, ...]) -> None:
     program, plan = planned(*constraints)
-    sum_s = sum(plan.costs[layer.strategy].total_s for layer in plan.layers)
+    sum_s = sum(cost.total_s for cost in plan.costs)
     step = simulate(program, plan)
     spent_s = sum(event.seconds for event in step.events)
     assert spent_s <= sum_s
@@ -126,7 +127,8 @@ def test_what_is_hidden_is_between_nothing_and_the_smaller_stream(constraints: t
 def test_the_seconds_are_those_of_every_detail(constraints: tuple[str, ...]) -> None:
     program, plan = planned(*constraints)
     layers, actions = simulate(program, plan), simulate(program, plan, detail="actions")
-    assert simulate(program, plan, detail="none") == StepTimeline(layers.step_s, ())
+    everything = PlannedLayers(program, plan.decisions)
+    assert step_seconds(everything, FREE, TrainingSpec(), schedule_actions) == layers.step_s
     assert actions.step_s == layers.step_s
     assert len(actions.events) < len(layers.events)
     for group in range(plan.num_groups):

@@ -11,11 +11,12 @@ import pytest
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedules import schedule_actions
 from autopar.placement import Axis
-from autopar.plan import LayerCost, Plan, Stage
+from autopar.plan import Plan, Stage
+from autopar.prediction import LayerCost
 from autopar.program import Layer, Program
 from autopar.schedule import SCHEDULES, peak_held
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
-from autopar.step.stage_times import pipeline_step_s
+from autopar.step.stage_costs import pipeline_step_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
@@ -32,7 +33,7 @@ def run(program: Program, *constraints: str, world: int = 4, **more: Any) -> Pla
 
 
 def costs_of(plan: Plan, stage: Stage) -> list[LayerCost]:
-    return [plan.costs[layer.strategy] for layer in plan.layers[stage.start : stage.stop]]
+    return list(plan.costs[stage.start : stage.stop])
 
 
 SOUGHT = [
@@ -51,28 +52,30 @@ def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], t
     plan = run(model(tied=tied), *constraints)
     actions = schedule_actions(plan.schedule, plan.num_groups, len(plan.stages), plan.num_microbatches)
     assert Plan.from_json(plan.to_json()) == plan
-    assert pipeline_step_s(actions, plan.stages) == pytest.approx(plan.step_time_s + plan.overlapped_s, rel=1e-12)
-    assert plan.peak_memory_bytes == max(stage.peak_memory_bytes for stage in plan.stages)
+    assert pipeline_step_s(plan.decisions.shape, actions, plan.prediction.stages) == pytest.approx(
+        plan.step_time_s + plan.overlapped_s, rel=1e-12
+    )
+    assert plan.peak_memory_bytes == max(cost.peak_memory_bytes for cost in plan.prediction.stages)
     assert plan.optimality_gap >= 0
     broadcast_s = PRICES.collective_s("broadcast", Axis(plan.num_groups, plan.group_size), 4.0)
     held: list[float] = []
-    for index, stage in enumerate(plan.stages):
+    for index, (stage, found) in enumerate(zip(plan.stages, plan.prediction.stages, strict=True)):
         costs, count = costs_of(plan, stage), plan.num_microbatches
         is_first = stage.group not in [each.group for each in plan.stages[:index]]
-        assert stage.forward_s == pytest.approx(sum(cost.in_forward_s for cost in costs) / count)
-        assert stage.backward_s == pytest.approx(sum(cost.in_backward_s for cost in costs) / count)
-        assert 0 <= stage.weight_s <= stage.backward_s
+        assert found.forward_s == pytest.approx(sum(cost.in_forward_s for cost in costs) / count)
+        assert found.backward_s == pytest.approx(sum(cost.in_backward_s for cost in costs) / count)
+        assert 0 <= found.weight_s <= found.backward_s
         once_s = sum(cost.in_step_s for cost in costs) + (broadcast_s if is_first else 0.0)
-        assert stage.step_s == pytest.approx(once_s)
+        assert found.step_s == pytest.approx(once_s)
         total_s = sum(cost.total_s for cost in costs)
-        assert total_s == pytest.approx(count * (stage.forward_s + stage.backward_s) + once_s - broadcast_s * is_first)
+        assert total_s == pytest.approx(count * (found.forward_s + found.backward_s) + once_s - broadcast_s * is_first)
         held.append(sum(cost.saved_bytes for cost in costs))
     for group, peak in enumerate(peak_held(actions, tuple(held), tuple(held))):
         own = [stage for stage in plan.stages if stage.group == group]
         costs = [cost for stage in own for cost in costs_of(plan, stage)]
         static = sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
         # what the search counts: all of a device's memory but what is sent and handed on, as if it were there at once
-        assert all(stage.peak_memory_bytes == pytest.approx(peak + static, rel=0.1) for stage in own)
+        assert plan.group_peak_bytes(group) == pytest.approx(peak + static, rel=0.1)
 
 
 def test_a_tied_parameter_is_stored_on_both_ends_and_its_gradient_exchanged() -> None:
@@ -80,10 +83,10 @@ def test_a_tied_parameter_is_stored_on_both_ends_and_its_gradient_exchanged() ->
     tied, untied = (run(model(tied=each), *constraints) for each in (True, False))
     assert [name for name, _ in tied.shared_storage] == ["embedding.weight"]
     for stage, other in zip(tied.stages, untied.stages, strict=True):
-        assert stage.peak_memory_bytes > 0.5 * other.peak_memory_bytes
+        assert tied.group_peak_bytes(stage.group) > 0.5 * untied.group_peak_bytes(other.group)
         ends = [sum(cost.parameter_bytes for cost in costs_of(plan, s)) for plan, s in ((tied, stage), (untied, other))]
         assert ends[0] == pytest.approx(ends[1], rel=0.5)
-    assert all(stage.step_s > PRICES.latency_s for stage in tied.stages)
+    assert all(stage.step_s > PRICES.latency_s for stage in tied.prediction.stages)
 
 
 def test_what_is_demanded_is_done() -> None:
@@ -187,7 +190,7 @@ def test_evaluation_keeps_parameters_where_they_are(schedule: str) -> None:
     plan = plan_like(program, program, trained, PRICES, EVALUATE)
     assert [(s.start, s.stop, s.group) for s in plan.stages] == [(s.start, s.stop, s.group) for s in trained.stages]
     assert plan.num_microbatches == 1
-    assert all(stage.backward_s == 0 for stage in plan.stages)
+    assert all(stage.backward_s == 0 for stage in plan.prediction.stages)
     assert not plan_like(program, program, run(program, "pipeline=1"), PRICES, EVALUATE).stages
 
 

@@ -48,7 +48,7 @@ def test_a_pipeline_of_many_groups_is_rehearsed_on_few(schedule: str, stages: in
     assert len(small.stages) // small.num_groups == len(plan.stages) // groups
     assert {stage.start for stage in small.stages} < {stage.start for stage in plan.stages}
     assert small.num_microbatches in (2, 4)
-    assert not stages_problem(small)
+    assert not stages_problem(small.decisions)
     assert autopar.verify(model, plan, inputs, steps=1).world_size == 8
 
 
@@ -68,7 +68,7 @@ def test_stages_that_do_not_fit_are_refused() -> None:
         ({"num_microbatches": 16}, "can't be cut into 16"),
     ):
         with pytest.raises(PlanMismatchError, match=problem):
-            check_fit(replace(plan, **change), program, 4)
+            check_fit(plan.with_decisions(**change), program, 4)
 
 
 @pytest.mark.slow

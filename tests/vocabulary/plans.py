@@ -5,7 +5,8 @@ import math
 from hypothesis import strategies as st
 
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
-from autopar.plan import LayerCost, LayerStrategy, Plan, PlannedLayer
+from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer
+from autopar.prediction import LayerCost, Prediction
 
 __all__ = ["plans", "small_plan"]
 
@@ -24,23 +25,29 @@ def small_plan() -> Plan:
         recompute="selective",
         labels=("data", "tensor"),
     )
-    return Plan(
+    decisions = Decisions(
         fingerprint="abc",
         world_size=4,
-        device="cpu",
         num_microbatches=2,
         layers=(PlannedLayer("block.0", 0, 0), PlannedLayer("block.1", 0, 0)),
         strategies=(strategy,),
-        costs=(LayerCost(forward_s=0.5, backward_s=1.0, saved_bytes=1024.0),),
         shared_mesh=(4,),
         shared_storage=(("embedding.weight", (shard(0),)),),
+    )
+    prediction = Prediction(
+        device="cpu",
+        price_source=(("measured", 1.0),),
         step_time_s=1.5,
         peak_memory_bytes=1e9,
-        memory_limit_bytes=2e9,
         samples_per_step=8,
-        optimality_gap=0.01,
-        price_source=(("measured", 1.0),),
+        costs=(LayerCost(forward_s=0.5, backward_s=1.0, saved_bytes=1024.0),) * 2,
+    )
+    return Plan(
+        decisions,
+        prediction,
         constraints=("tensor=2",),
+        memory_limit_bytes=2e9,
+        optimality_gap=0.01,
         notes=("one op runs whole: aten.sort",),
         planning_s=(("trace", 0.25), ("search", 0.5)),
     )
@@ -82,23 +89,29 @@ def plans(draw) -> Plan:
     world = math.prod(mesh)
     strategies = draw(st.lists(_strategies(mesh) | _strategies((world,)), min_size=1, max_size=3).map(tuple))
     kinds = st.integers(0, len(strategies) - 1)
-    return Plan(
+    decisions = Decisions(
         fingerprint=draw(_names),
         world_size=world,
-        device=draw(_names),
         num_microbatches=draw(st.integers(1, 64)),
         layers=draw(_many(st.builds(PlannedLayer, name=_names, kind=kinds, strategy=kinds), 5)),
         strategies=strategies,
-        costs=tuple(draw(st.builds(LayerCost, *[_amounts] * 11)) for _ in strategies),
         shared_mesh=mesh,
         shared_storage=tuple(draw(st.dictionaries(_names, st.tuples(*[_placements] * len(mesh)), max_size=2)).items()),
+    )
+    prediction = Prediction(
+        device=draw(_names),
+        price_source=draw(_pairs_of_numbers),
         step_time_s=draw(_amounts),
         peak_memory_bytes=draw(_amounts),
-        memory_limit_bytes=draw(_amounts | st.just(math.inf)),
         samples_per_step=draw(st.integers(1, 1 << 40)),
-        optimality_gap=draw(_amounts),
-        price_source=draw(_pairs_of_numbers),
+        costs=tuple(draw(st.builds(LayerCost, *[_amounts] * 11)) for _ in decisions.layers),
+    )
+    return Plan(
+        decisions,
+        draw(st.sampled_from([prediction, Prediction()])),
         constraints=draw(_many(_names)),
+        memory_limit_bytes=draw(_amounts | st.just(math.inf)),
+        optimality_gap=draw(_amounts),
         notes=draw(_many(_names)),
         planning_s=draw(_pairs_of_numbers),
     )

@@ -26,6 +26,7 @@ from autopar.json_reading import read_json
 from autopar.placement import Axis
 from autopar.plan import Plan, Stage
 from autopar.profile.table import print_profile
+from autopar.schedule import StageCost
 from tests.cost.ops import LINEAR, tensor
 from tests.vocabulary.plans import small_plan
 
@@ -65,10 +66,11 @@ def use_cluster(cluster: Cluster, profile: Profile | None = None) -> None:
 
 def staged_plan() -> Plan:
     """`small_plan` in two stages."""
-    stages = (Stage(0, 1, 0, forward_s=0.1), Stage(1, 2, 1, forward_s=0.2))
-    plan = small_plan()
+    plan, stages = small_plan(), (Stage(0, 1, 0), Stage(1, 2, 1))
     strategies = tuple(replace(strategy, mesh=(2, 1)) for strategy in plan.strategies)
-    return replace(plan, stages=stages, schedule="1f1b", strategies=strategies, memory_limit_bytes=math.inf)
+    decisions = replace(plan.decisions, stages=stages, schedule="1f1b", strategies=strategies)
+    prediction = replace(plan.prediction, stages=(StageCost(forward_s=0.1), StageCost(forward_s=0.2)))
+    return replace(plan, decisions=decisions, prediction=prediction, memory_limit_bytes=math.inf)
 
 
 def whole_profile() -> Profile:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import PlanFormatError
-from autopar.plan import FORMAT_VERSION, LayerCost, Plan
+from autopar.plan import FORMAT_VERSION, Plan, PlannedLayer, Stage
+from autopar.prediction import LayerCost, Prediction
 from tests.vocabulary.plans import plans, small_plan
 
 
@@ -32,17 +34,54 @@ def test_file_round_trip(tmp_path: Path):
 def test_layouts_and_assignments_are_readable():
     data = json.loads(small_plan().to_json())
     assert data["autopar_plan"] == FORMAT_VERSION
-    assert data["strategies"][0]["assignments"] == ["b f", "b -"]
-    assert data["strategies"][0]["copies"] == {"x": "S(0),B"}
-    assert data["shared_storage"] == {"embedding.weight": "S(0)"}
+    assert data["decisions"]["strategies"][0]["assignments"] == ["b f", "b -"]
+    assert data["decisions"]["strategies"][0]["copies"] == {"x": "S(0),B"}
+    assert data["decisions"]["shared_storage"] == {"embedding.weight": "S(0)"}
 
 
 def test_an_edit_is_read_back():
     data = json.loads(small_plan().to_json())
-    data["strategies"][0]["storage"] = ["S(1),R"]
+    data["decisions"]["strategies"][0]["storage"] = ["S(1),R"]
     edited = Plan.from_json(json.dumps(data))
-    assert edited != small_plan()
-    assert json.loads(edited.to_json()) == data
+    assert edited.decisions != small_plan().decisions
+    assert edited.prediction == Prediction()  # that of other decisions is none
+    assert json.loads(edited.to_json())["decisions"] == data["decisions"]
+    assert replace(edited, decisions=small_plan().decisions, prediction=small_plan().prediction) == small_plan()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.pop("prediction"),
+        lambda d: d.update(prediction="none"),
+        lambda d: d["prediction"].pop("of"),
+        lambda d: d["prediction"]["costs"].pop(),
+        lambda d: d["prediction"].update(of="0", costs="anything"),
+    ],
+)
+def test_a_prediction_that_is_missing_or_unfit_is_left_out(change: Callable[[dict[str, Any]], Any]):
+    found = Plan.from_json(edit(change))
+    assert found == replace(small_plan(), prediction=Prediction())
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_the_digest_is_of_what_runs():
+    decisions = small_plan().decisions
+    (strategy,) = decisions.strategies
+    again = Plan.from_json(small_plan().to_json()).decisions
+    assert again.digest() == decisions.digest() == replace(small_plan(), notes=("x",)).decisions.digest()
+    other = replace(strategy, labels=("?", "?"))
+    renumbered = (PlannedLayer("block.0", 0, 1), PlannedLayer("block.1", 0, 0))
+    assert replace(decisions, strategies=(other, strategy), layers=renumbered).digest() == decisions.digest()
+    changes = (
+        {"num_microbatches": 4},
+        {"strategies": (replace(strategy, zero=2),)},
+        {"shared_storage": ()},
+        {"stages": (Stage(0, 2, 0),), "schedule": "gpipe"},
+        {"fingerprint": "b"},
+    )
+    digests = {replace(decisions, **change).digest() for change in changes}  # pyright: ignore[reportArgumentType]
+    assert len(digests | {decisions.digest()}) == 1 + len(changes)
 
 
 def edit(change: Callable[[dict[str, Any]], Any]) -> str:
@@ -54,36 +93,41 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.pop("layers"), r"plan: fields missing: \['layers'\], unknown: \[\]"),
+        (lambda d: d.pop("decisions"), r"plan: fields missing: \['decisions'\], unknown: \[\]"),
+        (lambda d: d["decisions"].pop("layers"), r"decisions: fields missing: \['layers'\], unknown: \[\]"),
+        (lambda d: d.update(decisions=[]), "plan: 'decisions' must be an object, but is"),
         (lambda d: d.update(colour=1), r"plan: fields missing: \[\], unknown: \['colour'\]"),
         (lambda d: d.update(autopar_plan=99), f"not a plan of format {FORMAT_VERSION}"),
         (lambda d: d.pop("autopar_plan"), f"not a plan of format {FORMAT_VERSION}"),
-        (lambda d: d.update(layers=5), "plan: 'layers' must be a list of objects, but is 5"),
-        (lambda d: d.update(layers=[5]), r"'layers' must be a list of objects, but is \[5\]"),
-        (lambda d: d.update(world_size="4"), "plan: 'world_size' must be a whole number, but is '4'"),
-        (lambda d: d.update(world_size=True), "plan: 'world_size' must be a whole number, but is True"),
-        (lambda d: d.update(step_time_s=None), "plan: 'step_time_s' must be a number, but is None"),
+        (lambda d: d["decisions"].update(layers=5), "decisions: 'layers' must be a list of objects, but is 5"),
+        (lambda d: d["decisions"].update(layers=[5]), r"'layers' must be a list of objects, but is \[5\]"),
+        (lambda d: d["decisions"].update(world_size="4"), "decisions: 'world_size' must be a whole number, but is '4'"),
+        (
+            lambda d: d["decisions"].update(world_size=True),
+            "decisions: 'world_size' must be a whole number, but is True",
+        ),
+        (lambda d: d.update(optimality_gap=None), "plan: 'optimality_gap' must be a number, but is None"),
+        (lambda d: d["prediction"].update(step_time_s=None), "prediction: 'step_time_s' must be a number, but is None"),
         (lambda d: d.update(notes="all well"), "plan: 'notes' must be a list of texts, but is 'all well'"),
         (lambda d: d.update(planning_s={"trace": "x"}), "'planning_s' must be an object of numbers"),
-        (lambda d: d.update(shared_storage={"w": "S(x)"}), r"placement 'S\(x\)' is none of"),
-        (lambda d: d.update(shared_storage={"w": "S(0),R"}), r"'w' is 'S\(0\),R', but shared_mesh \(4,\)"),
-        (lambda d: d.update(shared_storage=["w"]), "'shared_storage' must be an object of layouts"),
-        (lambda d: d["layers"][1].pop("kind"), r"layers\[1\]: fields missing: \['kind'\]"),
-        (lambda d: d["layers"][1].update(strategy=1), "layer 'block.1' names strategy 1 of 1"),
-        (lambda d: d["layers"][1].update(strategy=-1), "layer 'block.1' names strategy -1 of 1"),
-        (lambda d: d["costs"][0].update(forward_s="1"), r"costs\[0\]: 'forward_s' must be a number"),
-        (lambda d: d["costs"].append(d["costs"][0]), "1 strategies but 2 costs"),
-        (lambda d: d["strategies"][0].update(zeroo=1), r"strategies\[0\]: .* unknown: \['zeroo'\]"),
-        (lambda d: d["strategies"][0].update(mesh=[4, 2]), r"mesh \(4, 2\) does not hold world_size 4"),
-        (lambda d: d["strategies"][0].update(mesh="22"), "'mesh' must be a list of whole numbers"),
+        (lambda d: d["decisions"].update(shared_storage={"w": "S(x)"}), r"placement 'S\(x\)' is none of"),
+        (lambda d: d["decisions"].update(shared_storage={"w": "S(0),R"}), r"'w' is 'S\(0\),R', but shared_mesh \(4,\)"),
+        (lambda d: d["decisions"].update(shared_storage=["w"]), "'shared_storage' must be an object of layouts"),
+        (lambda d: d["decisions"]["layers"][1].pop("kind"), r"layers\[1\]: fields missing: \['kind'\]"),
+        (lambda d: d["decisions"]["layers"][1].update(strategy=1), "layer 'block.1' names strategy 1 of 1"),
+        (lambda d: d["decisions"]["layers"][1].update(strategy=-1), "layer 'block.1' names strategy -1 of 1"),
+        (lambda d: d["prediction"]["costs"][0].update(forward_s="1"), r"costs\[0\]: 'forward_s' must be a number"),
+        (lambda d: d["decisions"]["strategies"][0].update(zeroo=1), r"strategies\[0\]: .* unknown: \['zeroo'\]"),
+        (lambda d: d["decisions"]["strategies"][0].update(mesh=[4, 2]), r"mesh \(4, 2\) does not hold world_size 4"),
+        (lambda d: d["decisions"]["strategies"][0].update(mesh="22"), "'mesh' must be a list of whole numbers"),
         (
-            lambda d: d["strategies"][0].update(inputs=["S(0)"]),
+            lambda d: d["decisions"]["strategies"][0].update(inputs=["S(0)"]),
             r"'S\(0\)' has 1 parts, but mesh \(2, 2\) has 2",
         ),
-        (lambda d: d["strategies"][0].update(inputs=["S(0),Z"]), "placement 'Z' is none of"),
-        (lambda d: d["strategies"][0].update(inputs=[0]), "'inputs' must be a list of layouts"),
-        (lambda d: d["strategies"][0].update(copies={"x": "B"}), "'B' has 1 parts"),
-        (lambda d: d["strategies"][0].update(assignments=["b f s"]), "'b f s' has 3 parts"),
+        (lambda d: d["decisions"]["strategies"][0].update(inputs=["S(0),Z"]), "placement 'Z' is none of"),
+        (lambda d: d["decisions"]["strategies"][0].update(inputs=[0]), "'inputs' must be a list of layouts"),
+        (lambda d: d["decisions"]["strategies"][0].update(copies={"x": "B"}), "'B' has 1 parts"),
+        (lambda d: d["decisions"]["strategies"][0].update(assignments=["b f s"]), "'b f s' has 3 parts"),
     ],
 )
 def test_what_cannot_be_read_is_named(change: Callable[[dict[str, Any]], Any], message: str):

@@ -3,13 +3,18 @@
 from dataclasses import replace
 
 from autopar.plan import PlannedLayer, Stage
+from autopar.schedule import StageCost
 from tests.vocabulary.plans import small_plan
 
 
 def test_stages_have_rows_with_their_ranks_and_times():
     layers = tuple(PlannedLayer(f"block.{i}", 0, 0) for i in range(3))
-    stages = (Stage(0, 2, 0, forward_s=0.25, peak_memory_bytes=2**20), Stage(2, 3, 1, backward_s=0.125, step_s=0.004))
-    plan = replace(small_plan(), world_size=8, layers=layers, stages=stages, schedule="1f1b", step_time_s=4.5)
+    small = small_plan()
+    stages = (Stage(0, 2, 0), Stage(2, 3, 1))
+    decisions = replace(small.decisions, world_size=8, layers=layers, stages=stages, schedule="1f1b")
+    costs = (StageCost(forward_s=0.25, peak_memory_bytes=2**20), StageCost(backward_s=0.125, step_s=0.004))
+    prediction = replace(small.prediction, step_time_s=4.5, costs=small.costs[:1] * 3, stages=costs)
+    plan = replace(small, decisions=decisions, prediction=prediction)
     lines = str(plan).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert lines[0] == "Plan for 8 x cpu, 2 stages (1f1b), 2 microbatches"
@@ -17,6 +22,14 @@ def test_stages_have_rows_with_their_ranks_and_times():
     assert ["1", "block.2", "4 .. 7", "0", "125", "0", "0", "4", "0", "0"] in rows
     assert [row[0] for row in rows if "ZeRO-3" in row] == ["block.0 .. block.1", "block.2"]  # "(2)" is folded
     assert "pipeline bubble      devices are idle 50% of the step, excluding sends" in lines
+
+
+def test_a_plan_of_which_nothing_is_predicted_says_so():
+    stages = (Stage(0, 1, 0), Stage(1, 2, 1))
+    text = str(small_plan().with_decisions(world_size=8, stages=stages, schedule="1f1b"))
+    assert "nothing is predicted of this plan" in text
+    assert "predicted step time" not in text
+    assert "block.0" in text
 
 
 def test_a_plan_without_stages_has_no_word_of_them():

@@ -16,7 +16,7 @@ from autopar.schedule import (
     Action,
     ScheduleActions,
     Span,
-    StageTimes,
+    StageCost,
     Timeline,
     parse_action,
     peak_held,
@@ -29,7 +29,7 @@ FORWARD_S, BACKWARD_S = 1.0, 2.5
 SIZES = [(2, 2), (2, 5), (4, 4), (4, 8), (4, 9), (8, 32)]  # groups, microbatches
 
 
-def balanced(schedule: str, num_groups: int, num_microbatches: int, rounds: int, times: StageTimes) -> Timeline:
+def balanced(schedule: str, num_groups: int, num_microbatches: int, rounds: int, times: StageCost) -> Timeline:
     num_stages = num_groups * rounds
     actions = schedule_actions(schedule, num_groups, num_stages, num_microbatches)
     return simulate_schedule(actions, (times,) * num_stages)
@@ -89,7 +89,7 @@ def test_what_a_schedule_can_run_has_none(schedule: str):
 @pytest.mark.parametrize(("groups", "microbatches"), SIZES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_one_stage_a_group_fills_and_drains_once(schedule: str, groups: int, microbatches: int):
-    timeline = balanced(schedule, groups, microbatches, 1, StageTimes(FORWARD_S, BACKWARD_S))
+    timeline = balanced(schedule, groups, microbatches, 1, StageCost(FORWARD_S, BACKWARD_S))
     assert timeline.step_s == pytest.approx((microbatches + groups - 1) * (FORWARD_S + BACKWARD_S))
     assert timeline.bubble_fraction == pytest.approx((groups - 1) / (microbatches + groups - 1))
 
@@ -97,14 +97,14 @@ def test_one_stage_a_group_fills_and_drains_once(schedule: str, groups: int, mic
 @pytest.mark.parametrize("rounds", [2, 3])
 @pytest.mark.parametrize(("groups", "microbatches"), [(2, 2), (4, 4), (4, 16), (8, 24)])
 def test_interleaving_divides_the_bubble_by_the_stages_a_group(groups: int, microbatches: int, rounds: int):
-    timeline = balanced("interleaved_1f1b", groups, microbatches, rounds, StageTimes(FORWARD_S, BACKWARD_S))
+    timeline = balanced("interleaved_1f1b", groups, microbatches, rounds, StageCost(FORWARD_S, BACKWARD_S))
     assert timeline.bubble_fraction == pytest.approx((groups - 1) / (rounds * microbatches + groups - 1))
 
 
 @pytest.mark.parametrize(("groups", "microbatches"), [(2, 4), (4, 8), (4, 13), (8, 24)])
 def test_zbv_never_idles_once_it_has_begun(groups: int, microbatches: int):
     # arXiv 2401.10241, section 6: no bubble if F, I and W take equally long, but for the time until a group begins
-    timeline = balanced("zbv", groups, microbatches, 2, StageTimes(1.0, 2.0, 1.0))
+    timeline = balanced("zbv", groups, microbatches, 2, StageCost(1.0, 2.0, 1.0))
     for group, spans in enumerate(timeline.spans):
         computing = [span for span in spans if span.action.kind in "FBIW"]
         assert computing[0].start_s == group
@@ -116,7 +116,7 @@ def test_zbv_never_idles_once_it_has_begun(groups: int, microbatches: int):
 @pytest.mark.parametrize(("groups", "microbatches"), [(2, 4), (4, 8), (4, 16), (8, 24)])
 def test_interleaved_zero_bubble_fills_with_weights(groups: int, microbatches: int, rounds: int):
     # the same paper's ZB-H1: (G - 1) (F + I - W) is left of 1F1B's (G - 1) (F + I + W)
-    timeline = balanced("interleaved_zero_bubble", groups, microbatches, rounds, StageTimes(1.0, 2.0, 1.0))
+    timeline = balanced("interleaved_zero_bubble", groups, microbatches, rounds, StageCost(1.0, 2.0, 1.0))
     assert timeline.step_s == pytest.approx(3 * rounds * microbatches + groups - 1)
 
 
@@ -147,7 +147,7 @@ def test_a_weight_half_is_held_until_its_w():
 
 def test_transfers_do_not_hold_the_sender_and_queue_on_their_link():
     actions = lists("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1")
-    timeline = simulate_schedule(actions, (StageTimes(1.0, 0.0, 0.0, 5.0), StageTimes(2.0, 0.0)))
+    timeline = simulate_schedule(actions, (StageCost(1.0, 0.0, 0.0, 5.0), StageCost(2.0, 0.0)))
     assert [(str(span.action), span.start_s, span.stop_s) for span in timeline.spans[0]] == [
         ("0F0", 0, 1),
         ("0SEND_F0", 1, 1),
@@ -163,16 +163,16 @@ def test_transfers_do_not_hold_the_sender_and_queue_on_their_link():
     assert timeline.step_s == 15
     assert timeline.bubble_fraction == pytest.approx(1 - 6 / 30)
     early = lists("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1")
-    spans = simulate_schedule(early, (StageTimes(1.0, 0.0, 0.0, 5.0), StageTimes(2.0, 0.0))).spans[1]
+    spans = simulate_schedule(early, (StageCost(1.0, 0.0, 0.0, 5.0), StageCost(2.0, 0.0))).spans[1]
     assert [span.start_s for span in spans] == [1, 6, 6, 11]
 
 
 def test_both_directions_of_a_link_run_at_once():
     actions = schedule_actions("1f1b", 2, 2, 8)
-    one_way = simulate_schedule(actions, (StageTimes(1.0, 1.0, 0.0, 0.5, 0.0),) * 2).step_s
-    other_way = simulate_schedule(actions, (StageTimes(1.0, 1.0, 0.0, 0.0, 0.5),) * 2).step_s
-    both_ways = simulate_schedule(actions, (StageTimes(1.0, 1.0, 0.0, 0.5, 0.5),) * 2).step_s
-    assert both_ways <= one_way + other_way - simulate_schedule(actions, (StageTimes(1.0, 1.0),) * 2).step_s
+    one_way = simulate_schedule(actions, (StageCost(1.0, 1.0, 0.0, 0.5, 0.0),) * 2).step_s
+    other_way = simulate_schedule(actions, (StageCost(1.0, 1.0, 0.0, 0.0, 0.5),) * 2).step_s
+    both_ways = simulate_schedule(actions, (StageCost(1.0, 1.0, 0.0, 0.5, 0.5),) * 2).step_s
+    assert both_ways <= one_way + other_way - simulate_schedule(actions, (StageCost(1.0, 1.0),) * 2).step_s
 
 
 def test_an_empty_schedule_takes_no_time():
@@ -196,7 +196,7 @@ def test_an_empty_schedule_takes_no_time():
 )
 def test_lists_that_never_end_say_where_each_group_is(actions: ScheduleActions, stuck: str):
     with pytest.raises(ValueError, match=f"the schedule never ends: {stuck}"):
-        simulate_schedule(actions, (StageTimes(1.0, 1.0),) * 2)
+        simulate_schedule(actions, (StageCost(1.0, 1.0),) * 2)
 
 
 # --- any legal lists ---
@@ -281,7 +281,7 @@ def inputs_of(action: Action, spans: dict[Action, Span]) -> Iterable[Span]:
     return [span for span in found if span.action.stage == stage or not has_receive]
 
 
-def check_timeline(timeline: Timeline, stages: tuple[StageTimes, ...]) -> None:
+def check_timeline(timeline: Timeline, stages: tuple[StageCost, ...]) -> None:
     """Everything runs as early as the rules allow, and not earlier."""
     spans = by_action(timeline)
     links: dict[tuple[int, int], float] = {}
@@ -321,9 +321,7 @@ def test_any_legal_lists_run_as_early_as_the_rules_allow(
 ):
     actions = Dealer(source, num_groups, num_stages, num_microbatches).deal()
     stages = tuple(
-        StageTimes(
-            source.randrange(5), 3.0 + source.randrange(5), source.randrange(4), *(source.choices(range(4), k=2))
-        )
+        StageCost(source.randrange(5), 3.0 + source.randrange(5), source.randrange(4), *(source.choices(range(4), k=2)))
         for _ in range(num_stages)
     )
     timeline = simulate_schedule(actions, stages)
@@ -337,5 +335,5 @@ def test_any_legal_lists_run_as_early_as_the_rules_allow(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torchs_lists_run_as_early_as_the_rules_allow(schedule: str):
     rounds = 1 if schedule in ("gpipe", "1f1b") else 2
-    stages = tuple(StageTimes(1.0 + s % 3, 4.0 + s % 2, 1.5, 0.5, 0.25) for s in range(4 * rounds))
+    stages = tuple(StageCost(1.0 + s % 3, 4.0 + s % 2, 1.5, 0.5, 0.25) for s in range(4 * rounds))
     check_timeline(simulate_schedule(schedule_actions(schedule, 4, 4 * rounds, 8), stages), stages)

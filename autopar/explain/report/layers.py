@@ -91,7 +91,7 @@ def layer_strip(plan: Plan) -> Figure:
 
 def _tell(plan: Plan, place: int) -> str:
     layer = plan.layers[place]
-    cost = plan.costs[layer.strategy]
+    cost = plan.costs[place]
     return f"layer {place}: {layer.name}<br>{cost.total_s * 1e3:.4g} ms, {size(cost.persistent_bytes).text}"
 
 
@@ -117,10 +117,10 @@ def layer_table(plan: Plan) -> Table:
 def _rows(plan: Plan) -> Iterator[tuple[Cell, ...]]:
     stage_of = [number for number, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
     stage_of = stage_of or [0] * len(plan.layers)
-    numbered = zip(plan.layers, stage_of, strict=True)
-    for (index, stage), group in itertools.groupby(numbered, lambda pair: (pair[0].strategy, pair[1])):
-        names = [layer.name for layer, _ in group]
-        strategy, cost = plan.strategies[index], plan.costs[index]
+    numbered = zip(plan.layers, plan.costs, stage_of, strict=True)
+    for (index, cost, stage), group in itertools.groupby(numbered, lambda each: (each[0].strategy, *each[1:])):
+        names = [layer.name for layer, *_ in group]
+        strategy = plan.strategies[index]
         yield (
             *((count(stage),) if plan.stages else ()),
             names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",

@@ -105,12 +105,11 @@ class FirstSteps:
         plan = self._plan
         _, second, third = steps_s
         mean = (second + third) / 2
-        own = [s.peak_memory_bytes for s in plan.stages if s.group == self._rank // plan.group_size]
         self.seen = StepComparison(
             predicted_s=plan.step_time_s,
             measured_s=mean,
             spread=abs(second - third) / mean if mean else 0.0,
-            predicted_bytes=own[0] if own else plan.peak_memory_bytes,
+            predicted_bytes=plan.group_peak_bytes(self._rank // plan.group_size),
             measured_bytes=measured_bytes,
             memory_error=plan.memory_error,
         )

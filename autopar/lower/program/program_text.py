@@ -19,7 +19,8 @@ from autopar.lower.program.naming import (
 )
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.placement import Axis
-from autopar.plan import LayerCost, LayerStrategy, Plan
+from autopar.plan import LayerStrategy, Plan
+from autopar.prediction import LayerCost
 from autopar.program import Program, TensorType
 from autopar.step.collective_calls import CollectiveCall, reshard_calls
 
@@ -87,9 +88,8 @@ class LoweredProgram:
             )
 
     def _cost(self, runner: LayerRunner) -> LayerCost | None:
-        planned = next(planned for planned in self.plan.layers if planned.name == runner.layer.name)
-        cost = self.plan.costs[planned.strategy]
-        return cost if cost.total_s else None
+        costs = zip(self.plan.layers, self.plan.costs, strict=False)
+        return next((cost for layer, cost in costs if layer.name == runner.layer.name and cost.total_s), None)
 
     def _totals(self, moved: Sequence[CollectiveCall], inside: Sequence[CollectiveCall]) -> Iterator[str]:
         for where, buffers in (("around it", moved), ("inside", inside)):

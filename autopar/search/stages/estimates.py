@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.plan import Stage
-from autopar.schedule import Shape
+from autopar.schedule import Shape, StageCost
 
 __all__ = ["estimate_flights", "estimate_s", "fill_share", "is_small"]
 
@@ -62,7 +61,7 @@ def fill_share(shape: Shape) -> float:
     return (rounds + waiting) / shape.num_stages
 
 
-def estimate_s(shape: Shape, stages: Sequence[Stage], in_flight: Sequence[int]) -> float:
+def estimate_s(shape: Shape, stages: Sequence[StageCost], in_flight: Sequence[int]) -> float:
     """About what `pipeline_step_s` says.
 
     From one microbatch to the next, every device group has its own work to do; and no stage has more microbatches in
@@ -71,10 +70,10 @@ def estimate_s(shape: Shape, stages: Sequence[Stage], in_flight: Sequence[int]) 
     works: dict[int, float] = {}
     once: dict[int, float] = {}
     period = behind = 0.0
-    for stage, flight in zip(reversed(stages), reversed(in_flight), strict=True):
+    for group, stage, flight in zip(shape.groups[::-1], stages[::-1], in_flight[::-1], strict=True):
         seconds = stage.forward_s + stage.backward_s
-        works[stage.group] = works.get(stage.group, 0.0) + seconds
-        once[stage.group] = once.get(stage.group, 0.0) + stage.step_s
+        works[group] = works.get(group, 0.0) + seconds
+        once[group] = once.get(group, 0.0) + stage.step_s
         behind += seconds + stage.send_forward_s
         period = max(period, behind / flight)
         behind += stage.send_backward_s

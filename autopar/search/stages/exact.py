@@ -15,10 +15,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopar.plan import Stage
-from autopar.schedule import ScheduleActions, Shape, stage_group
+from autopar.schedule import ScheduleActions, Shape
 from autopar.search.stages.problem import Move, StageProblem, measure
-from autopar.step.stage_times import pipeline_step_s
+from autopar.step.stage_costs import pipeline_step_s
 
 __all__ = ["Exact", "Option", "stage_menu"]
 
@@ -151,8 +150,7 @@ class Exact:
 
     @cached_property
     def _groups(self) -> tuple[int, ...]:
-        shape = self.shape
-        return tuple(stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages))
+        return self.shape.groups
 
     def _branch(self, bounds: tuple[int, ...], menus: list[tuple[Option, ...]], chosen: list[Option]) -> None:
         self.max_steps -= 1
@@ -169,10 +167,10 @@ class Exact:
                 self._branch(bounds, menus, [*chosen, option])
 
     def _measure(self, bounds: tuple[int, ...], path: tuple[int, ...]) -> None:
-        stages: tuple[Stage, ...] = measure(self.problem, self.shape, bounds, path, self.actions)
+        stages = measure(self.problem, self.shape, bounds, path, self.actions)
         if max(stage.peak_memory_bytes for stage in stages) > self.problem.limit_bytes:
             return
-        seconds = pipeline_step_s(self.actions, stages)
+        seconds = pipeline_step_s(self.shape, self.actions, stages)
         if seconds < self.limit_s * (1 - _EPSILON):
             self.limit_s, self.bounds, self.path = seconds, bounds, path
 

@@ -6,40 +6,33 @@ candidate for each layer; `measure` says what a path, cut somewhere, makes of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.plan import Stage
-from autopar.schedule import ScheduleActions, Shape, stage_group
+from autopar.schedule import ScheduleActions, Shape, StageCost, peak_held
 from autopar.search.chain import Chain, LayerTable, Skip
-from autopar.step.stage_times import LayerParts, predict_stages
+from autopar.step.stage_costs import CostColumns, stage_costs
 
-__all__ = ["Move", "StageProblem", "StageTable", "Tie", "Traveller", "layer_parts", "measure", "restrict"]
+__all__ = ["Move", "StageProblem", "StageTable", "Tie", "Traveller", "layer_columns", "measure", "restrict"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, eq=False)
-class StageTable:
+class StageTable(CostColumns):
     """The candidates of one layer, one entry each; states index the boundary states."""
 
-    forward_s: Array
-    backward_s: Array
-    weight_s: Array
-    step_s: Array
-    static_bytes: Array
-    saved_bytes: Array
-    transient_bytes: Array
     state_in: Indices
     state_out: Indices
 
     def take(self, rows: Indices) -> StageTable:
         """The candidates of these indices."""
-        return StageTable(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        return StageTable(**{name: column[rows] for name, column in vars(self).items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,36 +131,38 @@ def _layer_table(table: StageTable, count: int, in_flight: int) -> LayerTable:
     )
 
 
-def layer_parts(problem: StageProblem, path: Sequence[int]) -> LayerParts:
+def layer_columns(problem: StageProblem, path: Sequence[int]) -> CostColumns:
     """What each layer takes on this path, moves to it included, ties not."""
     chosen = list(zip(problem.tables, path, strict=True))
-    columns = {name: np.array([float(getattr(table, name)[row]) for table, row in chosen])
-               for name in LayerParts.__dataclass_fields__}  # fmt: skip
+    columns = {
+        each.name: np.array([float(getattr(table, each.name)[row]) for table, row in chosen])
+        for each in fields(CostColumns)
+    }
     for move in (*problem.moves, *problem.skips):
         if move is not None:
             source = chosen[move.producer][0].state_out[path[move.producer]]
             target = chosen[move.reader][0].state_in[path[move.reader]]
             columns["forward_s"][move.reader] += move.forward_s[source, target]
             columns["backward_s"][move.reader] += move.backward_s[source, target]
-    return LayerParts(**columns)
+    return CostColumns(**columns)
 
 
 def measure(
     problem: StageProblem, shape: Shape, bounds: Sequence[int], path: Sequence[int], actions: ScheduleActions = ()
-) -> tuple[Stage, ...]:
+) -> tuple[StageCost, ...]:
     """The stages that this path makes if it is cut at `bounds` (first layers, then the number of layers).
 
     Without the schedule's actions their peak bytes are not predicted.
     """
-    parts = layer_parts(problem, path)
+    layers, groups = layer_columns(problem, path), shape.groups
     stage_of = np.searchsorted(np.array(bounds), np.arange(len(path)), side="right") - 1
     for tie in problem.ties:
         first: dict[int, int] = {}
         for reader in tie.readers:
-            first.setdefault(stage_group(shape.schedule, int(stage_of[reader]), shape.num_groups), reader)
+            first.setdefault(groups[int(stage_of[reader])], reader)
         for reader in first.values():
-            parts.static_bytes[reader] += tie.static_bytes
-            parts.step_s[reader] += tie.step_s + (len(first) - 1) * tie.exchange_s
+            layers.static_bytes[reader] += tie.static_bytes
+            layers.step_s[reader] += tie.step_s + (len(first) - 1) * tie.exchange_s
     sends = np.zeros((shape.num_stages, 2))
     relayed = np.zeros(shape.num_stages)
     for traveller in problem.travellers:
@@ -177,9 +172,29 @@ def measure(
             sends[stage] += traveller.forward_s[state], traveller.backward_s[state]
             if stage > stage_of[traveller.producer] and stage not in reading:
                 relayed[stage] += traveller.num_bytes[state]
-    return predict_stages(
-        shape, bounds, parts, [(float(a), float(b)) for a, b in sends], relayed.tolist(), problem.broadcast_s, actions
-    )
+    stages = stage_costs(shape, bounds, layers, [(float(a), float(b)) for a, b in sends], problem.broadcast_s)
+    if not actions:
+        return stages
+    peaks = _peak_bounds(shape, bounds, layers, relayed, actions)
+    return tuple(replace(stage, peak_memory_bytes=peaks[group]) for stage, group in zip(stages, groups, strict=True))
+
+
+def _peak_bounds(
+    shape: Shape, bounds: Sequence[int], layers: CostColumns, relayed_bytes: Array, actions: ScheduleActions
+) -> list[float]:
+    """Per device group, the bytes that a search counts: more than the walk through the step (`autopar.step.memory`).
+
+    They are what its layers hold all the time, what its microbatches in flight hold at most (with what a stage receives
+    only to send it on), and the largest transients of a layer, as if all of these met.
+    """
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    held = tuple(float(layers.saved_bytes[own].sum()) + float(r) for own, r in zip(spans, relayed_bytes, strict=True))
+    peaks = list(peak_held(actions, held, held))
+    for group in range(shape.num_groups):
+        own = [span for span, owner in zip(spans, shape.groups, strict=True) if owner == group]
+        peaks[group] += sum(float(layers.static_bytes[span].sum()) for span in own)
+        peaks[group] += max(float(layers.transient_bytes[span].max()) for span in own)
+    return peaks
 
 
 def _best_at_prices(problem: StageProblem, table: StageTable, used: Indices, flights: Sequence[int]) -> set[int]:
@@ -241,12 +256,8 @@ def restrict(problem: StageProblem, paths: Indices, flights: Sequence[int]) -> t
         return Move(each.producer, each.reader, smaller(each.forward_s), smaller(each.backward_s))
 
     renumbered = {
-        key: StageTable(
-            t.forward_s, t.backward_s, t.weight_s, t.step_s, t.static_bytes, t.saved_bytes, t.transient_bytes,
-            number[t.state_in], number[t.state_out],
-        )
-        for key, t in tables.items()
-    }  # fmt: skip
+        key: replace(t, state_in=number[t.state_in], state_out=number[t.state_out]) for key, t in tables.items()
+    }
     found = StageProblem(
         problem.num_microbatches,
         len(kept),

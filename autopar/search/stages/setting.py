@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from autopar.search.stages.problem import Move, StageProblem, StageTable, Tie, T
 from autopar.search.trials import Setting
 from autopar.step.boundary_values import Crossing, Placed, crossing_matrix
 from autopar.step.plan_collectives import broadcast_s
+from autopar.step.stage_costs import CostColumns
 
 __all__ = [
     "stage_problem",
@@ -43,25 +43,10 @@ def stage_problem(setting: Setting, limit_bytes: float) -> StageProblem:
 
 
 def _table(setting: Setting, first: int) -> StageTable:
-    count = setting.scene.num_microbatches
-    costs = [candidate.cost for candidate in setting.by_class[first]]
-    splits = [candidate.strategy.splits_backward for candidate in setting.by_class[first]]
-
-    def column(values: Sequence[float], share: int = 1) -> Array:
-        return np.array(values) / share
-
-    numbers = setting.tables[first]
-    return StageTable(
-        column([cost.in_forward_s for cost in costs], count),
-        column([cost.in_backward_s for cost in costs], count),
-        column([cost.weight_s * can for cost, can in zip(costs, splits, strict=True)], count),
-        column([cost.in_step_s for cost in costs]),
-        column([cost.static_bytes for cost in costs]),
-        column([cost.saved_bytes for cost in costs]),
-        numbers.transient_bytes,
-        numbers.state_in,
-        numbers.state_out,
-    )
+    candidates, numbers = setting.by_class[first], setting.tables[first]
+    splits = [candidate.strategy.splits_backward for candidate in candidates]
+    costs = CostColumns.of([candidate.cost for candidate in candidates], splits, setting.scene.num_microbatches)
+    return StageTable(**vars(costs), state_in=numbers.state_in, state_out=numbers.state_out)
 
 
 def _moves(setting: Setting) -> tuple[tuple[Move | None, ...], tuple[Move, ...]]:

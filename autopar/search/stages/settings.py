@@ -19,7 +19,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.stages.bounds import least_step_s
 from autopar.search.stages.constraints import PipelineDemands
 from autopar.search.stages.solve import Found, search_setting
-from autopar.search.trials import CandidateCache, Setting, Task, batch_size, make_setting, shared_menu
+from autopar.search.trials import CandidateCache, Setting, Task, make_setting, shared_menu
 from autopar.step.prices import Prices
 
 __all__ = ["PipelineSearch"]
@@ -139,7 +139,7 @@ class PipelineSearch:
             return
         most = max(self.request.max_microbatches, 2 * _BUBBLE * groups)
         # A microbatch is to divide over the devices of a demanded data degree.
-        batch = batch_size(self.program) / max(
+        batch = self.program.batch_size / max(
             (dict(each.degrees).get("data", 1) for each in self.layer_demands), default=1
         )
         count = 2

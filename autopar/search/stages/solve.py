@@ -8,13 +8,14 @@ schedule's own action list (`prediction`): the fastest is the plan.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.plan import Stage
-from autopar.schedule import ScheduleSource, Shape
+from autopar.plan import Decisions, Stage
+from autopar.schedule import ScheduleSource, Shape, StageCost
 from autopar.search.chain import fastest_paths
 from autopar.search.stages.constraints import PipelineDemands
 from autopar.search.stages.cuts import Cut, Pool, choose_cuts, make_pool
@@ -24,7 +25,7 @@ from autopar.search.stages.paths import GroupSolver, Layout
 from autopar.search.stages.problem import StageProblem, measure, restrict
 from autopar.search.stages.setting import stage_problem
 from autopar.search.trials import Setting
-from autopar.step.stage_times import pipeline_step_s
+from autopar.step.stage_costs import pipeline_step_s
 
 __all__ = ["Draft", "Found", "Staged", "search_problem", "search_setting"]
 
@@ -44,14 +45,21 @@ _DOUBT = 0.05  # how far estimates may be too high
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """A pipeline: where it is cut, which candidate each layer has, and what is predicted of it."""
+    """A pipeline: where it is cut, which candidate each layer has, and what its stages cost."""
 
     setting: Setting
     shape: Shape
     bounds: tuple[int, ...]
     path: tuple[int, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageCost, ...]
     step_s: float
+
+    @property
+    def decisions(self) -> Decisions:
+        """As a plan has them."""
+        cuts = zip(itertools.pairwise(self.bounds), self.shape.groups, strict=True)
+        stages = tuple(Stage(start, stop, group) for (start, stop), group in cuts)
+        return self.setting.decisions(self.path, stages, self.shape.schedule)
 
     @property
     def peak_bytes(self) -> float:
@@ -76,11 +84,10 @@ class Draft:
 
     def simulate(self, source: ScheduleSource) -> Staged:
         """What the schedule's own action list makes of it."""
-        shape = self.shape
-        actions = source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+        shape, actions = self.shape, self.shape.actions(source)
         stages = measure(self.problem, shape, self.bounds, self.path, actions)
         path = tuple(int(self.rows[layer][index]) for layer, index in enumerate(self.path))
-        return Staged(self.setting, shape, self.bounds, path, stages, pipeline_step_s(actions, stages))
+        return Staged(self.setting, shape, self.bounds, path, stages, pipeline_step_s(shape, actions, stages))
 
 
 @dataclass(eq=False)
@@ -195,8 +202,7 @@ def _solve_exactly(
     if max(len(table.state_in) for table in problem.tables) <= _FEW_CANDIDATES:
         steps = _STEPS_FEW
         small, rows = problem, tuple(np.arange(len(table.state_in)) for table in problem.tables)
-    actions = found.source(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
-    exact = Exact(small, shape, actions, found.best_s, steps)
+    exact = Exact(small, shape, shape.actions(found.source), found.best_s, steps)
     exact.run(given)
     if exact.path:
         found.add(Draft(setting, small, rows, shape, exact.bounds, exact.path, exact.limit_s))

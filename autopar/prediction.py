@@ -1,0 +1,98 @@
+"""What is predicted of a plan: seconds and bytes, by the prices of one kind of device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.schedule import StageCost
+
+__all__ = ["LayerCost", "Prediction"]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Predicted cost of one layer on one device for one whole step (all microbatches).
+
+    The first six fields are seconds and add up to the layer's share of the step.  The last three say when parts of
+    them are spent: of the communication, what belongs to the forwards of microbatches (`forward_comm_s`) and what runs
+    once a step (`step_comm_s`); of what is left, which all belongs to the backwards, what gives gradients of parameters
+    alone (`weight_s`).  Bytes are per device, `saved_bytes` for one microbatch in flight.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    activation_comm_s: float = 0.0
+    parameter_comm_s: float = 0.0
+    optimizer_s: float = 0.0
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    forward_comm_s: float = 0.0
+    step_comm_s: float = 0.0
+    weight_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The layer's share of the step time."""
+        return (
+            self.forward_s + self.backward_s + self.recompute_s
+            + self.activation_comm_s + self.parameter_comm_s + self.optimizer_s
+        )  # fmt: skip
+
+    @property
+    def in_forward_s(self) -> float:
+        """The part of `total_s` in the forwards of all microbatches."""
+        return self.forward_s + self.forward_comm_s
+
+    @property
+    def in_step_s(self) -> float:
+        """The part of `total_s` that is spent once per step."""
+        return self.step_comm_s + self.optimizer_s
+
+    @property
+    def in_backward_s(self) -> float:
+        """The part of `total_s` in the backwards of all microbatches."""
+        return (
+            self.backward_s + self.recompute_s
+            + (self.activation_comm_s + self.parameter_comm_s - self.forward_comm_s - self.step_comm_s)
+        )  # fmt: skip
+
+    @property
+    def static_bytes(self) -> float:
+        """What the layer holds all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def persistent_bytes(self) -> float:
+        """What the layer holds at the moment of the step's peak, transients apart."""
+        return self.static_bytes + self.saved_bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a plan's decisions by the prices of one kind of device; all 0 where nothing is known.
+
+    Args:
+        device: name of the device that prices are of.
+        price_source: share of the step time by where its prices come from ("profile", "measured", ...).
+        step_time_s: seconds of one training step, optimizer included.
+        overlapped_s: what simulating the step, with communication beside compute, takes off a sum: without stages that
+            of the layers' seconds, with stages that of the schedule's timeline and what is done once per step.  Less
+            than 0 where stages wait for each other longer than that sum says.
+        peak_memory_bytes: peak bytes per device.
+        samples_per_step: batch rows per step, for throughput.
+        costs: of every layer.
+        stages: of every pipeline stage.
+    """
+
+    device: str = ""
+    price_source: tuple[tuple[str, float], ...] = ()
+    step_time_s: float = 0.0
+    overlapped_s: float = 0.0
+    peak_memory_bytes: float = 0.0
+    samples_per_step: int = 0
+    costs: tuple[LayerCost, ...] = ()
+    stages: tuple[StageCost, ...] = ()

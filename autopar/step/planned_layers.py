@@ -1,0 +1,85 @@
+"""A plan's decisions applied to the program: each layer under its strategy, and what lies between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from autopar.plan import Decisions, LayerStrategy
+from autopar.program import Program
+from autopar.step.boundary_values import Crossing, find_crossings
+from autopar.step.layer_facts import LayerFacts
+from autopar.step.local_layer import PlacedLayer, SharedStorage
+from autopar.step.plan_collectives import own_strategy
+
+__all__ = ["PlannedLayers"]
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(eq=False)
+class PlannedLayers:
+    """The layers of a program as a plan decides them.
+
+    `facts` are those of a search, where many plans share most of their layers.
+    """
+
+    program: Program
+    decisions: Decisions
+    facts: LayerFacts = field(default_factory=LayerFacts)
+
+    @cached_property
+    def strategies(self) -> tuple[LayerStrategy, ...]:
+        """Per layer; values in them are those of the first layer of the kind."""
+        return self.decisions.layer_strategies
+
+    @cached_property
+    def shared(self) -> SharedStorage:
+        """Where the parameters in shared storage lie."""
+        values = {name: value for value, name in self.program.parameters.items()}
+        mesh = self.decisions.shared_mesh
+        return {values[name]: (mesh, layout) for name, layout in self.decisions.shared_storage}
+
+    @cached_property
+    def time(self) -> dict[int, tuple[str, ...]]:
+        """Per kind of layers, the factor of each op that microbatches split."""
+        return {layer.kind: each.time for layer, each in zip(self.program.layers, self.strategies, strict=True)}
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What crosses from layer to layer."""
+        return find_crossings(self.program, self.time, self.decisions.num_microbatches)
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Per layer, the device group that runs it."""
+        stages = zip(self.decisions.ranges, self.decisions.groups, strict=True)
+        return tuple(group for layers, group in stages for _ in layers)
+
+    @cached_property
+    def placed(self) -> tuple[PlacedLayer, ...]:
+        """Per layer, one like it with its strategy applied; layers that run alike have the same one."""
+        known: dict[tuple[object, ...], PlacedLayer] = {}
+        found: list[PlacedLayer] = []
+        for layer, planned in zip(self.program.layers, self.decisions.layers, strict=True):
+            key = (layer.kind, planned.strategy, *(self.shared.get(name) for name in layer.held))
+            if key not in known:
+                own = own_strategy(self.program, layer, self.decisions.strategies[planned.strategy])
+                count = self.decisions.num_microbatches
+                known[key] = self.facts.place(self.program, layer, own, count, self.shared)
+            found.append(known[key])
+        return tuple(found)
+
+    def find(self, what: str, make: Callable[[PlacedLayer], Fact]) -> list[Fact]:
+        """What `make` gives, for every layer; `what` says which fact that is."""
+        return [self.facts.find(what, placed, make) for placed in self.placed]
+
+    def first_readers(self, name: str) -> dict[int, int]:
+        """Device group -> its first layer that reads the parameter `name`."""
+        readers: dict[int, int] = {}
+        for index, layer in enumerate(self.program.layers):
+            if name in layer.held:
+                readers.setdefault(self.group_of[index], index)
+        return readers

@@ -1,0 +1,207 @@
+"""The prediction of any plan, searched, edited or made by hand: all its numbers from its decisions and prices alone.
+
+The step's seconds are those of its simulation (`simulate`), its bytes those of a walk through it (`memory`).  A layer's
+cost is that of `layer_cost`, with what is moved to it from other layers, and with what parameters take that several
+layers share (counted at the first layer of each device group that reads them).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.placement import Axis
+from autopar.plan import Decisions
+from autopar.prediction import LayerCost, Prediction
+from autopar.program import Program
+from autopar.schedule import ScheduleSource, StageCost, count_flights
+from autopar.step.boundary_values import crossing_parts_s
+from autopar.step.layer_cost import is_differentiable, is_rerun, own_training, placed_collectives, placed_cost
+from autopar.step.layer_facts import LayerFacts
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.plan_collectives import broadcast_s
+from autopar.step.planned_layers import PlannedLayers
+from autopar.step.prices import Prices
+from autopar.step.sent_values import sent_values
+from autopar.step.shared_parameters import SharedCost, shared_costs
+from autopar.step.simulate import step_seconds
+from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
+from autopar.step.training import TrainingSpec
+
+__all__ = ["layer_costs", "predict"]
+
+_NOTHING = 1e-12  # share of the step: less is rounding
+
+
+def predict(
+    program: Program,
+    decisions: Decisions,
+    prices: Prices,
+    training: TrainingSpec,
+    schedules: ScheduleSource | None,
+    facts: LayerFacts | None = None,
+) -> Prediction:
+    """What a step by these decisions takes.
+
+    Args:
+        program: that the decisions fit (`autopar.step.plan_check.check_fit`).
+        decisions: of any plan.
+        prices: of the devices that it is to run on.
+        training: how it is trained.
+        schedules: where the action lists of its schedule come from; needed for a plan with stages.
+        facts: those of a search with the same arguments.
+
+    Raises:
+        ValueError: a strategy does not fit its layer.
+        MissingPriceError: an op or collective has no price.
+    """
+    layers = PlannedLayers(program, decisions, facts or LayerFacts())
+    costs = layer_costs(layers, prices, training)
+    peaks = [peak_bytes(moments) for moments in step_memory(layers, training, schedules)]
+    stages: tuple[StageCost, ...] = ()
+    sum_s = sum(cost.total_s for cost in costs)
+    if decisions.stages:
+        assert schedules is not None
+        actions = decisions.shape.actions(schedules)
+        stages = _stage_costs(layers, costs, prices, training)
+        sum_s = pipeline_step_s(decisions.shape, actions, stages)
+        flights = count_flights(actions, len(stages))
+        stages = tuple(
+            replace(cost, peak_memory_bytes=peaks[stage.group], in_flight=flight)
+            for stage, cost, flight in zip(decisions.stages, stages, flights, strict=True)
+        )
+    step_s = step_seconds(layers, prices, training, schedules)
+    is_same = abs(sum_s - step_s) <= _NOTHING * sum_s
+    return Prediction(
+        device=prices.device,
+        price_source=_price_source(layers, costs, prices, training),
+        step_time_s=sum_s if is_same else step_s,
+        overlapped_s=0.0 if is_same else sum_s - step_s,
+        peak_memory_bytes=max(peaks),
+        samples_per_step=program.batch_size,
+        costs=costs,
+        stages=stages,
+    )
+
+
+def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> tuple[LayerCost, ...]:
+    """The cost of every layer, with moves to it and the parameters that it shares."""
+    costs = layers.find("cost", lambda placed: placed_cost(placed, prices, training))
+    for index, (ahead_s, back_s) in _arrival_seconds(layers, prices, training).items():
+        costs[index] = replace(
+            costs[index],
+            activation_comm_s=costs[index].activation_comm_s + ahead_s + back_s,
+            forward_comm_s=costs[index].forward_comm_s + ahead_s,
+        )
+    size, groups = layers.decisions.group_size, layers.decisions.num_groups
+    for name, shared in shared_costs(layers.program, layers.shared, prices, training, size, groups).items():
+        readers = layers.first_readers(name).values()
+        for index in readers:
+            costs[index] = _add_shared(costs[index], shared, len(readers) - 1)
+    return tuple(costs)
+
+
+def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> dict[int, tuple[float, float]]:
+    """Index of a layer -> seconds to bring it what other layers produce, and the gradients back."""
+    found: dict[int, tuple[float, float]] = {}
+    for crossing in layers.crossings:
+        source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
+        ahead_s, back_s = crossing_parts_s(
+            prices,
+            crossing.tensor,
+            crossing.requires_grad and training.is_training,
+            layers.decisions.num_microbatches,
+            (source.mesh, source.outputs[crossing.output]),
+            (target.mesh, target.inputs[crossing.input]),
+        )
+        before = found.get(crossing.reader, (0.0, 0.0))
+        found[crossing.reader] = before[0] + ahead_s, before[1] + back_s
+    return found
+
+
+def _add_shared(cost: LayerCost, shared: SharedCost, num_others: int) -> LayerCost:
+    exchange_s = num_others * shared.exchange_s
+    return replace(
+        cost,
+        optimizer_s=cost.optimizer_s + shared.step_s,
+        parameter_comm_s=cost.parameter_comm_s + exchange_s,
+        step_comm_s=cost.step_comm_s + exchange_s,
+        parameter_bytes=cost.parameter_bytes + shared.memory.parameter_bytes,
+        gradient_bytes=cost.gradient_bytes + shared.memory.gradient_bytes,
+        optimizer_bytes=cost.optimizer_bytes + shared.memory.optimizer_bytes,
+    )
+
+
+def _stage_costs(
+    layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec
+) -> tuple[StageCost, ...]:
+    decisions = layers.decisions
+    axis = Axis(decisions.num_groups, decisions.group_size)
+    sends = np.zeros((len(decisions.stages), 2))
+    starts = [stage.start for stage in decisions.stages]
+    for sent in sent_values(layers.crossings, starts, layers.strategies):
+        has_gradient = sent.crossing.requires_grad and training.is_training
+        seconds = prices.collective_s("send", axis, sent.num_bytes)
+        sends[sent.stage] += seconds, seconds if has_gradient else 0.0
+    splits = [strategy.splits_backward for strategy in layers.strategies]
+    return stage_costs(
+        decisions.shape,
+        [*starts, len(costs)],
+        CostColumns.of(costs, splits, decisions.num_microbatches),
+        [(float(ahead), float(back)) for ahead, back in sends],
+        broadcast_s(layers.program, prices, axis),
+    )
+
+
+def _price_source(
+    layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec
+) -> tuple[tuple[str, float], ...]:
+    """Shares of the step's seconds by what their prices rest on; they add up to 1.
+
+    What crosses between layers is taken to rest on the same as the collectives inside of them.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    inside: defaultdict[str, float] = defaultdict(float)
+    sources = layers.find("sources", lambda placed: _sources(placed, prices, training))
+    for (computing, communicating), times in Counter(sources).items():
+        for source, each_s in computing:
+            seconds[source] += times * each_s
+        for source, each_s in communicating:
+            inside[source] += times * each_s
+    if not any(inside.values()):
+        inside[prices.collective_source("all_gather", Axis(layers.decisions.group_size, 1))] = 1.0
+    communication_s = sum(cost.activation_comm_s + cost.parameter_comm_s for cost in costs)
+    for source, each_s in inside.items():
+        seconds[source] += communication_s * each_s / sum(inside.values())
+    seconds[prices.optimizer_source] += sum(cost.optimizer_s for cost in costs)
+    total = sum(seconds.values())
+    return tuple((name, each_s / total) for name, each_s in seconds.items() if each_s) if total else ()
+
+
+Seconds = tuple[tuple[str, float], ...]
+
+
+def _sources(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[Seconds, Seconds]:
+    """Seconds of a layer's ops and of its collectives, by what their prices rest on."""
+    communicating: defaultdict[str, float] = defaultdict(float)
+    for run in placed_collectives(placed, training):
+        each_s = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+        communicating[prices.collective_source(run.kind, run.axis)] += each_s
+    computing: defaultdict[str, float] = defaultdict(float)
+    for source, each_s in _computing_s(placed, prices, training):
+        computing[source] += each_s
+    return tuple(computing.items()), tuple(communicating.items())
+
+
+def _computing_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[str, float]]:
+    """What the price of each op rests on, and its seconds in all microbatches, run again in backward included."""
+    own = own_training(placed.program, placed.layer, training)
+    for op, state in zip(placed.layer.ops, placed.states, strict=True):
+        differentiable = is_differentiable(placed.program, op, training)
+        time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+        runs = 2 if is_rerun(op, placed.recompute, own) else 1
+        yield time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)
