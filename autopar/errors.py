@@ -23,6 +23,7 @@ __all__ = [
     "PlanMismatchError",
     "ProfileError",
     "QuestionError",
+    "RankError",
     "RuleError",
     "TraceError",
     "VerificationError",
@@ -103,6 +104,10 @@ class ProfileError(AutoparError):
 
 class QuestionError(AutoparError):
     """A question to ``python -m autopar.explain`` can't be read: its target, cluster, or what it varies."""
+
+
+class RankError(AutoparError):
+    """A step can't be finished because of another rank: it does something else, failed, or ended."""
 
 
 class RuleError(AutoparError):

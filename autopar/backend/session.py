@@ -15,7 +15,7 @@ from autopar.backend.options import Options
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError, BackendError
 from autopar.lower.communication.communicator import ProcessGroupCommunicator
-from autopar.lower.compat import open_group
+from autopar.lower.communication.torch_groups import open_group
 from autopar.plan import Plan
 
 __all__ = ["Session", "made_plans", "session_of"]

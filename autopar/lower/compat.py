@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-from autopar.errors import MeshError
+from autopar.lower.communication.torch_groups import open_group
 from autopar.placement import REPLICATE, Layout, Placement, shard
 
 __all__ = [
@@ -41,14 +39,7 @@ __all__ = [
     "edge_of",
     "foreach_norm",
     "from_torch_placement",
-    "functional_all_gather",
-    "functional_all_reduce",
-    "functional_all_to_all",
-    "functional_collectives",
-    "functional_reduce_scatter",
-    "functional_wait",
     "gradients_of",
-    "group_name",
     "is_custom_node",
     "is_random",
     "leaves_of",
@@ -58,21 +49,12 @@ __all__ = [
     "make_mesh",
     "map_leaves",
     "module_tables",
-    "on_completion",
     "on_gradient",
-    "open_group",
     "run_backward",
     "run_backward_from",
     "run_twice",
     "scale_in_place",
     "split_graph",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_all_to_all",
-    "start_broadcast",
-    "start_receive",
-    "start_reduce_scatter",
-    "start_send",
     "storage_key",
     "stride_as_parts",
     "takes_device",
@@ -85,79 +67,6 @@ __all__ = [
 
 
 _dist: Any = dist  # the annotations of its collectives are incomplete
-
-
-def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Gather the members' `x` into `result` (``[size, *x.shape]``), both contiguous."""
-    gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
-    return gather(result.view(-1), x.view(-1), group=group, async_op=True)
-
-
-def start_reduce_scatter(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Leave the own entry of the members' summed `stack` in `result`, both contiguous."""
-    scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
-    return scatter(result.view(-1), stack.view(-1), group=group, async_op=True)
-
-
-def start_all_to_all(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Send entry c of `stack` to coordinate c, and put what comes from c into entry c of `result`."""
-    return _dist.all_to_all_single(result, stack, group=group, async_op=True)
-
-
-def start_all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> dist.Work:
-    """Reduce `x` in place over the members; `op` is ``"sum"`` or ``"max"``."""
-    operation = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-    return _dist.all_reduce(x, operation, group=group, async_op=True)
-
-
-def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
-    """Overwrite `x` by that of process `source`."""
-    return _dist.broadcast(x, source, group=group, async_op=True)
-
-
-def on_completion(work: dist.Work, action: Callable[[], None]) -> None:
-    """Call `action`, in any thread, when `work` on CPU tensors is done."""
-    untyped: Any = work
-
-    def done(future: Any) -> None:
-        action()
-
-    untyped.get_future().add_done_callback(done)
-
-
-def start_send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
-    """Send `x`, contiguous, to process `to`."""
-    return _dist.isend(x, to, group=group)
-
-
-def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
-    """Overwrite `x`, contiguous, by what process `source` sends next."""
-    return _dist.irecv(x, source, group=group)
-
-
-def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.ProcessGroup:
-    """A process group of `ranks`, which alone take part; ascending, unless it `keeps_order`.
-
-    Raises:
-        MeshError: it should keep an order that does not ascend, but this torch (before 2.13) sorts.
-    """
-    ranks = list(ranks)
-    timeout = _world_timeout()
-    if not keeps_order or ranks == sorted(ranks):
-        return _dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
-    if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
-        raise MeshError(
-            f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
-            "order the devices of the mesh so that ranks ascend along every axis"
-        )
-    return _dist.new_group(ranks, timeout, use_local_synchronization=True, sort_ranks=False)
-
-
-def _world_timeout() -> timedelta | None:
-    """How long the default group waits, as the user set it; torch gives further groups its own default."""
-    world: Any = dist.group.WORLD
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -370,56 +279,6 @@ def compile_graph(
     # In a thread of its own: hooks on what autograd saves, which may be in force here, are not to see the tracing.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(compile_it).result()
-
-
-def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]:
-    """(kind, name of the process group, bytes of the larger side) of each functional collective in a traced graph."""
-    found: list[tuple[str, str, int]] = []
-    for node in module.graph.nodes:
-        kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
-        if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
-            whole = node if kind == "all_gather" else node.args[0]
-            found.append((kind, node.args[-1], whole.meta["val"].nbytes))
-    return found
-
-
-_FUNCTIONAL = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-}
-_functional: Any = torch.ops._c10d_functional
-
-
-def group_name(group: dist.ProcessGroup) -> str:
-    """What functional collectives call it."""
-    return group.group_name
-
-
-def functional_all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """``[n] -> [size * n]``, to be waited for."""
-    return _functional.all_gather_into_tensor(x, size, group)
-
-
-def functional_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """``[size * n] -> [n]``, the own part of the sum, to be waited for."""
-    return _functional.reduce_scatter_tensor(x, "sum", size, group)
-
-
-def functional_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """The sum or maximum, to be waited for."""
-    return _functional.all_reduce(x, op, group)
-
-
-def functional_all_to_all(stack: Tensor, size: int, group: str) -> Tensor:
-    """``[size, ...] -> [size, ...]``, entry c to and from member c, to be waited for."""
-    return _functional.all_to_all_single(stack, [1] * size, [1] * size, group)
-
-
-def functional_wait(x: Tensor) -> Tensor:
-    """What a functional collective gives, when it has come."""
-    return _functional.wait_tensor(x)
 
 
 def run_backward(loss: Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.placement import Axis
 
 __all__ = [
@@ -133,6 +134,7 @@ class BaseCommunicator(ABC):
         self._records: list[list[Collective]] = []
         self._watch: Watch | None = None
         self._purpose = ("", "")
+        self.calls: CallConsensus | None = None
 
     @property
     def rank(self) -> int:
@@ -211,8 +213,9 @@ class BaseCommunicator(ABC):
         """See `Communicator.all_gather`."""
         if axis.size == 1:
             return _unmoved(x)
-        watched = self._begin("all_gather", axis, x.nbytes * axis.size)
-        gathered = watched(self._start_gather(x.detach().contiguous(), axis))
+        gathered = self._begin(
+            "all_gather", axis, x.nbytes * axis.size, lambda: self._start_gather(x.detach().contiguous(), axis)
+        )
         return gathered.then(lambda stack: merge_stack(stack, dim % x.ndim))
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
@@ -220,41 +223,39 @@ class BaseCommunicator(ABC):
         if axis.size == 1:
             return _unmoved(x)
         stack = split_stack(x.detach(), axis.size, dim % x.ndim)
-        watched = self._begin("reduce_scatter", axis, x.nbytes)
-        return watched(self._start_scatter_sum(stack, axis))
+        return self._begin("reduce_scatter", axis, x.nbytes, lambda: self._start_scatter_sum(stack, axis))
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
         """See `Communicator.all_reduce`."""
         if axis.size == 1:
             return _unmoved(x)
-        watched = self._begin("all_reduce", axis, x.nbytes)
-        return watched(self._start_reduce(x.detach().contiguous(), axis, op))
+        return self._begin("all_reduce", axis, x.nbytes, lambda: self._start_reduce(x.detach().contiguous(), axis, op))
 
     def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle:
         """See `Communicator.all_to_all`."""
         if axis.size == 1:
             return _unmoved(x)
         stack = split_stack(x.detach(), axis.size, split_dim % x.ndim)
-        watched = self._begin("all_to_all", axis, x.nbytes)
-        return watched(self._start_exchange(stack, axis)).then(lambda got: merge_stack(got, concat_dim % x.ndim))
+        exchanged = self._begin("all_to_all", axis, x.nbytes, lambda: self._start_exchange(stack, axis))
+        return exchanged.then(lambda got: merge_stack(got, concat_dim % x.ndim))
 
     def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
         """See `Communicator.broadcast`."""
         if axis.size == 1:
             return _unmoved(x)
-        watched = self._begin("broadcast", axis, x.nbytes)
-        return watched(self._start_broadcast(x.detach().contiguous(), axis, source))
+        return self._begin(
+            "broadcast", axis, x.nbytes, lambda: self._start_broadcast(x.detach().contiguous(), axis, source)
+        )
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         """See `Communicator.start_send`."""
         self._check_peer(axis, to)
-        watched = self._begin("send", axis, x.nbytes)
-        return watched(self._start_send(x.detach().contiguous(), axis, to))
+        return self._begin("send", axis, x.nbytes, lambda: self._start_send(x.detach().contiguous(), axis, to))
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         """See `Communicator.start_receive`."""
         self._check_peer(axis, source)
-        return self._start_receive(tuple(shape), dtype, axis, source)
+        return self._guard("receive", axis, lambda: self._start_receive(tuple(shape), dtype, axis, source))
 
     def _check_peer(self, axis: Axis, coordinate: int) -> None:
         if not 0 <= coordinate < axis.size or coordinate == axis.coordinate(self.rank):
@@ -266,12 +267,16 @@ class BaseCommunicator(ABC):
     def _note(self, kind: str, axis: Axis, num_bytes: int) -> None:
         self.note([Collective(kind, axis, num_bytes)])
 
-    def _begin(self, kind: str, axis: Axis, num_bytes: int) -> Callable[[Handle], Handle]:
-        """Note a collective that is about to start; its handle is to be passed through what this returns."""
+    def _begin(self, kind: str, axis: Axis, num_bytes: int, start: Callable[[], Handle]) -> Handle:
+        """Note a collective, and start it."""
         self._note(kind, axis, num_bytes)
         if self._watch is None:
-            return _itself
-        return self._watch(Collective(kind, axis, num_bytes), self._purpose)
+            return self._guard(kind, axis, start)
+        return self._watch(Collective(kind, axis, num_bytes), self._purpose)(self._guard(kind, axis, start))
+
+    def _guard(self, kind: str, axis: Axis, start: Callable[[], Handle]) -> Handle:
+        """Start a collective, of which a backend may say more where it fails."""
+        return start()
 
     @abstractmethod
     def prepare(self, axes: Iterable[Axis]) -> None:
@@ -312,10 +317,6 @@ class TracedCommunicator(BaseCommunicator):
     @abstractmethod
     def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
         """What a graph that was traced with this communicator runs, each time."""
-
-
-def _itself(handle: Handle) -> Handle:
-    return handle
 
 
 def _unmoved(x: Tensor) -> Handle:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.communication.collectives import Collective, Handle, TracedCommunicator, Watch
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.simulated_ranks import CollectiveMismatchError, ThreadCommunicator, simulate
@@ -52,6 +53,11 @@ class Communicator(Protocol):
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
+        ...
+
+    @property
+    def calls(self) -> CallConsensus | None:
+        """Compares what ranks do, where they are processes of their own."""
         ...
 
     def prepare(self, axes: Iterable[Axis]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "agree_equal", "share"]
+__all__ = ["agree", "agree_equal", "portable", "share"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def agree(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     """
     result, error = _attempt(action)
     errors: list[Any] = [None] * dist.get_world_size(group)
-    _dist.all_gather_object(errors, _portable(error), group=group)
+    _dist.all_gather_object(errors, portable(error), group=group)
     if error is not None:
         raise error
     _raise_foreign(errors)
@@ -40,7 +40,7 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     outcome: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         result, error = _attempt(action)
-        outcome = [result, _portable(error)]
+        outcome = [result, portable(error)]
     dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
         raise outcome[1]
@@ -69,7 +69,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def portable(error: Exception | None) -> Exception | None:
     """`error` as something that pickles: its own kind if it is ours, else an AutoparError with its text."""
     if error is None or isinstance(error, AutoparError):
         return error

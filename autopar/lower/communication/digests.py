@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of", "digest_tensors"]
+__all__ = ["digest_generators", "digest_of", "digest_tensors", "start_reading"]
 
 _WORDS = 1 << 16  # number of weights
 _PIECE = 1 << 22  # words at a time: their products take 32 MiB
@@ -35,6 +35,33 @@ def digest_of(x: Tensor) -> Tensor:
     if flat.device.type == "cpu":
         return torch.tensor(zlib.crc32(flat.view(torch.uint8).numpy().data))
     return weighted_sum(flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)))
+
+
+def start_reading(digests: Sequence[Tensor], device: torch.device) -> Callable[[], list[int]]:
+    """Copy `digests` to the host, which does not wait; what is returned gives them.
+
+    On an accelerator that waits, if need be, until the device has begun what was started after this.
+    """
+    if device.type == "cpu" or not digests:
+        return lambda: [int(digest) for digest in digests]
+    joined = torch.stack([digest.to(device, non_blocking=True) for digest in digests])
+    host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined, non_blocking=True)
+    event = torch.get_device_module(device).Event()
+    event.record()
+
+    def read() -> list[int]:
+        event.synchronize()
+        return [int(digest) for digest in host]
+
+    return read
+
+
+def digest_generators(device: torch.device) -> int:
+    """A number that tells where torch's default generators of the host and of `device` stand."""
+    digest = zlib.crc32(torch.get_rng_state().numpy().data)
+    if device.type != "cpu":
+        digest = zlib.crc32(torch.get_device_module(device).get_rng_state(device).numpy().data, digest)
+    return digest
 
 
 def weighted_sum(words: Tensor) -> Tensor:

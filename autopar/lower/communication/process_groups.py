@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import MeshError
-from autopar.lower import compat
+from autopar.errors import AutoparError, MeshError
+from autopar.lower.communication import torch_groups
+from autopar.lower.communication.call_consensus import POLL_S, CallConsensus
 from autopar.lower.communication.collectives import BaseCommunicator, Handle, ReduceOp, reduce_stack
 from autopar.lower.communication.functional_communicator import FunctionalCommunicator, GroupOrder
 from autopar.placement import Axis
 
 __all__ = ["ProcessGroupCommunicator"]
+
+T = TypeVar("T")
 
 # What gloo carries as it is; other dtypes travel as bytes.
 _GLOO_DTYPES = {
@@ -63,6 +67,12 @@ class ProcessGroupCommunicator(BaseCommunicator):
             )
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _Group] = {}
+        if self.world_size > 1:
+            timeout = torch_groups.world_timeout()
+            self.calls = CallConsensus(
+                torch_groups.open_store(self._ranks), self.rank, self.world_size, self.device,
+                *([] if timeout is None else [timeout.total_seconds()]),
+            )  # fmt: skip
         self._sending: list[_Sending] = []
 
     def prepare(self, axes: Iterable[Axis]) -> None:
@@ -82,7 +92,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
 
     def _order_of(self, axis: Axis) -> GroupOrder:
         group = self._group(axis)
-        return GroupOrder(compat.group_name(group.process_group), group.to_group, group.from_group)
+        return GroupOrder(torch_groups.group_name(group.process_group), group.to_group, group.from_group)
 
     def _group(self, axis: Axis) -> _Group:
         if axis not in self._groups:
@@ -100,15 +110,15 @@ class ProcessGroupCommunicator(BaseCommunicator):
         group = self._group(axis)
         sent = self._carried(x)
         stack = sent.new_empty((axis.size, *sent.shape))
-        work = compat.start_all_gather(stack, sent, group.process_group)
-        return _Received(work, stack, x, group.from_group).to_handle()
+        work = torch_groups.start_all_gather(stack, sent, group.process_group)
+        return _Received(work, stack, x, group.from_group, self._look).to_handle()
 
     def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
         group = self._group(axis)
         sent = self._carried(stack if group.to_group is None else stack[group.to_group])
         received = torch.empty_like(sent)
-        work = compat.start_all_to_all(received, sent, group.process_group)
-        return _Received(work, received, stack, group.from_group).to_handle()
+        work = torch_groups.start_all_to_all(received, sent, group.process_group)
+        return _Received(work, received, stack, group.from_group, self._look).to_handle()
 
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
         if self._is_gloo:  # its own reduce-scatter is slower, and sums 16-bit floats in 16 bits
@@ -116,8 +126,8 @@ class ProcessGroupCommunicator(BaseCommunicator):
         group = self._group(axis)
         sent = stack if group.to_group is None else stack[group.to_group]
         result = torch.empty_like(sent[0])
-        work = compat.start_reduce_scatter(result, sent, group.process_group)
-        return _Received(work, result, result, None).to_handle()
+        work = torch_groups.start_reduce_scatter(result, sent, group.process_group)
+        return _Received(work, result, result, None, self._look).to_handle()
 
     def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
         if self._is_gloo and x.nbytes * axis.size <= _DIRECT_BYTES:
@@ -125,8 +135,8 @@ class ProcessGroupCommunicator(BaseCommunicator):
         if self._is_gloo and x.dtype not in _GLOO_SUM_DTYPES:
             return self._start_reduce_in_parts(x, axis, op)
         result = x.clone()
-        work = compat.start_all_reduce(result, op, self._group(axis).process_group)
-        return _Received(work, result, x, None).to_handle()
+        work = torch_groups.start_all_reduce(result, op, self._group(axis).process_group)
+        return _Received(work, result, x, None, self._look).to_handle()
 
     def _start_reduce_in_parts(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
         """Each coordinate reduces a part of the elements in `reduce_stack`'s precision and hands it round."""
@@ -143,12 +153,12 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         group = self._group(axis)
         result = self._carried(x).clone()
-        work = compat.start_broadcast(result, group.members[source], group.process_group)
-        return _Received(work, result, x, None).to_handle()
+        work = torch_groups.start_broadcast(result, group.members[source], group.process_group)
+        return _Received(work, result, x, None, self._look).to_handle()
 
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         group = self._group(axis)
-        work = compat.start_send(self._carried(x), group.members[to], group.process_group)
+        work = torch_groups.start_send(self._carried(x), group.members[to], group.process_group)
         sending = _Sending(work, x)
         self._sending = [*(other for other in self._sending if not other.is_done()), sending]
         return sending.to_handle()
@@ -156,8 +166,32 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         group = self._group(axis)
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        work = compat.start_receive(self._carried(buffer), group.members[source], group.process_group)
+        work = torch_groups.start_receive(self._carried(buffer), group.members[source], group.process_group)
         return _Received(work, buffer, buffer, None).to_handle()
+
+    @property
+    def _look(self) -> Callable[[], None] | None:
+        """What to do while a collective is waited for: gloo's, as the host does not wait for others."""
+        return self.calls.look if self.calls is not None and self._is_gloo else None
+
+    def _guard(self, kind: str, axis: Axis, start: Callable[[], Handle]) -> Handle:
+        calls, purpose = self.calls, self._purpose
+        if calls is None:
+            return start()
+
+        def named(act: Callable[[], T]) -> T:
+            try:
+                return act()
+            except Exception as error:
+                calls.is_broken = True
+                if isinstance(error, AutoparError):
+                    raise
+                serving = f" ({' of '.join(purpose)})" if purpose[0] else ""
+                ranks = [self._ranks[rank] for rank in axis.group(self.rank)]
+                raise calls.lost(f"{kind}{serving} with ranks {ranks}", error) from error
+
+        handle = named(start)
+        return Handle(lambda: named(handle.wait), handle.on_arrival, handle.is_done)
 
     def _carried(self, x: Tensor) -> Tensor:
         if not self._is_gloo or x.dtype in _GLOO_DTYPES:
@@ -190,7 +224,16 @@ class _Sending:
 class _Received:
     """A buffer that fills up, to be viewed as the dtype of `like` and put into coordinate order."""
 
-    def __init__(self, work: dist.Work, buffer: Tensor, like: Tensor, order: list[int] | None) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        buffer: Tensor,
+        like: Tensor,
+        order: list[int] | None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """`look` is called now and then while it is waited for."""
+        self._look = look
         self._work = work
         self._buffer = buffer
         self._dtype = like.dtype
@@ -201,10 +244,13 @@ class _Received:
         return Handle(self._finish, None if self._buffer.is_cuda else self._on_arrival)
 
     def _on_arrival(self, action: Callable[[], None]) -> None:
-        compat.on_completion(self._work, action)
+        torch_groups.on_completion(self._work, action)
 
     def _finish(self) -> Tensor:
-        self._work.wait()
+        if self._look is None:
+            self._work.wait()
+        else:
+            torch_groups.wait_for(self._work, POLL_S, self._look)
         buffer = self._buffer
         if buffer.dtype is not self._dtype:
             buffer = buffer.view(self._dtype).squeeze(-1)
@@ -216,4 +262,4 @@ def _open_group(members: Sequence[int]) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
-    return compat.open_group(members)
+    return torch_groups.open_group(members)

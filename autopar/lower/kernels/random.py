@@ -72,13 +72,17 @@ class RandomState:
 
 
 def agree_base_seed(communicator: Communicator) -> int:
-    """Draw a base seed from rank 0's default CPU generator, and tell every rank: one broadcast of 8 bytes.
+    """Draw a base seed from rank 0's default CPU generator for every rank.
 
-    So ``torch.manual_seed`` on rank 0 makes a run repeatable, whatever the other ranks seeded.
+    So ``torch.manual_seed`` on rank 0 makes a run repeatable, whatever the other ranks seeded: where their generators
+    don't stand at the same place, they are told by one broadcast of 8 bytes.  Every process draws, so that those that
+    were in step stay so.
     """
     seed = torch.zeros(1, dtype=torch.int64)
-    if communicator.rank == 0:
+    if communicator.rank == 0 or communicator.calls is not None:
         seed = torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64)
+    if communicator.calls is not None and communicator.calls.is_in_step:
+        return int(seed)
     everybody = Axis(communicator.world_size, 1)
     return int(communicator.broadcast(seed.to(communicator.device), everybody).item())
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator
-from autopar.lower.communication.consensus import agree, agree_equal
-from autopar.lower.communication.digests import digest_tensors
+from autopar.lower.communication.communicator import Collective, Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import after_backward, local_tensor, make_dtensor, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
@@ -43,6 +41,7 @@ __all__ = ["LoweredProgram", "ParallelModule", "lower"]
 
 _NOTHING = "nothing_to_train"
 
+T = TypeVar("T")
 EvalFactory = Callable[[], Sequence[Any]]
 
 
@@ -131,7 +130,6 @@ class ParallelModule(Skeleton):
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         self._store = make_store(self, module, draws, stages, communicator, mesh)
         self._executor = Executor(executable, self._store, communicator, compile_layers)
-        self._agreed: set[int] = set()
         # Not registered: no name of the original's state.
         nothing = torch.empty(0, device=communicator.device)
         whole = (REPLICATE,) * len(self._store.mesh)
@@ -169,9 +167,9 @@ class ParallelModule(Skeleton):
         """The original's forward on the whole batch.
 
         Raises:
-            InputShapeError: the inputs differ from what the plan was made for; on every rank, before any
-                waits.
-            MeshError: ranks got different batches (looked at in the first call).
+            InputShapeError: the inputs differ from what the plan was made for.
+            MeshError: ranks got different batches; on an accelerator of the step before.
+            RankError: another rank does something else, failed or ended.
         """
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
@@ -184,10 +182,35 @@ class ParallelModule(Skeleton):
             raise
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        kind = "training step {}" if self.training else "evaluation {}"
+        kind += "" if kwargs.get("target") is None else " with a target"
+        kind += "" if torch.is_grad_enabled() else " without gradients"
+        executor, tensors = self._enter(kind, lambda: self._prepare(args, kwargs))
+        calls = self._communicator.calls
+        if calls is None:
+            return self._compute(executor, tensors)
+        with calls.failing():
+            outputs = self._compute(executor, tensors)
+        calls.watch_backward(outputs)
+        return outputs
+
+    def _enter(self, kind: str, prepare: Callable[[], tuple[T, Iterable[tuple[str, Tensor]]]]) -> T:
+        """Begin something that all ranks do, and make sure of that; see `CallConsensus.enter`."""
+        calls = self._communicator.calls
+        return prepare()[0] if calls is None else calls.enter(kind, prepare)
+
+    def _prepare(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Executor, Sequence[Tensor]], Iterable[tuple[str, Tensor]]]:
+        """What runs the current mode and the call's tensors; and these by name."""
         executor = self._current(has_target=kwargs.get("target") is not None)
+        tensors = executor.executable.flatten_inputs(args, kwargs)
+        executor.check_inputs(tensors)
+        return (executor, tensors), zip(executor.executable.program.inputs, tensors, strict=True)
+
+    def _compute(self, executor: Executor, tensors: Sequence[Tensor]) -> Any:
         executor.whole_outputs = self.whole_outputs
         executable = executor.executable
-        tensors = self._flatten(executor, args, kwargs)
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         if executor.stages.is_pipeline:
             values = run_pipeline(executor, tensors, seed)
@@ -256,11 +279,13 @@ class ParallelModule(Skeleton):
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
+        self._enter("clip_grad_norm_ {}", lambda: (None, ()))
         gradients = [(name, p.grad) for name, p in super().named_parameters() if p.grad is not None]
         return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it."""
+        self._enter("full_state_dict {}", lambda: (None, ()))
         own = self.state_dict(keep_vars=True)
         found: dict[str, Tensor] = {}
         for name in state_names(self, self._store.stored):
@@ -301,27 +326,6 @@ class ParallelModule(Skeleton):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
                 parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
-
-    def _flatten(self, executor: Executor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
-        """The call's tensors; in the first call of a mode, ranks make sure that they got the same."""
-
-        def flatten() -> Sequence[Tensor]:
-            tensors = executor.executable.flatten_inputs(args, kwargs)
-            executor.check_inputs(tensors)
-            return tensors
-
-        talk = self._communicator
-        if not isinstance(talk, ProcessGroupCommunicator) or id(executor) in self._agreed:
-            return flatten()
-        tensors = agree(talk.process_group, flatten)
-        agree_equal(
-            talk.process_group,
-            digest_tensors(zip(executor.executable.program.inputs, tensors, strict=True)),
-            "batches",
-            "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle)",
-        )
-        self._agreed.add(id(executor))
-        return tensors
 
     def _current(self, *, has_target: bool) -> Executor:
         """The executor of the current mode; those of eval mode are made when first needed."""

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from autopar.lower.run import pipeline
 from autopar.lower.run.execution import Executor
-from tests.end_to_end.harness import run_step
+from autopar.lower.run.layer_runner import LayerRunner
+from tests.end_to_end.harness import parallelize, run_step
 from tests.end_to_end.pipelines import cut
 
 pytestmark = pytest.mark.slow
@@ -86,6 +87,19 @@ def in_broadcast(mishap: Mishap) -> None:
     replace(Executor, "share_across_groups", mishap)
 
 
+def in_a_layer(mishap: Mishap) -> None:
+    replace(LayerRunner, "run", mishap)
+
+
+def train_without_stages(victim: int, place: Callable[[Mishap], None], mishap: Mishap) -> None:
+    """The same under a plan in which parameters are gathered and gradients reduced."""
+    model = parallelize(Tied(), INPUTS, constraints=("data=2", "zero=3"))
+    run_step(model, INPUTS)
+    if dist.get_rank() == victim:
+        place(mishap)
+    run_step(model, INPUTS)
+
+
 def train(victim: int, place: Callable[[Mishap], None], mishap: Mishap) -> None:
     """One good step, and one in which the mishap happens."""
     model = cut(Tied(), INPUTS, constraints=() if dist.get_world_size() == 2 else ("tensor=2",))
@@ -128,6 +142,12 @@ def test_of_the_end_of_a_step(tmp_path: Path, place: Callable[[Mishap], None], w
     assert re.search(rf"PipelineError: rank 0 \(device group 0\) {what}: ", said[0]), said
 
 
+def test_without_stages(tmp_path: Path) -> None:
+    said = run_to_the_end(tmp_path, 2, 1, in_a_layer, vanish, train=train_without_stages)
+    assert re.search(r"RankError: rank 0 failed in training step 2, \w+.* with ranks \[0, 1\]: ", said[0]), said
+    assert "No word from ranks [1]" in said[0]
+
+
 # --- processes of which one is to fail
 
 
@@ -138,6 +158,7 @@ def run_to_the_end(
     place: Callable[[Mishap], None],
     mishap: Mishap,
     *,
+    train: Callable[..., None] = train,
     hangs: bool = False,
     kills: bool = False,
 ) -> Mapping[int, str]:
@@ -149,12 +170,13 @@ def run_to_the_end(
         victim: where it happens.
         place: when it happens.
         mishap: what.
+        train: what every rank runs.
         hangs: the victim is still there when the others have ended.
         kills: the victim is killed when the mishap has begun.
     """
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_run_rank, args=(rank, world, folder, victim, place, mishap), daemon=True)
+        context.Process(target=_run_rank, args=(rank, world, folder, victim, place, mishap, train), daemon=True)
         for rank in range(world)
     ]
     try:
@@ -186,7 +208,13 @@ def _wait_until(happened: Callable[[], bool], limit_s: float, what: str) -> None
 
 
 def _run_rank(
-    rank: int, world: int, folder: Path, victim: int, place: Callable[[Mishap], None], mishap: Mishap
+    rank: int,
+    world: int,
+    folder: Path,
+    victim: int,
+    place: Callable[[Mishap], None],
+    mishap: Mishap,
+    train: Callable[..., None],
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)

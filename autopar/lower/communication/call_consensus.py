@@ -1,0 +1,332 @@
+"""Every call of a parallel module, compared across ranks before any of its collectives starts.
+
+All ranks make the same calls in the same order: a training step, an evaluation, a gather of the whole state.  The first
+rank to come to call number n writes what it is about to do into the process group's store, under n, and each other
+rank, coming later, compares.  That is one exchange of some hundred bytes with the store: no rank waits for another and
+no device is waited for.  Inputs on an accelerator are digested there, and their digests compared in the next call.
+
+A rank that finds a difference raises, and leaves its error in the store under n.  A rank that waits in a collective of
+call n for longer than `POLL_S` looks for such an error, and raises it, too.  In the first call of its kind every rank
+waits until all have compared: so what fails there fails before any rank has started a collective.
+
+What waits inside a compiled layer, for a pipeline's neighbour or for an accelerator does not look: it ends when the
+rank that raised does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import AutoparError, MeshError, RankError
+from autopar.lower.communication.consensus import portable
+from autopar.lower.communication.digests import digest_generators, digest_of, start_reading
+from autopar.lower.communication.torch_groups import store_answers
+from autopar.lower.compat import leaves_of, on_gradient
+
+__all__ = ["POLL_S", "CallConsensus", "Store"]
+
+T = TypeVar("T")
+Named = Iterable[tuple[str, Tensor]]
+
+POLL_S = 1.0  # a collective that takes longer is rare, and a look at the store takes a ten thousandth of it
+_WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compiling may take as long
+_LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
+_KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
+_BACKWARD = "the backward of "
+_LOGGER = logging.getLogger("autopar")
+
+_BATCHES = (
+    "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle), and call "
+    "the model on all ranks equally often"
+)
+
+
+class Store(Protocol):
+    """A store of torch.distributed."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Read what is there."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Count, from 0; the sum."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all have been written."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write `desired` where nothing is written (and `expected` is ``""``); what is there then."""
+        ...
+
+    def delete_key(self, key: str) -> bool:
+        """Forget."""
+        ...
+
+
+class CallConsensus:
+    """One rank's part in it.
+
+    Attributes:
+        is_in_step: whether the default random generators of all ranks stood at the same place in the first call; then
+            they are compared in each.  Ranks may be seeded differently, as long as they pass the same batches.
+        is_broken: whether this rank left a collective that others may have begun, so that no other can follow.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, device: torch.device, timeout_s: float = 600.0
+    ) -> None:
+        """`store` is of these ranks alone; `timeout_s` is how long the first call of a kind waits for all of them."""
+        self.is_in_step = False
+        self.is_broken = False
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._counts: Counter[str] = Counter()
+        self._met: set[str] = set()
+        self._where = "parallelize"
+        self._ran_backward = True
+        self._told = -1  # the call in which this rank left its error, or found another's
+        self._written: deque[int] = deque()  # the calls whose records this rank wrote
+        self._late: Callable[[], list[Any]] | None = None  # digests of the call before
+        weakref.finalize(self, _say_ended, store, rank)
+
+    def enter(self, kind: str, prepare: Callable[[], tuple[T, Named]]) -> T:
+        """Begin a call, which all ranks make.
+
+        Args:
+            kind: what all ranks do now, with a place for its number, such as ``"training step {}"``.
+            prepare: what may fail on bad input, before any collective; gives its result, and inputs by name, which are
+                to be the same on every rank.
+
+        Raises:
+            MeshError: inputs differ.
+            RankError: another rank does something else, drew other random numbers, failed or ended.
+            Exception: of `prepare`, on this rank; where another rank failed, an error of that kind.
+        """
+        self._counts[kind] += 1
+        if kind in self._met:
+            return self._call(kind, prepare)
+        self._call(kind, lambda: (None, ()), waits=True)  # all are here before `prepare` makes what a mode needs
+        result = self._call(kind, prepare, waits=True)
+        self._met.add(kind)
+        return result
+
+    def watch_backward(self, outputs: Any) -> None:
+        """See when a backward of this call begins, which gave `outputs`."""
+        for x in leaves_of(outputs):
+            if isinstance(x, Tensor) and x.requires_grad:
+                self._ran_backward = False
+                on_gradient(x, lambda _: self.backward_begins())
+
+    def backward_begins(self) -> None:
+        """A backward of this call begins on this rank."""
+        if not self._ran_backward:
+            self._ran_backward = True
+            self._where = _BACKWARD + self._where
+
+    @contextmanager
+    def failing(self) -> Generator[None]:
+        """Inside, an error is left in the store for other ranks to find."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def look(self) -> None:
+        """Raise if another rank has failed in this call, or will never come to the collective that this one is in."""
+        failed, following = f"{self._number}/failed", str(self._number + 1)
+        if self._told != self._number and self._store.check([failed]):
+            rank, error = pickle.loads(self._store.get(failed))
+            self._told = self._number
+            self._store.set(f"spoke/{self._rank}", "")
+            raise type(error)(f"rank {rank} failed: {error}")
+        if self._where.startswith(_BACKWARD) and self._store.check([following]):
+            rank, record = json.loads(self._store.get(following))
+            if not record["backward"]:
+                error = RankError(
+                    f"rank {self._rank} is in {self._where}, but rank {rank} came to {record['call']} without one: "
+                    "call backward() on every rank or on none"
+                )
+                self._tell(error, self._number + 1)
+                raise error
+
+    def lost(self, what: str, error: Exception) -> Exception:
+        """The error to raise where the collective `what` ended in `error`, most often for want of another rank."""
+        text = f"rank {self._rank} failed in {self._where}, {what}: {type(error).__name__}: {error}"
+        try:
+            self.look()
+            self._tell(RankError(text))
+            silent = self._silent_ranks()
+        except AutoparError as found:
+            return found
+        except dist.DistError:
+            silent = "The store of the process group is gone: the process that hosts it, most often rank 0, has ended"
+        return RankError(
+            f"{text}\n{silent}. The step can't be finished: end all processes and start again from the last checkpoint."
+        )
+
+    def _call(self, kind: str, prepare: Callable[[], tuple[T, Named]], *, waits: bool = False) -> T:
+        self._number += 1
+        self._where = kind.format(self._counts[kind])
+        backward, self._ran_backward = self._ran_backward, True
+        # Another rank may still be in a backward that this one does not run, or in the call that failed here.
+        waits = waits or not backward or self._told == self._number - 1
+        with self._waiting_for_all() if waits else self.failing():
+            if self.is_broken:
+                raise RankError(
+                    f"rank {self._rank} left collectives of an earlier call unfinished, when ranks got out of step: "
+                    "end all processes and start again from the last checkpoint"
+                )
+            result, named = prepare()
+            self._compare({
+                "call": self._where, "backward": backward, "inputs": self._digests(named, waits=waits),
+                "random": digest_generators(self._device),
+            })  # fmt: skip
+        return result
+
+    def _compare(self, mine: dict[str, Any]) -> None:
+        """Raise if the rank that came first wrote another record."""
+        written = self._store.compare_set(str(self._number), "", json.dumps([self._rank, mine]))
+        rank, theirs = json.loads(written)
+        if rank == self._rank:
+            self._written.append(self._number)
+            if self._written[0] <= self._number - _KEPT_CALLS:
+                self._store.delete_key(str(self._written.popleft()))
+            return
+        if mine["random"] != theirs["random"] and not self._met:
+            self._store.set("unlike", "")
+        error = self._difference(mine, rank, theirs)
+        if error is not None:
+            raise error
+
+    def _difference(self, mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> AutoparError | None:
+        me = self._rank
+        if mine["call"] != theirs["call"]:
+            return RankError(
+                f"rank {me} came to {mine['call']} when rank {rank} came to {theirs['call']}: all ranks must make the "
+                "same calls in the same order, also to evaluate, to clip gradients or to gather the state"
+            )
+        if mine["backward"] != theirs["backward"]:
+            who = me if theirs["backward"] else rank
+            return RankError(
+                f"rank {who} came to {mine['call']} without a backward() since the call before, rank {me + rank - who} "
+                "ran one: call it on every rank or on none"
+            )
+        if mine["inputs"] != theirs["inputs"]:
+            call, digests = mine["inputs"]
+            unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
+            return MeshError(
+                f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs "
+                f"from that of rank {rank}. {_BATCHES}"
+            )
+        if self.is_in_step and mine["random"] != theirs["random"]:
+            return RankError(
+                f"the default random generators of ranks {me} and {rank} are out of step in {mine['call']}: since the "
+                "call before one of them has drawn more numbers, or was seeded anew, so that what is drawn next (a "
+                "batch, a shuffle) differs. Draw on every rank alike; on one rank alone, inside "
+                "torch.random.fork_rng() or from a torch.Generator of its own"
+            )
+        return None
+
+    def _digests(self, named: Named, *, waits: bool) -> list[Any]:
+        """``[the call that they are of, {input: digest}]``.
+
+        On an accelerator, but in the first call, they are of the call before: nothing is waited for.
+        """
+        call, digests = self._where, {name: digest_of(x) for name, x in named}
+        read = start_reading(list(digests.values()), self._device)
+
+        def found() -> list[Any]:
+            return [call, dict(zip(digests, read(), strict=True))]
+
+        if self._device.type == "cpu" or waits:
+            return found()
+        before, self._late = self._late, found
+        return before() if before else ["", {}]
+
+    @contextmanager
+    def _waiting_for_all(self) -> Generator[None]:
+        """Inside is what may fail on one rank; after it, raise on all if it did."""
+        here = f"{self._number}/here"
+        try:
+            with self.failing():
+                yield
+        finally:
+            self._store.set(f"{here}/{self._rank}", "")
+            self._store.add(here, 1)
+        started_s, pause_s, warn_s = time.monotonic(), 1e-3, _WARN_S
+        while self._store.add(here, 0) < self._world_size:
+            self.look()
+            waited_s = time.monotonic() - started_s
+            if waited_s > warn_s or self._store.check(["ended"]):
+                self._complain(here, waited_s)
+                warn_s = self._timeout_s
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        self.look()
+        if not self._met:
+            self.is_in_step = not self._store.check(["unlike"])
+
+    def _complain(self, here: str, waited_s: float) -> None:
+        """Name the ranks that have not come to this call; raise if they never will."""
+        missing = [rank for rank in range(self._world_size) if not self._store.check([f"{here}/{rank}"])]
+        ended = [rank for rank in missing if self._store.check([f"ended/{rank}"])]
+        if ended or (missing and waited_s > self._timeout_s):
+            how = f"ranks {ended} ended, or let go of their model" if ended else f"ranks {missing} did not come to it"
+            raise RankError(
+                f"rank {self._rank} waited {waited_s:.0f} s in {self._where}, but {how}: all ranks must make the same "
+                "calls in the same order, also to evaluate"
+            )
+        if missing and waited_s > _WARN_S:
+            _LOGGER.warning("rank %d waits in %s for ranks %s", self._rank, self._where, missing)
+
+    def _tell(self, error: Exception, *numbers: int) -> None:
+        """Leave `error` for other ranks in this call, and in these."""
+        if self._told == self._number:
+            return
+        self._told = self._number
+        with suppress(dist.DistError):
+            self._store.set(f"spoke/{self._rank}", "")
+            for number in (self._number, *numbers):
+                self._store.set(f"{number}/failed", pickle.dumps((self._rank, portable(error))))
+
+    def _silent_ranks(self) -> str:
+        """Which ranks have no error to tell, as far as is known a little later."""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while not self._store.check([f"spoke/{rank}" for rank in others]) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        silent = [rank for rank in others if not self._store.check([f"spoke/{rank}"])]
+        if not silent:
+            return "All other ranks failed, too: look for their messages"
+        return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
+
+
+def _say_ended(store: Store, rank: int) -> None:
+    """Whoever waits for `rank` can stop."""
+    with suppress(Exception):
+        if store_answers(store):
+            store.set(f"ended/{rank}", "")
+            store.set("ended", "")

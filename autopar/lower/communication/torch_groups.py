@@ -1,0 +1,199 @@
+"""Every private or version-dependent API of torch.distributed that `lower` needs, each behind a small function."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autopar.errors import MeshError
+
+__all__ = [
+    "functional_all_gather",
+    "functional_all_reduce",
+    "functional_all_to_all",
+    "functional_collectives",
+    "functional_reduce_scatter",
+    "functional_wait",
+    "group_name",
+    "on_completion",
+    "open_group",
+    "open_store",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_receive",
+    "start_reduce_scatter",
+    "start_send",
+    "store_answers",
+    "wait_for",
+    "world_timeout",
+]
+
+_dist: Any = dist  # the annotations of its collectives are incomplete
+
+
+def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Gather the members' `x` into `result` (``[size, *x.shape]``), both contiguous."""
+    gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+    return gather(result.view(-1), x.view(-1), group=group, async_op=True)
+
+
+def start_reduce_scatter(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Leave the own entry of the members' summed `stack` in `result`, both contiguous."""
+    scatter = getattr(_dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
+    return scatter(result.view(-1), stack.view(-1), group=group, async_op=True)
+
+
+def start_all_to_all(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Send entry c of `stack` to coordinate c, and put what comes from c into entry c of `result`."""
+    return _dist.all_to_all_single(result, stack, group=group, async_op=True)
+
+
+def start_all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> dist.Work:
+    """Reduce `x` in place over the members; `op` is ``"sum"`` or ``"max"``."""
+    operation = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+    return _dist.all_reduce(x, operation, group=group, async_op=True)
+
+
+def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Overwrite `x` by that of process `source`."""
+    return _dist.broadcast(x, source, group=group, async_op=True)
+
+
+def on_completion(work: dist.Work, action: Callable[[], None]) -> None:
+    """Call `action`, in any thread, when `work` on CPU tensors is done."""
+    untyped: Any = work
+
+    def done(future: Any) -> None:
+        action()
+
+    untyped.get_future().add_done_callback(done)
+
+
+def start_send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
+    """Send `x`, contiguous, to process `to`."""
+    return _dist.isend(x, to, group=group)
+
+
+def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Overwrite `x`, contiguous, by what process `source` sends next."""
+    return _dist.irecv(x, source, group=group)
+
+
+def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.ProcessGroup:
+    """A process group of `ranks`, which alone take part; ascending, unless it `keeps_order`.
+
+    Raises:
+        MeshError: it should keep an order that does not ascend, but this torch (before 2.13) sorts.
+    """
+    ranks = list(ranks)
+    timeout = world_timeout()
+    if not keeps_order or ranks == sorted(ranks):
+        return _dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
+    if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
+        raise MeshError(
+            f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
+            "order the devices of the mesh so that ranks ascend along every axis"
+        )
+    return _dist.new_group(ranks, timeout, use_local_synchronization=True, sort_ranks=False)
+
+
+def open_store(ranks: tuple[int, ...]) -> Any:
+    """The default process group's store, for these ranks alone and for nothing else; all of them call it.
+
+    It does not keep the process group's own server running.
+    """
+    store = _dist.distributed_c10d._get_default_store().clone()
+    name = f"autopar/{hash(ranks)}"
+    return _dist.PrefixStore(f"{name}/{store.add(f'{name}/{dist.get_rank()}', 1)}", store)
+
+
+def store_answers(store: Any) -> bool:
+    """Whether there is still somebody who keeps `store`; asking it would fill the log if not."""
+    while isinstance(store, _dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, _dist.TCPStore):
+        return True
+    with suppress(OSError), socket.create_connection((store.host, store.port), timeout=1):
+        return True
+    return False
+
+
+def wait_for(work: dist.Work, every_s: float, meanwhile: Callable[[], None]) -> None:
+    """Wait for a collective of gloo, and call `meanwhile`, which may raise, as often as it takes `every_s` more."""
+    every = timedelta(seconds=every_s)
+    while True:
+        try:
+            work.wait(every)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            meanwhile()
+        else:
+            return
+
+
+def world_timeout() -> timedelta | None:
+    """How long the default group waits, as the user set it; torch gives further groups its own default."""
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]:
+    """(kind, name of the process group, bytes of the larger side) of each functional collective in a traced graph."""
+    found: list[tuple[str, str, int]] = []
+    for node in module.graph.nodes:
+        kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
+        if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
+            whole = node if kind == "all_gather" else node.args[0]
+            found.append((kind, node.args[-1], whole.meta["val"].nbytes))
+    return found
+
+
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+_functional: Any = torch.ops._c10d_functional
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """What functional collectives call it."""
+    return group.group_name
+
+
+def functional_all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """``[n] -> [size * n]``, to be waited for."""
+    return _functional.all_gather_into_tensor(x, size, group)
+
+
+def functional_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """``[size * n] -> [n]``, the own part of the sum, to be waited for."""
+    return _functional.reduce_scatter_tensor(x, "sum", size, group)
+
+
+def functional_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """The sum or maximum, to be waited for."""
+    return _functional.all_reduce(x, op, group)
+
+
+def functional_all_to_all(stack: Tensor, size: int, group: str) -> Tensor:
+    """``[size, ...] -> [size, ...]``, entry c to and from member c, to be waited for."""
+    return _functional.all_to_all_single(stack, [1] * size, [1] * size, group)
+
+
+def functional_wait(x: Tensor) -> Tensor:
+    """What a functional collective gives, when it has come."""
+    return _functional.wait_tensor(x)

@@ -1,0 +1,146 @@
+"""Ranks that get out of step: real processes, each with an error that names ranks and steps, within seconds."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
+from autopar.lower import ParallelModule
+from tests.end_to_end.harness import parallelize
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+SOON_S = 20  # on machines that do other things, too; the process group gives up after 60
+GROUP_TIMEOUT_S = 60
+
+
+class Model(nn.Module):
+    """Two layers and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 8] -> a scalar."""
+        return self.second(self.dropout(self.first(x).relu())).square().mean()
+
+
+def train(model: ParallelModule, x: Tensor | None = None) -> None:
+    model(torch.randn(8, 8) if x is None else x).backward()
+
+
+def draw_one_more(model: ParallelModule, rank: int) -> None:
+    if rank == 0:
+        torch.rand(())
+    train(model)
+
+
+def draw_one_more_beside_the_batch(model: ParallelModule, rank: int) -> None:
+    if rank == 1:
+        torch.rand(())
+    train(model, torch.ones(8, 8))
+
+
+def evaluate_alone(model: ParallelModule, rank: int) -> None:
+    if rank == 0:
+        model.eval()
+    model(torch.ones(8, 8))
+
+
+def evaluate_together_then_alone(model: ParallelModule, rank: int) -> None:
+    model.eval()
+    model(torch.ones(8, 8))
+    model.train(rank == 1)
+    for _ in range(3):
+        model(torch.ones(8, 8))
+
+
+def skip_a_step(model: ParallelModule, rank: int) -> None:
+    for number in range(3):
+        x = torch.randn(8, 8)
+        if number != 1 or rank == 0:
+            train(model, x)
+
+
+def skip_a_backward(model: ParallelModule, rank: int) -> None:
+    loss = model(torch.ones(8, 8))
+    if rank == 0:
+        loss.backward()
+    train(model, torch.ones(8, 8))
+
+
+def clip_alone(model: ParallelModule, rank: int) -> None:
+    if rank == 0:
+        model.clip_grad_norm_(1.0)
+    train(model)
+
+
+def pass_another_shape(model: ParallelModule, rank: int) -> None:
+    train(model, torch.ones(8 - 2 * rank, 8))
+
+
+Mishap = Callable[[ParallelModule, int], None]
+MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
+    draw_one_more: ("tensor=2", MeshError, "different batches in training step 3: 'x' of rank"),
+    draw_one_more_beside_the_batch: ("data=2", RankError, "out of step in training step 3"),
+    evaluate_alone: ("tensor=2", RankError, "evaluation 1"),
+    evaluate_together_then_alone: ("tensor=2", RankError, "evaluation 2"),
+    skip_a_step: ("data=2", MeshError, "different batches in training step 4"),
+    skip_a_backward: ("data=2", RankError, "rank 1 came to training step 4 without"),
+    clip_alone: ("data=2", RankError, "clip_grad_norm_ 1"),
+    pass_another_shape: ("tensor=2", InputShapeError, r"'x' is \[6, 8\]"),
+}
+
+
+def join(folder: str, name: str, rank: int) -> None:
+    """Begin a new process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=timeout)
+
+
+def suffer(folder: str) -> dict[str, tuple[str, str, float]]:
+    """What each mishap raises on this rank after two good steps, and when."""
+    found: dict[str, tuple[str, str, float]] = {}
+    rank = dist.get_rank()
+    for mishap, (constraint, _, _) in MISHAPS.items():
+        name = mishap.__name__
+        join(folder, name, rank)
+        torch.manual_seed(0)
+        model = parallelize(Model(), (torch.ones(8, 8),), constraints=(constraint,))
+        for _ in range(2):
+            train(model)
+        dist.barrier()
+        started_s = time.perf_counter()
+        try:
+            mishap(model, rank)
+        except AutoparError as error:
+            found[name] = (type(error).__name__, str(error), time.time())
+        Path(folder, f"{name}-{rank}").touch()
+        while not Path(folder, f"{name}-{1 - rank}").exists() and time.perf_counter() - started_s < GROUP_TIMEOUT_S:
+            time.sleep(0.02)  # the other is to learn of it while this one is still there
+    join(folder, "end", rank)
+    return found
+
+
+def test_of_two_ranks(tmp_path: Path) -> None:
+    found = run_ranks(suffer, 2, str(tmp_path))
+    for mishap, (_, kind, text) in MISHAPS.items():
+        errors = [each[mishap.__name__] for each in found]
+        for name, said, _ in errors:
+            assert name == kind.__name__, said
+            assert re.search(text, said), said
+        assert abs(errors[0][2] - errors[1][2]) < SOON_S, mishap.__name__

@@ -1,0 +1,272 @@
+"""Ranks whose calls differ: each learns of it, with ranks, call and what differs named.  Here ranks are threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
+from autopar.lower.communication import call_consensus
+from autopar.lower.communication.call_consensus import CallConsensus
+
+STEP = "training step {}"
+drawn = threading.local()  # where the generator of a rank stands
+
+
+@pytest.fixture(autouse=True)
+def generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_consensus, "digest_generators", lambda _: getattr(drawn, "numbers", 0))
+
+
+class Ranks:
+    """Some ranks on one store, run in turn or at once."""
+
+    def __init__(self, count: int = 2, **arguments: Any) -> None:
+        self.store = dist.HashStore()
+        arguments = {"device": torch.device("cpu"), "timeout_s": 20.0} | arguments
+        self.calls = [CallConsensus(self.store, rank, count, **arguments) for rank in range(count)]
+
+    def at_once(self, act: Callable[[int, CallConsensus], Any]) -> list[Any]:
+        """What `act` returns on each rank, or the error that it raises."""
+        found: list[Any] = [None] * len(self.calls)
+
+        def run(rank: int) -> None:
+            try:
+                found[rank] = act(rank, self.calls[rank])
+            except Exception as error:  # noqa: BLE001  (it is what a test looks at)
+                found[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(self.calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return found
+
+
+def step(calls: CallConsensus, *inputs: Tensor, kind: str = STEP) -> str:
+    return calls.enter(kind, lambda: ("ran", [("ids", inputs[0]), *(("targets", x) for x in inputs[1:])]))
+
+
+def texts(found: Sequence[Any], kind: type[AutoparError]) -> list[str]:
+    assert [type(each) for each in found] == [kind] * len(found), found
+    return [str(each) for each in found]
+
+
+X = torch.arange(6)
+
+
+def begun(count: int = 2, **arguments: Any) -> Ranks:
+    """Ranks that have run one step alike."""
+    ranks = Ranks(count, **arguments)
+    assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran"] * count
+    return ranks
+
+
+def test_ranks_that_do_the_same_wait_only_in_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_consensus, "_KEPT_CALLS", 3)
+    ranks = begun()
+    keys = ranks.store.num_keys()
+    for number in range(20):
+        for calls in ranks.calls:  # one after the other: waiting would never end
+            assert step(calls, X + number) == "ran"
+    assert ranks.store.num_keys() - keys <= 4
+
+
+def test_another_batch_in_a_later_step() -> None:
+    ranks = begun()
+    assert step(ranks.calls[0], X, X + 1) == "ran"
+    with pytest.raises(MeshError, match=r"different batches in training step 2: 'targets' of rank 1 differs.* rank 0"):
+        step(ranks.calls[1], X, X + 2)
+    with pytest.raises(MeshError, match=r"^rank 1 failed: ranks were given different batches in training step 2"):
+        ranks.calls[0].look()
+
+
+def test_a_permuted_batch() -> None:
+    ranks = begun()
+    step(ranks.calls[0], X)
+    with pytest.raises(MeshError, match="'ids' of rank 1"):
+        step(ranks.calls[1], X.flip(0))
+
+
+def test_another_batch_in_the_first_call_is_an_error_of_all_and_the_next_call_works() -> None:
+    ranks = Ranks(3)
+    said = texts(ranks.at_once(lambda rank, calls: step(calls, X + (rank == 1))), MeshError)
+    assert all("different batches in training step 1" in text for text in said)
+    assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran"] * 3
+
+
+def test_bad_input_on_one_rank() -> None:
+    def refuse(rank: int, calls: CallConsensus) -> Any:
+        def prepare() -> Any:
+            if rank == 1:
+                raise InputShapeError("of another shape")
+            return "ran", [("ids", X)]
+
+        return calls.enter(STEP, prepare)
+
+    ranks = Ranks()
+    assert texts(ranks.at_once(refuse), InputShapeError) == ["rank 1 failed: of another shape", "of another shape"]
+    assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran", "ran"]
+    assert refuse(0, ranks.calls[0]) == "ran"
+    with pytest.raises(InputShapeError):
+        refuse(1, ranks.calls[1])
+    with pytest.raises(InputShapeError, match="rank 1 failed: of another shape"):
+        ranks.calls[0].look()
+
+
+def test_a_rank_that_evaluates_alone() -> None:
+    for times in (0, 1):  # before any evaluation, and after one of all
+        ranks = begun()
+        for _ in range(times):
+            ranks.at_once(lambda _, calls: step(calls, X, kind="evaluation {}"))
+        found = ranks.at_once(lambda rank, calls: step(calls, X, kind=STEP if rank else "evaluation {}"))
+        errors = [each for each in found if each != "ran"]
+        assert all(isinstance(each, RankError) for each in errors)
+        assert "training step 2" in str(errors[0])
+        assert f"evaluation {1 + times}" in str(errors[0])
+        if found[0] == "ran":
+            with pytest.raises(RankError, match="rank 1 came to training step 2 when rank 0 came to evaluation"):
+                ranks.calls[0].look()
+
+
+def test_one_random_number_more() -> None:
+    ranks = begun()
+
+    def draw(rank: int, calls: CallConsensus) -> str:
+        drawn.numbers = rank
+        return step(calls, X)
+
+    found = [each for each in ranks.at_once(draw) if each != "ran"]
+    (text,) = texts(found, RankError)
+    assert "generators of ranks" in text
+    assert "out of step in training step 2" in text
+    assert "fork_rng" in text
+
+
+def test_ranks_may_be_seeded_differently() -> None:
+    ranks = Ranks()
+
+    def draw(rank: int, calls: CallConsensus) -> str:
+        drawn.numbers = 10 * rank
+        return step(calls, X)
+
+    for _ in range(3):
+        assert ranks.at_once(draw) == ["ran", "ran"]
+    assert not any(calls.is_in_step for calls in ranks.calls)
+    assert all(calls.is_in_step for calls in begun().calls)
+
+
+def test_a_backward_that_one_rank_skips() -> None:
+    ranks = begun()
+    losses = [torch.zeros((), requires_grad=True) * 2 for _ in range(2)]
+    for calls, loss in zip(ranks.calls, losses, strict=True):
+        calls.watch_backward({"loss": loss})
+    losses[0].backward()
+    ranks.calls[0].look()  # the other may be slow
+    ahead = threading.Thread(target=ranks.at_once, args=(lambda rank, calls: rank and step(calls, X),))
+    ahead.start()
+    time.sleep(0.2)
+    assert ahead.is_alive(), "a rank that ran no backward waits for the others, which may be in one"
+    with pytest.raises(
+        RankError, match="rank 0 is in the backward of training step 1, but rank 1 came to training step 2"
+    ):
+        ranks.calls[0].look()
+    ahead.join(10)
+    assert not ahead.is_alive()
+
+
+def test_a_backward_that_no_rank_runs() -> None:
+    ranks = begun()
+    for _ in range(3):
+        for calls in ranks.calls:
+            calls.watch_backward(torch.zeros((), requires_grad=True) * 2)
+        assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran"] * 2
+
+
+def test_after_a_collective_that_was_left_nothing_runs() -> None:
+    ranks = begun()
+    step(ranks.calls[0], X)
+    with pytest.raises(MeshError):
+        step(ranks.calls[1], X + 1)
+    with pytest.raises(MeshError, match="rank 1 failed"):
+        ranks.calls[0].look()
+    ranks.calls[0].is_broken = True
+    said = texts(ranks.at_once(lambda _, calls: step(calls, X)), RankError)
+    assert all("rank 0 left collectives of an earlier call unfinished" in text for text in said)
+
+
+def test_digests_of_an_accelerator_are_compared_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def start_reading(digests: Sequence[Tensor], _: torch.device) -> Callable[[], list[int]]:
+        def values() -> list[int]:
+            read.append(1)
+            return [int(each) for each in digests]
+
+        return values
+
+    monkeypatch.setattr(call_consensus, "start_reading", start_reading)
+    ranks = begun(device=torch.device("cuda"))
+    read.clear()
+    for calls, more in zip(ranks.calls, (0, 1), strict=True):
+        assert step(calls, X + more) == "ran"
+    assert not read
+    step(ranks.calls[0], X)
+    with pytest.raises(MeshError, match="different batches in training step 2: 'ids' of rank 1"):
+        step(ranks.calls[1], X)
+
+
+def test_a_rank_that_ends_while_another_waits_for_it() -> None:
+    ranks = begun()
+
+    def leave(rank: int, calls: CallConsensus) -> str:
+        if rank == 0:
+            return step(calls, X, kind="evaluation {}")
+        time.sleep(0.2)
+        ranks.calls.pop()
+        return "left"
+
+    found = ranks.at_once(leave)
+    assert found[1] == "left"
+    assert re_match(r"rank 0 waited 0 s in evaluation 1, but ranks \[1\] ended", found[0])
+
+
+def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(call_consensus, "_WARN_S", 0.1)
+    ranks = Ranks(timeout_s=0.4)
+    with caplog.at_level(logging.WARNING), pytest.raises(RankError, match=r"training step 1, but ranks \[1\] did not"):
+        step(ranks.calls[0], X)
+    assert "rank 0 waits in training step 1 for ranks [1]" in caplog.text
+
+
+def test_a_lost_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_consensus, "_LAST_WORDS_S", 1.0)
+    ranks = begun(4)
+    lost = RuntimeError("Connection closed by peer")
+
+    def fail(rank: int, calls: CallConsensus) -> Any:
+        if rank != 2:
+            raise calls.lost("all_reduce with ranks [0, 1]", lost)
+
+    found = ranks.at_once(fail)
+    (first, *others) = [str(each) for each in found if isinstance(each, RankError) and "failed in" in str(each)]
+    assert "failed in training step 1, all_reduce with ranks [0, 1]: RuntimeError: Connection closed by peer" in first
+    assert any("No word from ranks [2]" in text for text in (first, *others)), found
+    assert found[2] is None
+
+
+def re_match(pattern: str, error: Any) -> bool:
+    assert isinstance(error, RankError)
+    assert error.args
+    import re
+
+    return bool(re.search(pattern, str(error)))
