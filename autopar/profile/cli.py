@@ -147,7 +147,7 @@ def _summarize(profile: Profile, path: Path, num_missing: int, num_left: int) ->
     if not num_missing:
         console.print("nothing was missing; --remeasure KEYGLOB measures again")
     elif num_left:
-        console.print(f"{num_left} of {num_missing} are not measured yet; the same command goes on")
+        console.print(f"{num_left} of {num_missing} are not measured yet; run the same command again to continue")
     console.print(
         f"curves: {len(profile.curves)}, readings: {len(profile.readings)}, in {path}\n"
         f"median spread {profile.spread:.0%}"

@@ -96,8 +96,8 @@ class StepReport:
         streams = [[name, _cell(predicted_s, measured_s), _ratio(predicted_s, measured_s)]
                    for name, predicted_s, measured_s in self.streams()]  # fmt: skip
         spread = f"{format_seconds(min(self.steps_s))} to {format_seconds(max(self.steps_s))}"
-        count = f"{len(self.steps_s)} steps measured, {spread}; the table is of the median one, on this rank"
-        text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'measured to predicted'], *streams])}\n{count}"
+        count = f"{len(self.steps_s)} steps measured, {spread}; the table shows the median step on this rank"
+        text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'ratio'], *streams])}\n{count}"
         return f"{text}\n\n{self._kernel_text()}" if self.kernels else text
 
     def _kernel_text(self) -> str:
@@ -106,7 +106,7 @@ class StepReport:
             for name, category, kernels in self.top_kernels()
             for place, (kernel, seconds, share) in enumerate(kernels)
         ]
-        note = "of one more step, under torch.profiler, which takes time itself: the shares are what counts"
+        note = "of one more step under torch.profiler, which slows it down: only the shares are meaningful"
         return f"{_table([('kernels', '', '', 'seconds', 'share'), *rows])}\n{note}"
 
     def trace(self, path: str | Path) -> None:
