@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,6 @@ from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
-from autopar.lower.compat import map_leaves
 from autopar.lower.kernels.random import generator_state
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
@@ -31,6 +30,7 @@ from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_constraints, read_dtype, training_spec
+from autopar.planning.eval_mode import EvalFactories, ExampleInputs, eval_factories, trace_model
 from autopar.planning.given_plan import given_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
@@ -38,21 +38,12 @@ from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like,
 from autopar.step.plan_check import check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
-from autopar.trace import (
-    LossFunction,
-    Traced,
-    as_batch,
-    copy_with,
-    default_example_inputs,
-    put_loss_inside,
-    require_target,
-    trace,
-    without_target,
-)
+from autopar.trace import LossFunction, Traced, put_loss_inside
 
-__all__ = ["build", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan", "trace_model"]
-
-ExampleInputs = Sequence[Any] | Mapping[str, Any]
+__all__ = [
+    "ExampleInputs", "build", "evaluation_of", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan",
+    "trace_model",
+]  # fmt: skip
 
 _CACHE = CACHE_DIR
 
@@ -157,7 +148,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             communicator,
             mesh,
             setup,
-            example_inputs=example_inputs,
+            factories=evaluation_of(model, traced.program, chosen, example_inputs, setup),
             compile_layers=compile,
         ),
     )
@@ -391,24 +382,6 @@ def mesh_ranks(mesh: Any) -> list[int]:
     return ranks
 
 
-def trace_model(
-    model: nn.Module,
-    example_inputs: Tensor | ExampleInputs | None,
-    *,
-    training: bool = True,
-    dtype: torch.dtype | None = None,
-) -> Traced:
-    """Trace `model` on its example inputs; raises what `autopar.trace.trace` raises.
-
-    For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
-    """
-    given = as_batch(example_inputs)
-    inputs = default_example_inputs(model) if given is None else given
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    traced = trace(model, args, kwargs, training=training, dtype=dtype)
-    return require_target(model, traced) if training else traced
-
-
 def build(
     model: nn.Module,
     traced: Traced,
@@ -417,25 +390,18 @@ def build(
     mesh: DeviceMesh,
     setup: Setup | None = None,
     *,
-    example_inputs: ExampleInputs | None = None,
+    factories: EvalFactories = (None, None),
     compile_layers: bool = False,
 ) -> ParallelModule:
-    """Lower a traced model by a plan.  Every rank calls this; `communicator` may be real or simulated."""
+    """Lower a traced model by a plan.  Every rank calls this; `communicator` may be real or simulated.
+
+    `factories` say how it runs in eval mode; see `evaluation_of`.
+    """
     setup = setup or Setup()
-    twin = _without_parameters(model)
-    example = map_leaves(_without_values, example_inputs)
-    outputs_example = without_target(twin, example)
-
-    def lower_for_evaluation(inputs: ExampleInputs | None = example) -> tuple[Any, ...]:
-        evaluated = trace_model(twin, inputs, training=False, dtype=setup.dtype)
-        alike = _plan_evaluation(evaluated.program, traced.program, plan, communicator, setup)
-        return (evaluated.program, alike, evaluated.constants, evaluated.flatten_inputs, evaluated.unflatten_outputs)
-
     return lower(
         traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
         unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, draws=setup.draws,
-        compute_dtype=setup.dtype, eval_factory=lower_for_evaluation,
-        outputs_factory=(lambda: lower_for_evaluation(outputs_example)) if outputs_example is not None else None,
+        compute_dtype=setup.dtype, eval_factory=factories[0], outputs_factory=factories[1],
         compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
     )  # fmt: skip
 
@@ -453,37 +419,25 @@ def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -
     )
 
 
-def _plan_evaluation(
-    program: Program, trained_program: Program, trained: Plan, communicator: Communicator, setup: Setup
-) -> Plan:
-    """A plan for forward passes alone, with the stages of the plan for training.
+def evaluation_of(
+    model: nn.Module,
+    program: Program,
+    plan: Plan,
+    example_inputs: ExampleInputs | None,
+    setup: Setup | None = None,
+    finish: Callable[[Traced], Traced] = lambda traced: traced,
+) -> EvalFactories:
+    """How `model`, whose `program` for training runs by `plan`, runs in eval mode; `finish` as in `eval_factories`.
 
     Prices are deterministic, and equal on all ranks, so every rank finds the same.
     """
-    prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=communicator.world_size), None)
+    setup = setup or Setup()
+    prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=plan.world_size), None)
     request = SearchRequest(
-        trained.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1,
+        plan.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1,
         schedules=schedule_actions,
     )  # fmt: skip
-    return plan_like(program, trained_program, trained, prices, request)
-
-
-def _without_values(x: Any) -> Any:
-    return x.detach().to("meta") if isinstance(x, Tensor) else x
-
-
-def _without_parameters(model: nn.Module) -> nn.Module:
-    """A twin of `model` with its parameters on the meta device, so that what can be traced later holds no memory."""
-    made: dict[int, Tensor] = {}
-
-    def swap(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = _meta_parameter(tensor) if is_parameter else tensor.detach().clone()
-        return made[id(tensor)]
-
-    return copy_with(model, [*model.parameters(), *model.buffers()], swap)
-
-
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    return eval_factories(
+        model, example_inputs, lambda evaluated: plan_like(evaluated, program, plan, prices, request),
+        dtype=setup.dtype, finish=finish,
+    )  # fmt: skip

@@ -66,8 +66,8 @@ class Value:
     """One tensor of the program.
 
     `role` is ``"input"`` (a tensor argument of the model), ``"parameter"``, ``"buffer"``, ``"constant"``
-    (folded while tracing; every device holds it) or ``"op"`` (computed).  `requires_grad` says whether a
-    gradient flows into it.
+    (the same throughout a step, and held by every device: folded while tracing, or computed by
+    `Program.hoisted`) or ``"op"`` (computed by a layer).  `requires_grad` says whether a gradient flows into it.
     """
 
     name: str
@@ -213,6 +213,8 @@ class Program:
         outputs: names of the values that the model returns, in flattened order (repeats allowed).
         loss: the output that is the scalar loss, or "".
         updates: buffer value name -> name of the value that replaces it after a forward.
+        hoisted: the ops that read constants and buffers alone, and no buffer that a forward updates.  Every
+            device runs them whole when a step begins: buffers can be written to between steps.
         notes: what a user should know about this trace (dropped outputs, ops that run whole ...).
         fingerprint: identifies model structure and input shapes; a plan names it.
         training: whether the model was traced in training mode.
@@ -226,6 +228,7 @@ class Program:
     outputs: tuple[str, ...]
     loss: str = ""
     updates: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    hoisted: tuple[Op, ...] = ()
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
     training: bool = True

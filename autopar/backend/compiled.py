@@ -10,9 +10,9 @@ from torch import Tensor
 
 from autopar.backend.graph import CapturedGraph
 from autopar.backend.options import Options, read_options
-from autopar.backend.planning import PlannedGraph, plan_graph
+from autopar.backend.planning import plan_graph
 from autopar.backend.running import RunningGraph
-from autopar.backend.session import Session, session_of
+from autopar.backend.session import session_of
 from autopar.backend.storage import with_whole_inputs
 from autopar.lower.communication.consensus import agree
 
@@ -50,9 +50,9 @@ class CompiledGraph:
             trains, *((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors),
             *self._graph.numbers(values).values(),
         )  # fmt: skip
-        running = self._running.get(key)
-        if key not in self._running or not (running is None or running.is_current(values)):
-            running = self._running[key] = self._plan(values, self._options, trains)
+        if key not in self._running:
+            self._running[key] = self._plan(values, self._options, trains)
+        running = self._running[key]
         return self._graph.code(*values) if running is None else running(values)
 
     def _plan(self, values: Sequence[Any], options: Options, trains: bool) -> RunningGraph | None:
@@ -62,12 +62,7 @@ class CompiledGraph:
             planned = plan_graph(self._graph, values, options, session, trains=trains)
             if planned is None:
                 return None
-            return agree(session.group, lambda: self._lower(values, planned, options, session))
+            return agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
 
         names = [*self._graph.names("input"), *self._graph.names("parameter")]
         return session.together(f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ...", plan)
-
-    def _lower(self, values: Sequence[Any], planned: PlannedGraph, options: Options, session: Session) -> RunningGraph:
-        running = RunningGraph(self._graph, planned, options, session)
-        running.is_current(values)
-        return running

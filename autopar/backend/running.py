@@ -40,11 +40,6 @@ class RunningGraph:
             traced.program, planned.plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
         )
         self._executor = Executor(executable, _store(planned, session), session.communicator, options.compile)
-        updated = {traced.program.parameters[buffer] for buffer in traced.program.updates}
-        self._read = [
-            place for place in graph.places("buffer") if graph.arguments[place].name not in updated
-        ]  # what was computed from them alone is part of the program
-        self._versions: list[tuple[int, int]] | None = None
 
     @property
     def program(self) -> Program:
@@ -56,13 +51,6 @@ class RunningGraph:
         """How."""
         return self._executor.executable.plan
 
-    def is_current(self, values: Sequence[Any]) -> bool:
-        """Whether buffers are still what they were when the graph was traced."""
-        versions = [_version(values[place]) for place in self._read]
-        if self._versions is None:
-            self._versions = versions
-        return versions == self._versions
-
     def __call__(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The graph's outputs for its flat arguments: whole on every rank, and differentiable."""
         self._bind(values)
@@ -72,6 +60,7 @@ class RunningGraph:
         with torch.autocast(self._communicator.device.type, enabled=False):  # the traced program has its casts
             tensors = executor.executable.flatten_inputs(given, {})
             seed = agree_base_seed(self._communicator) if executor.is_random else 0
+            executor.begin_step()
             found = executor.run(tensors, seed)
             self._update_buffers(found)
             made = {name: executor.make_output(name, found[name]) for name in dict.fromkeys(program.outputs)}
@@ -107,10 +96,6 @@ class RunningGraph:
             return self._constants[name].to(self._communicator.device, copy=True)
         member = program.parameters[name]
         return dict([*self._module.named_parameters(), *self._module.named_buffers()])[member]
-
-
-def _version(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), 0 if buffer.is_inference() else buffer._version
 
 
 def _store(planned: PlannedGraph, session: Session) -> ParameterStore:

@@ -154,7 +154,8 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            with compat.intercept_autograd_functions(report, note_checkpoint), compat.unread_masks():
+            seen = compat.intercept_autograd_functions(report, note_checkpoint)
+            with seen, compat.unread_masks(), compat.written_instance_norms():
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             compat.inline_grad_regions(exported.graph_module)
             found = decompose(exported)

@@ -188,16 +188,18 @@ def drop_dead_ops(graph: Graph) -> Graph:
     """Take away ops whose results nobody reads, and constants that nobody reads."""
     needed = set(graph.read_at_end)
     kept: list[Op] = []
-    for op in reversed(graph.ops):
+    for op in reversed((*graph.hoisted, *graph.ops)):
         if needed.intersection(op.results):
             kept.append(op)
             needed.update(op.operands)
+    live = {op.name for op in kept}
     defined = {name for op in kept for name in op.results} | {
         name for name, role in graph.roles.items() if role != "constant" or name in needed
     }
     return replace(
         graph,
-        ops=tuple(reversed(kept)),
+        ops=tuple(op for op in graph.ops if op.name in live),
+        hoisted=tuple(op for op in graph.hoisted if op.name in live),
         types={name: t for name, t in graph.types.items() if name in defined},
         roles={name: role for name, role in graph.roles.items() if name in defined},
         constants={name: c for name, c in graph.constants.items() if name in defined},

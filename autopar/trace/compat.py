@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ __all__ = [
     "unflatten_one_level",
     "unread_masks",
     "writes",
+    "written_instance_norms",
 ]
 
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
@@ -236,6 +238,32 @@ def unread_masks() -> Iterator[None]:
         yield
     finally:
         layers._detect_is_causal_mask = original
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def written_instance_norms() -> Iterator[None]:
+    """Inside, instance norm updates its running statistics where tracing sees it: its kernel does so unseen."""
+    untyped: Any = torch
+    original = torch.instance_norm
+    untyped.instance_norm = partial(_instance_norm, original)
+    try:
+        yield
+    finally:
+        untyped.instance_norm = original
+
+
+def _instance_norm(  # noqa: PLR0913  (torch's own arguments)
+    kernel: Callable[..., Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
+) -> Tensor:  # fmt: skip
+    if not use_input_stats:
+        return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            var, mean = torch.var_mean(x, tuple(range(2, x.ndim)))
+            for running, statistic in ((running_mean, mean), (running_var, var)):
+                running.mul_(1 - momentum).add_(statistic.mean(0).to(running.dtype), alpha=momentum)
+    return kernel(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
 
 
 def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:

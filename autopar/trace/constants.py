@@ -1,4 +1,4 @@
-"""Constants: what depends on no input, no parameter and no updated buffer, and its values.
+"""Constants: what depends on no input, no parameter and no buffer, and its values.
 
 A value can be looked at by its *core*: each dim along which it only repeats is cut to one entry.  What a model makes of
 positions for every sample of a batch, [batch, 1, queries, keys], is then no bigger than for one sample.
@@ -19,7 +19,7 @@ from autopar.trace.compat import overload
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph
 
-__all__ = ["NEUTRAL", "Evaluator", "broadcast_shape", "constant_cone"]
+__all__ = ["NEUTRAL", "Evaluator", "broadcast_shape", "constant_cone", "step_cone"]
 
 _BLOCK_ELEMENTS = 1 << 24
 
@@ -38,9 +38,20 @@ def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def constant_cone(graph: Graph) -> frozenset[str]:
-    """The values that are known without running the model."""
-    known = {name for name, role in graph.roles.items() if role == "constant" and name in graph.constants}
-    known |= {name for name in graph.buffers if name not in graph.updates}
+    """The values that are computed from constants alone: known without running the model."""
+    return _cone(graph, {name for name, role in graph.roles.items() if role == "constant"})
+
+
+def step_cone(graph: Graph) -> frozenset[str]:
+    """The values that are computed from constants and buffers alone, and not from a buffer that forward updates.
+
+    They are the same throughout a step, but not known: anybody may write to a buffer between steps.
+    """
+    fixed = {name for name, role in graph.roles.items() if role in ("constant", "buffer")}
+    return _cone(graph, fixed - graph.updates.keys())
+
+
+def _cone(graph: Graph, known: set[str]) -> frozenset[str]:
     computed: set[str] = set()
     for op in graph.ops:
         if known.issuperset(op.operands) and is_repeatable(op) and overload(op.target) is not None:
@@ -81,8 +92,7 @@ class Evaluator:
     def _compute(self, name: str) -> None:
         op = self.producers.get(name)
         if op is None:
-            source = self._graph.constants[name] if name in self._graph.constants else self._graph.buffers[name]
-            self._known[name] = source.detach().cpu()
+            self._known[name] = self._graph.constants[name].detach().cpu()
             return
         with torch.no_grad():
             results = run_op(op, self._known)

@@ -179,7 +179,7 @@ def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
         ops=tuple(builder.ops), types=builder.types, roles=builder.roles, inputs=tuple(inputs),
         outputs=outputs,
         updates=updates, parameters=parameters, trainable=frozenset(trainable), constants=constants,
-        buffers=_known_buffers(captured, parameters, builder.roles), strided=frozenset(builder.strided),
+        strided=frozenset(builder.strided),
     )  # fmt: skip
     return _add_unused(_rename_roots(graph, input_names), captured)
 
@@ -214,14 +214,6 @@ def _ends(
     return tuple(outputs), updates
 
 
-def _known_buffers(captured: Captured, parameters: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Tensor]:
-    return {
-        value: captured.tensors[member]
-        for value, member in parameters.items()
-        if roles[value] == "buffer" and captured.tensors[member].device.type != "meta"
-    }
-
-
 def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:
     """Inputs as the call names them, parameters and buffers as the module does (dots become underscores)."""
     names = Names(graph)
@@ -236,7 +228,7 @@ def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:
     return replace(
         graph, types=moved(graph.types), roles=moved(graph.roles),
         inputs=tuple(fresh[n] for n in graph.inputs),
-        updates=moved(graph.updates), parameters=moved(graph.parameters), buffers=moved(graph.buffers),
+        updates=moved(graph.updates), parameters=moved(graph.parameters),
         trainable=frozenset(fresh[n] for n in graph.trainable),
         strided=frozenset(fresh.get(n, n) for n in graph.strided),
     )  # fmt: skip

@@ -1,18 +1,18 @@
-"""Folding: what depends on no input, no parameter and no updated buffer is computed once, here, on the CPU."""
+"""Folding: what is computed from constants alone is computed here, on the CPU; from buffers as well, once a step."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from autopar.trace.constants import Evaluator, constant_cone
+from autopar.trace.cleanup import merge_equal_ops
+from autopar.trace.constants import Evaluator, constant_cone, step_cone
 from autopar.trace.graph import Graph, rename
 
-__all__ = ["fold_constants", "share_equal_constants"]
+__all__ = ["fold_constants", "hoist_buffer_ops", "share_equal_constants"]
 
 
 def fold_constants(graph: Graph) -> Graph:
@@ -25,25 +25,33 @@ def fold_constants(graph: Graph) -> Graph:
     roots.update((name, None) for name in (*graph.outputs, *graph.updates.values()) if name in cone)
     evaluator = Evaluator(graph)
     folded = {name: evaluator.value(name) for name in roots}
-    notes = _folded_state(graph, cone)
     return replace(
         graph,
         ops=tuple(op for op in graph.ops if not cone.issuperset(op.results) or not op.results),
         roles={**graph.roles, **dict.fromkeys(folded, "constant")},
         constants={**graph.constants, **folded},
-        notes=graph.notes + tuple(notes),
     )
 
 
-def _folded_state(graph: Graph, cone: frozenset[str]) -> Iterator[str]:
-    read = {n for op in graph.ops if cone.issuperset(op.results) for n in op.operands if n in graph.buffers}
-    for name in sorted(read):
-        if graph.buffers[name].is_floating_point():
-            yield (
-                f"buffer {graph.parameters[name]} was read while tracing: what is computed from it alone "
-                f"keeps its "
-                "present contents"
-            )
+def hoist_buffer_ops(graph: Graph) -> Graph:
+    """Take what is computed from buffers alone out of the layers, which then read its results as constants.
+
+    What leaves the program stays, to be put out by a layer.
+    """
+    cone = step_cone(graph) - graph.read_at_end
+    groups = {
+        op.name: 0 if op.results and cone.issuperset(op.results) else place
+        for place, op in enumerate(graph.ops, start=1)
+    }
+    merged = merge_equal_ops(graph, within=groups)
+    hoisted = tuple(op for op in merged.ops if groups[op.name] == 0)
+    results = (name for op in hoisted for name in op.results)
+    return replace(
+        merged,
+        ops=tuple(op for op in merged.ops if groups[op.name]),
+        hoisted=hoisted,
+        roles={**merged.roles, **dict.fromkeys(results, "constant")},
+    )
 
 
 def share_equal_constants(graph: Graph) -> Graph:

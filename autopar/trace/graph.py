@@ -31,8 +31,8 @@ class Graph:
         trainable: the values that want a gradient of their own: parameters that aren't frozen, inputs that
         ask for it.
         constants: the tensors that are known: lifted from the code, or folded.
-        buffers: the user's own buffers whose contents are known (not on the meta device), by value.
         strided: values whose memory is not in row-major order.
+        hoisted: the ops that run once a step; see `Program.hoisted`.
         notes: what the user should know.
     """
 
@@ -45,8 +45,8 @@ class Graph:
     parameters: Mapping[str, str]
     trainable: frozenset[str]
     constants: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
     strided: frozenset[str] = frozenset()
+    hoisted: tuple[Op, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -128,6 +128,7 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
     return replace(
         graph,
         ops=tuple(map(renamed, graph.ops)),
+        hoisted=tuple(map(renamed, graph.hoisted)),
         outputs=tuple(final.get(name, name) for name in graph.outputs),
         updates={buffer: final.get(name, name) for buffer, name in graph.updates.items()},
     )

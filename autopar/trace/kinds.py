@@ -133,7 +133,7 @@ def fingerprint(graph: Graph, values: Mapping[str, Value], *, training: bool) ->
             f"{short}:{value.type.shape}:{value.type.dtype}:{value.role}:{value.requires_grad}:"
             f"{graph.parameters.get(name, '')}"
         )
-    for op in graph.ops:
+    for op in (*graph.hoisted, *graph.ops):
         kwargs = " ".join(f"{key}={canonical(arg, names)}" for key, arg in op.kwargs)
         lines.append(f"{op.target} {canonical(op.args, names)} {kwargs} -> {[names[n] for n in op.results]}")
     lines.append(str([names[name] for name in graph.outputs]))

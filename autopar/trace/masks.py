@@ -33,7 +33,7 @@ def restore_attention_masks(graph: Graph) -> Graph:
         mask = argument(op, 3, "attn_mask", None) if op.target == ATTENTION else None
         if not isinstance(mask, Ref) or argument(op, 5, "is_causal", False):
             return None
-        if mask.name not in cone and mask.name not in graph.constants and mask.name not in graph.buffers:
+        if mask.name not in cone and mask.name not in graph.constants:
             return None
         if mask.name not in forms:
             forms[mask.name] = _mask_form(evaluator, mask.name, graph.types[mask.name])

@@ -33,7 +33,8 @@ class Traced:
 
     Args:
         program: the traced model.
-        constants: value name -> tensor, for all values of role "constant" (CPU; may be expanded views).
+        constants: value name -> tensor, for the values of role "constant" that no op of ``program.hoisted``
+            computes (CPU; may be expanded views).
         flatten_inputs: ``(args, kwargs)`` of a call -> the tensors in the order of ``program.inputs``, floating ones in
             the trace's dtype; raises InputShapeError if the call differs from the example in structure,
             shape, dtype or in an argument that is no tensor.
@@ -66,6 +67,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     folding.fold_constants,
     folding.share_equal_constants,
     cleanup.drop_dead_ops,
+    folding.hoist_buffer_ops,
 )
 
 
@@ -103,6 +105,7 @@ def trace(
     program = Program(
         values=values,
         layers=assign_kinds(build_layers(graph, pieces), values, graph),
+        hoisted=graph.hoisted,
         inputs=graph.inputs,
         parameters=graph.parameters,
         aliases={name: first for name, first in captured.names.items() if name != first},

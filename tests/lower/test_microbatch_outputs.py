@@ -22,7 +22,7 @@ def outputs(constraints: tuple[str, ...]) -> tuple[Tensor, Tensor, bool]:
     traced = trace_model(model, inputs)
     plan = search(traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
     mesh = init_device_mesh("cpu", (4,))
-    parallel = build(model, traced, plan, ProcessGroupCommunicator(), mesh, example_inputs=inputs)
+    parallel = build(model, traced, plan, ProcessGroupCommunicator(), mesh)
     logits, loss = parallel(**inputs)
     is_cut = isinstance(logits, DTensor)
     return (logits.full_tensor() if is_cut else logits).detach(), loss.detach(), is_cut

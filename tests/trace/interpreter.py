@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from autopar.lower.kernels import OPS
-from autopar.program import Arg, Program, Ref
+from autopar.program import Arg, Op, Program, Ref
 from autopar.trace import Traced, trace
 from autopar.trace.compat import overload
 
@@ -24,25 +24,29 @@ def interpret(traced: Traced, model: nn.Module, inputs: Sequence[Tensor]) -> tup
     values: dict[str, Tensor] = dict(zip(program.inputs, inputs, strict=True))
     values |= dict(traced.constants)
     values |= {value: members[name] for value, name in program.parameters.items()}
+    for op in program.hoisted:
+        _run(op, values, program)
     for layer in program.layers:
         known = {name: values[name] for name in (*layer.inputs, *layer.held)}  # a layer reads nothing else
         for op in layer.ops:
-            function = OPS.get(op.target) or overload(op.target)
-            args = [_value(arg, known) for arg in op.args]
-            returned = function(*args, **{key: _value(arg, known) for key, arg in op.kwargs})
-            results = returned if isinstance(returned, list | tuple) else (returned,)
-            results = [r for r in results if isinstance(r, Tensor)]
-            known.update(zip(op.results, results, strict=False))
-            for name, result in zip(op.results, results, strict=False):
-                kind = program.type_of(name)
-                assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), (
-                    op,
-                    result,
-                )
-                assert program.values[name].requires_grad == result.requires_grad, (op, name)
+            _run(op, known, program)
         values.update({name: known[name] for name in layer.outputs})
     updates = {program.parameters[buffer]: values[new] for buffer, new in program.updates.items()}
     return [values[name] for name in program.outputs], updates
+
+
+def _run(op: Op, known: dict[str, Tensor], program: Program) -> None:
+    """Add the results of `op`, which must be of the types that the program says."""
+    function = OPS.get(op.target) or overload(op.target)
+    args = [_value(arg, known) for arg in op.args]
+    returned = function(*args, **{key: _value(arg, known) for key, arg in op.kwargs})
+    results = returned if isinstance(returned, list | tuple) else (returned,)
+    results = [r for r in results if isinstance(r, Tensor)]
+    known.update(zip(op.results, results, strict=False))
+    for name, result in zip(op.results, results, strict=False):
+        kind = program.type_of(name)
+        assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), (op, result)
+        assert program.values[name].requires_grad == result.requires_grad, (op, name)
 
 
 def _value(arg: Arg, values: Mapping[str, Tensor]) -> Any:
@@ -58,6 +62,9 @@ def _value(arg: Arg, values: Mapping[str, Tensor]) -> Any:
 def check_well_formed(program: Program) -> None:
     """The laws of a Program that every consumer relies on."""
     known = {name for name, value in program.values.items() if value.role != "op"}
+    for op in program.hoisted:
+        assert all(program.values[name].role in ("buffer", "constant") for name in op.operands)
+        assert not program.updates.keys() & set(op.operands)
     for layer in program.layers:
         assert layer.ops
         reads = {name for op in layer.ops for name in op.operands}

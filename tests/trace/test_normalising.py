@@ -345,6 +345,47 @@ def test_constants_are_folded_and_shared():
     assert {traced.program.values[name].role for name in traced.constants} == {"constant"}
 
 
+class Tables(nn.Module):
+    """Everything but `moved` is read only; two layers read one cosine."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("table", torch.arange(8.0))
+        self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("moved", torch.ones(8))
+
+    def forward(self, x):
+        scale = torch.arange(8.0).exp()
+        h = self.first(x) * torch.cos(self.table * scale) + self.moved.sin()
+        h = self.second(h) * torch.cos(self.table * scale)
+        h = F.scaled_dot_product_attention(h[None], h[None], h[None], self.mask[:6, :6]) + self.table
+        self.moved.mul_(0.5)
+        return h, torch.exp(self.table)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_computed_from_buffers_alone_is_hoisted(training):
+    traced = check_equals_model(Tables(), {"x": torch.randn(6, 8)}, training=training)
+    program = traced.program
+    assert sorted(op.target for op in program.hoisted) == [
+        "aten.cos.default", "aten.mul.Tensor", "aten.slice.Tensor", "aten.slice.Tensor",
+    ]  # fmt: skip
+    assert [tuple(c.shape) for c in traced.constants.values()] == [(8,)], "what no buffer takes part in is known"
+    assert {"aten.sin.default", "aten.exp.default"} <= set(targets_of(program)), "an updated buffer; an output"
+    assert [op.args[3] is None for op in program.layers[-1].ops if "attention" in op.target] == [False]
+
+
+def test_a_program_does_not_depend_on_what_buffers_hold():
+    from autopar.trace import trace
+
+    with torch.device("meta"):
+        unknown = Tables()
+    known, other = (trace(model, (torch.randn(6, 8),), {}) for model in (Tables(), unknown))
+    assert known.program == other.program
+    assert known.program.fingerprint == other.program.fingerprint
+
+
 def test_an_empty_cache_leaves_nothing():
     program = run(lambda h, y: torch.cat([torch.tensor([]).to(h), h], -1)).program
     assert targets_of(program) == ["aten.linear.default"]

@@ -65,6 +65,7 @@ class Executor:
         self.runners = lowering.lower_layers(self.kept)
         self.lies = lowering.lies
         self.arriving = lowering.arriving
+        self.begin_step = lowering.hoisted.begin_step
         if self.stages.is_pipeline:
             communicator.prepare([self.stages.axis])
         communicator.prepare(sorted({axis for runner in self.runners.values() for axis in runner.axes}))

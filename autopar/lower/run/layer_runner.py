@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,7 @@ class LayerRunner:
         keeping: the variant for selective recomputation, None if the strategy has none or a compiler sees to it.
         parameters: how it gets them.
         buffers: position among held values, name, dtype, moves to the copy layout.
-        constants: position among held values, local part.
+        constants: position among held values, how to have the local part.
         moves: per input, the value's name and the moves from where it lies.
         dead: values that no later layer reads.
         first_op: number of its first op in the program.
@@ -65,7 +65,7 @@ class LayerRunner:
     keeping: KeepingProgram | None
     parameters: LayerParameters
     buffers: tuple[tuple[int, str, torch.dtype, tuple[Step, ...]], ...]
-    constants: tuple[tuple[int, Tensor], ...]
+    constants: tuple[tuple[int, Callable[[], Tensor]], ...]
     moves: tuple[tuple[str, tuple[Step, ...]], ...]
     dead: tuple[str, ...]
     first_op: int
@@ -114,7 +114,7 @@ class LayerRunner:
 
         Buffers are copied, for backward to find what forward read: forward updates some.
         """
-        found = dict(self.constants)
+        found = {position: part() for position, part in self.constants}
         for position, name, dtype, steps in self.buffers:
             buffer = self.parameters.store.buffer(name).to(dtype, copy=True)
             found[position] = apply_forward(buffer, steps, communicator)

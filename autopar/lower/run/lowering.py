@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,10 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.parameters.layer_parameters import LayerParameters
 from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram, layer_program
 from autopar.lower.program.recompute import KeepingProgram
+from autopar.lower.run.hoisted import HoistedValues
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, refine_layout, refine_mesh, reshard
@@ -76,7 +79,7 @@ class Lowering:
         stages: StageMap,
         compile_layers: bool = False,
     ) -> None:
-        """Nothing is lowered yet.  `lies` has then where values lie, `arriving` per stage what comes to it."""
+        """No layer is lowered yet.  `lies` has then where values lie, `arriving` per stage what comes to it."""
         self.stages = stages
         self.compile_layers = compile_layers
         self.executable = executable
@@ -90,6 +93,8 @@ class Lowering:
         self.arriving: list[dict[str, Lies]] = []
         self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
+        read = dict.fromkeys(name for index in stages.own_layers for name in self.program.layers[index].held)
+        self.hoisted = HoistedValues(self.program, executable.constants, store, LayerContext(communicator), read)
 
     def lower_layers(self, kept: set[str]) -> dict[int, LayerRunner]:
         """The runners of this rank's layers, by index.
@@ -183,9 +188,11 @@ class Lowering:
     def _from_whole(self, layout: Layout, mesh: tuple[int, ...]) -> tuple[Step, ...]:
         return reshard((REPLICATE,) * len(mesh), layout, mesh)
 
-    def _constant(self, name: str, steps: tuple[Step, ...]) -> Tensor:
+    def _constant(self, name: str, steps: tuple[Step, ...]) -> Callable[[], Tensor]:
+        if name not in self.executable.constants:
+            return partial(self.hoisted.part, name, steps)
         key = (name, steps)
         if key not in self.parts:
             whole = self.executable.constants[name].detach().to(self.communicator.device)
             self.parts[key] = apply_forward(whole, steps, self.communicator)
-        return self.parts[key]
+        return partial(self.parts.__getitem__, key)

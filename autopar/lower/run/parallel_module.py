@@ -36,7 +36,7 @@ from autopar.placement import REPLICATE, reshard
 from autopar.plan import Plan
 from autopar.program import Program
 
-__all__ = ["LoweredProgram", "ParallelModule", "lower"]
+__all__ = ["EvalFactory", "LoweredProgram", "ParallelModule", "lower"]
 
 
 _NOTHING = "nothing_to_train"
@@ -212,6 +212,7 @@ class ParallelModule(Skeleton):
         executor.whole_outputs = self.whole_outputs
         executable = executor.executable
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
+        executor.begin_step()
         if executor.stages.is_pipeline:
             values = run_pipeline(executor, tensors, seed)
         elif executor.num_microbatches > 1:

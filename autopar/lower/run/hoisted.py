@@ -1,0 +1,74 @@
+"""What layers read as constants but is computed from buffers, as they are when a step begins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.layer_program import layer_program
+from autopar.placement import REPLICATE, Step
+from autopar.plan import LayerStrategy
+from autopar.program import Layer, Program
+
+__all__ = ["HoistedValues"]
+
+
+class HoistedValues:
+    """The results of `Program.hoisted` that are `wanted` on this rank, whole, and their local parts, in this step."""
+
+    def __init__(
+        self,
+        program: Program,
+        constants: Mapping[str, Tensor],
+        store: ParameterStore,
+        context: LayerContext,
+        wanted: Collection[str],
+    ) -> None:
+        """Lower the ops; `constants` are the program's folded ones by value name, whole."""
+        ops = program.hoisted
+        results = {name for op in ops for name in op.results}
+        read = tuple(dict.fromkeys(name for op in ops for name in op.operands if name not in results))
+        self._names = tuple(name for name in wanted if name in results)
+        layer = Layer("once a step", len(program.kinds), ops, inputs=(), held=read, outputs=self._names)
+        whole = (REPLICATE,)
+        strategy = LayerStrategy(
+            mesh=(1,), assignments=(("-",),) * len(ops), time=(), inputs=(), outputs=(whole,) * len(self._names),
+            copies=(), storage=(whole,) * len(read),
+        )  # fmt: skip
+        device = context.communicator.device
+        self._module = layer_program(program, layer, strategy, device=str(device)).module
+        self._module.graph.eliminate_dead_code()
+        self._module.recompile()
+        self._store = store
+        self._context = context
+        self._buffers = {
+            name: (program.parameters[name], getattr(torch, program.type_of(name).dtype))
+            for name in read
+            if program.values[name].role == "buffer"
+        }
+        self._read = {name: None if name in self._buffers else constants[name].to(device) for name in read}
+        self._values: dict[str, Tensor] = {}
+        self._parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Compute them from the buffers as they are now; copies, for backward to find what forward read."""
+        self._parts.clear()
+        if not self._names:
+            return
+        store = self._store
+        buffers = {n: store.buffer(member).to(dtype, copy=True) for n, (member, dtype) in self._buffers.items()}
+        values = self._module(*{**self._read, **buffers}.values(), self._context)
+        self._values = dict(zip(self._names, values, strict=True))
+
+    def part(self, name: str, steps: tuple[Step, ...]) -> Tensor:
+        """What `steps` leave of a value on this rank."""
+        key = (name, steps)
+        if key not in self._parts:
+            self._parts[key] = apply_forward(self._values[name], steps, self._context.communicator)
+        return self._parts[key]
