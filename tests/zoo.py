@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.search import SearchRequest, search
 from autopar.trace import Traced
 from autopar.verify import VerificationReport, compare
-from autopar.verify.rehearsal import Run, join_runs, keep_double, keep_double_program, run_ranks, run_single, train
+from autopar.verify.rehearsal import Run, join_runs, keep_double_program, run_ranks, run_single, train
 from tests.collectives import assert_run_equals_priced
 from tests.models import make
 
@@ -48,10 +48,8 @@ def subject(name: str, dtype: torch.dtype = torch.float64) -> Subject:
 def trained_alone(model: nn.Module, inputs: Mapping[str, Any], *, in_double: bool = True) -> Subject:
     """Trace `model` and train a copy of it on one device."""
     traced = trace_model(copy.deepcopy(model), inputs)
-    if not in_double:
-        return Subject(model, inputs, traced, run_single(model, inputs, STEPS))
-    with keep_double():
-        return Subject(model, inputs, keep_double_program(traced), run_single(model, inputs, STEPS))
+    traced = keep_double_program(traced) if in_double else traced
+    return Subject(model, inputs, traced, run_single(model, inputs, STEPS, in_double=in_double))
 
 
 @cache
@@ -100,7 +98,7 @@ def rehearse(who: Subject, plan: Plan) -> Rehearsal:
             with model.recording() as collectives:
                 return train(model, who.inputs, STEPS), collectives
 
-        ranks = run_ranks(who.model, who.traced, plan, who.inputs, rank)
+        ranks = run_ranks(who.model, who.traced, plan, rank)
         found = join_runs([run for run, _ in ranks], plan.num_groups)
         known[key] = Rehearsal(compare(who.alone, found, plan.world_size), [recorded for _, recorded in ranks])
     return known[key]

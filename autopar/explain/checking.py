@@ -140,7 +140,7 @@ def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:
             f"--rehearse runs {planner.target!r}, so it needs values. {str(error).split('. ')[0]}. Write that "
             "method, or name a factory (file.py:factory) that returns a model with values"
         ) from error
-    return verify(model, plan, inputs, planned=target.model)
+    return verify(model, plan, inputs)
 
 
 def _check_room(target: str, model: nn.Module, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from autopar.lower.compat import map_leaves
 from autopar.lower.run.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
 from autopar.planning.arguments import check_materialized
+from autopar.planning.eval_mode import EvalFactories
 from autopar.step.plan_check import check_fit
-from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside
+from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference
 from autopar.verify.rehearsal import (
     MakeOptimizer,
     Run,
-    keep_double,
+    eval_mode,
     keep_double_program,
     run_parallel,
     run_single,
@@ -55,6 +56,9 @@ class VerificationReport:
         parameter_errors: per parameter, the largest difference after all steps, relative to its largest
             entry.
         buffer_errors: the same for buffers.
+        output_errors: per output in eval mode after training, and then in both modes with other values in the buffers,
+            the largest difference relative to its largest entry.
+        refusal: why the parallel model does not run in eval mode, or "".
     """
 
     world_size: int
@@ -62,6 +66,8 @@ class VerificationReport:
     gradient_errors: Mapping[str, float]
     parameter_errors: Mapping[str, float]
     buffer_errors: Mapping[str, float]
+    output_errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    refusal: str = ""
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
@@ -73,13 +79,25 @@ class VerificationReport:
         """The largest error of a parameter or buffer."""
         return max((*self.parameter_errors.values(), *self.buffer_errors.values()), default=0.0)
 
+    @property
+    def worst_output(self) -> tuple[str, float]:
+        """The output after training with the largest error, and that error."""
+        return max(self.output_errors.items(), key=lambda item: item[1], default=("", 0.0))
+
     def __str__(self) -> str:
         """One line for people."""
         name, error = self.worst_gradient
         return (
             f"{self.world_size} ranks against one device: loss within {self.loss_error:.1e}, gradients within "
             f"{error:.1e}{f' ({name})' if name else ''}, parameters after training within {self.parameter_error:.1e}"
+            f"{self._evaluation_text()}"
         )
+
+    def _evaluation_text(self) -> str:
+        if self.refusal:
+            return f", eval mode refused ({self.refusal})"
+        name, error = self.worst_output
+        return f", outputs then within {error:.1e} ({name})" if name else ""
 
 
 def verify(  # noqa: PLR0913  (all but three have good defaults)
@@ -92,12 +110,14 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     steps: int = 3,
     shrink: bool = True,
     make_optimizer: MakeOptimizer = steady_adamw,
-    planned: nn.Module | None = None,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,
     parameter_tolerance: float = 1e-7,
 ) -> VerificationReport:
     """Run `plan` on all its ranks in this process and compare with the single device, in float64.
+
+    Compared are the loss of every step, the gradients of the first, parameters and buffers after the last, and what
+    the model then gives in eval mode, also when other values have been written to its buffers.
 
     Shapes are shrunk first, consistently: the plan's axes to their smallest factors on at most 8 devices, and the batch
     as far as the model takes it.  The model's own sizes stay, and every simulated rank holds its part of it here, so
@@ -113,15 +133,14 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         steps: optimizer steps.
         shrink: False rehearses with all devices and the whole batch.
         make_optimizer: parameters -> optimizer; by default AdamW that doesn't blow up the rounding noise of gradients.
-        planned: the model as it was when `plan` was made, if it was on the meta device then: what its buffers hold was
-            not known, so they are no constants of its program.
         loss_tolerance: relative.
         gradient_tolerance: relative to each gradient's largest entry.
-        parameter_tolerance: relative to each parameter's largest entry, after all steps.
+        parameter_tolerance: relative to each parameter's (or output's) largest entry, after all steps.
 
     Raises:
         VerificationError: something differs by more; the message names the first op whose result (or
-            gradient) differs.  Or there is nothing to compare: the model draws, or doesn't run in float64.
+            gradient) differs, or the output.  Or there is nothing to compare: the model draws, or doesn't run in
+            float64.
         PlanFormatError: the file holds no plan.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
         MaterializationError: the model is on the meta device.
@@ -129,14 +148,13 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
-    planned, _ = put_loss_inside(model if planned is None else planned, example_inputs, loss_fn, example_target)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     check_materialized(model)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
     batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])
-    inputs, traced = _first_that_fits(planned, plan, batches)
+    inputs, traced = _first_that_fits(model, plan, batches)
     double = copy.deepcopy(model).double().train()
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(
@@ -149,9 +167,12 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "the whole batch, as a constraint allows. Verify a plan without that constraint"
         )
     plan = plan.with_decisions(fingerprint=traced.program.fingerprint)
+    factories, refusal = _eval_mode(model, traced, plan, inputs)
+    batches = [] if refusal else [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]
     try:
-        with keep_double():
-            expected = run_single(double, _as_double(inputs), steps, make_optimizer)
+        expected = run_single(
+            double, _as_double(inputs), steps, make_optimizer, in_double=True, batches=list(map(_as_double, batches))
+        )
     except RuntimeError as error:
         raise VerificationError(
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
@@ -159,7 +180,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "that layer"
         ) from error
     try:
-        found = run_parallel(double, traced, plan, inputs, steps, make_optimizer)
+        found = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, factories=factories)
+        found = replace(found, refusal=refusal or found.refusal)
     except VerificationError as error:  # ranks don't even agree with each other
         raise VerificationError(f"{error}. {first_difference(double, traced, plan, inputs)}") from error
     report = compare(expected, found, plan.world_size)
@@ -169,6 +191,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         or report.parameter_error > parameter_tolerance
     ):
         raise VerificationError(f"{report}. {first_difference(double, traced, plan, inputs)}")
+    if report.worst_output[1] > parameter_tolerance:
+        raise VerificationError(f"{report}. Training agrees: what eval mode runs, or what is read of buffers, is wrong")
     return report
 
 
@@ -186,6 +210,14 @@ def _first_that_fits(model: nn.Module, plan: Plan, batches: Iterator[ExampleInpu
     raise problem or PlanMismatchError("there is no batch to rehearse the plan with")
 
 
+def _eval_mode(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> tuple[EvalFactories, str]:
+    """What makes the programs of eval mode, or why it is refused."""
+    try:
+        return eval_mode(model, traced, plan, inputs, keep_double_program), ""
+    except AutoparError as error:
+        return (None, None), str(error)
+
+
 def _as_double(inputs: ExampleInputs) -> ExampleInputs:
     return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
 
@@ -194,7 +226,7 @@ def compare(expected: Run, found: Run, world_size: int) -> VerificationReport:
     """Errors of `found` against `expected`.
 
     Raises:
-        VerificationError: one run has a gradient, parameter or buffer that the other lacks.
+        VerificationError: one run has a gradient, parameter, buffer or output that the other lacks.
     """
     pairs = zip(expected.losses, found.losses, strict=True)
     return VerificationReport(
@@ -203,7 +235,23 @@ def compare(expected: Run, found: Run, world_size: int) -> VerificationReport:
         gradient_errors=_errors(expected.gradients, found.gradients, "gradient"),
         parameter_errors=_errors(expected.parameters, found.parameters, "parameter"),
         buffer_errors=_errors(expected.buffers, found.buffers, "buffer"),
+        output_errors={} if found.refusal else _errors(*_settled(expected.outputs, found.outputs), "output"),
+        refusal=found.refusal,
     )
+
+
+def _settled(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Both, without the entries in which they are not finite alike: buffers that were written to may make some so."""
+    odd = {
+        name: ~x.isfinite() & ((x == found[name]) | (x.isnan() & found[name].isnan()))
+        for name, x in expected.items()
+        if name in found and x.shape == found[name].shape
+    }
+    pairs = ({n: x.masked_fill(odd[n], 0.0) if n in odd else x for n, x in side.items()} for side in (expected, found))
+    first, second = pairs
+    return first, second
 
 
 def _errors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> dict[str, float]:

@@ -61,7 +61,7 @@ def observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs)
         run_backward(loss)
         return seen
 
-    return run_ranks(model, traced, plan, inputs, action)
+    return run_ranks(model, traced, plan, action)
 
 
 def _watch(parallel: ParallelModule, program: Program, seen: Observed) -> None:

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.api import ExampleInputs, build
-from autopar.errors import VerificationError
+from autopar.api import ExampleInputs, build, evaluation_of
+from autopar.errors import AutoparError, VerificationError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.communicator import Communicator, simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
+from autopar.planning.eval_mode import EvalFactories
 from autopar.program import Op, Option, Program, TensorType, Value
 from autopar.trace import Traced
+from autopar.verify.eval_outputs import eval_outputs
 
 __all__ = [
     "MakeOptimizer",
     "Run",
+    "eval_mode",
     "gradient_layout",
     "join_layout",
     "join_runs",
-    "keep_double",
     "keep_double_program",
     "loss_of",
     "run_parallel",
@@ -56,19 +62,36 @@ def steady_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run leaves: every step's loss, the first step's gradients, parameters and buffers at the end."""
+    """What a training run leaves: every step's loss, the first step's gradients, parameters and buffers at the end.
+
+    `outputs` is what `eval_outputs` then finds, if that is asked for; `refusal` says why eval mode gives none.
+    """
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    refusal: str = ""
 
 
 def run_single(
-    model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw
+    model: nn.Module,
+    inputs: ExampleInputs,
+    steps: int,
+    make_optimizer: MakeOptimizer = steady_adamw,
+    *,
+    in_double: bool = False,
+    batches: Sequence[ExampleInputs] = (),
 ) -> Run:
-    """Train a copy of `model` on one device."""
-    return train(copy.deepcopy(model), inputs, steps, make_optimizer)
+    """Train a copy of `model` on one device, and evaluate it on `batches`.
+
+    `in_double` it is float64, and nothing is rounded to less on the way.
+    """
+    model = copy.deepcopy(model)
+    given = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches)))
+    with _KeepDouble(given) if in_double else nullcontext():
+        return _evaluated(train(model, inputs, steps, make_optimizer), model, batches)
 
 
 def run_parallel(
@@ -78,14 +101,27 @@ def run_parallel(
     inputs: ExampleInputs,
     steps: int,
     make_optimizer: MakeOptimizer = steady_adamw,
+    *,
+    batches: Sequence[ExampleInputs] = (),
+    factories: EvalFactories = (None, None),
 ) -> Run:
-    """Train `model` by `plan`.
+    """Train `model` by `plan`, and evaluate it on `batches`; `factories` as in `run_ranks`.
 
     Raises:
         VerificationError: ranks have different losses, or replicas of a tensor differ.
     """
-    runs = run_ranks(model, traced, plan, inputs, lambda parallel: train(parallel, inputs, steps, make_optimizer))
-    return join_runs(runs, plan.num_groups)
+
+    def action(parallel: ParallelModule) -> Run:
+        return _evaluated(train(parallel, inputs, steps, make_optimizer), parallel, batches)
+
+    return join_runs(run_ranks(model, traced, plan, action, factories), plan.num_groups)
+
+
+def _evaluated(run: Run, model: nn.Module, batches: Sequence[ExampleInputs]) -> Run:
+    try:
+        return replace(run, outputs=eval_outputs(model, batches))
+    except AutoparError as error:
+        return replace(run, refusal=str(error))
 
 
 def join_runs(runs: Sequence[Run], num_groups: int) -> Run:
@@ -102,19 +138,46 @@ def join_runs(runs: Sequence[Run], num_groups: int) -> Run:
         gradients=_join_groups([run.gradients for run in runs], num_groups),
         parameters=_join_groups([run.parameters for run in runs], num_groups),
         buffers=_join_groups([run.buffers for run in runs], num_groups),
+        outputs=_join_groups([run.outputs for run in runs], num_groups),
+        refusal=runs[0].refusal,
     )
 
 
 def run_ranks(
-    model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs, action: Callable[[ParallelModule], T]
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    action: Callable[[ParallelModule], T],
+    factories: EvalFactories = (None, None),
 ) -> list[T]:
-    """`action` on every rank's ParallelModule, in rank order."""
+    """`action` on every rank's ParallelModule, in rank order; for eval mode it takes those of `eval_mode`."""
 
     def rank(communicator: Communicator) -> T:
         mesh = make_mesh((communicator.world_size,), range(communicator.world_size), "cpu", rank=communicator.rank)
-        return action(build(model, traced, plan, communicator, mesh, example_inputs=inputs))
+        return action(build(model, traced, plan, communicator, mesh, factories=factories))
 
     return simulate(plan.world_size, rank)
+
+
+def eval_mode(
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    inputs: ExampleInputs,
+    finish: Callable[[Traced], Traced] = lambda traced: traced,
+) -> EvalFactories:
+    """`evaluation_of`, made at once: while torch.export runs, all threads are told that they compile, and round
+    otherwise.
+    """
+    with_target, without_target = (
+        None if make is None else partial(_give, make())
+        for make in evaluation_of(model, traced.program, plan, inputs, finish=finish)
+    )
+    return with_target, without_target
+
+
+def _give(made: T) -> T:
+    return made
 
 
 def train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw) -> Run:
@@ -215,8 +278,8 @@ def _check_replicas(tensors: list[Tensor], name: str) -> None:
             raise VerificationError(f"replicas of {name} differ: {number} from 0 by {(other - first).abs().max()}")
 
 
-class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used like a function)
-    """Inside, a differentiable float64 tensor is never cast to a narrower dtype.
+class _KeepDouble(TorchFunctionMode):
+    """Inside, what is computed from `roots` (float64) is never cast to a narrower dtype.
 
     Models that compute a norm or a loss in float32 whatever their parameters' dtype would hide errors in
     that rounding.
@@ -224,18 +287,35 @@ class keep_double(TorchFunctionMode):  # noqa: N801  (a context manager, used li
 
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
+    def __init__(self, roots: Iterable[Any]) -> None:
+        super().__init__()
+        self._wide: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self._note(roots)
+
+    def _note(self, tensors: Iterable[Any]) -> None:
+        for x in tensors:
+            if isinstance(x, Tensor) and x.dtype == torch.float64:
+                self._wide[x] = True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
-        if any(x.requires_grad and x.dtype == torch.float64 for x in tensors):
-            if func in self._CASTS:
-                return args[0]
-            args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
-            if (
-                getattr(func, "__module__", "") == "torch.nn.functional"
-            ):  # which takes all of one dtype: a loss's class weights
-                args, kwargs = map_leaves(_widen_float, (args, kwargs))
-        return func(*args, **kwargs)
+        if not any(isinstance(x, Tensor) and x in self._wide for x in leaves_of((args, kwargs))):
+            return func(*args, **kwargs)
+        if func in self._CASTS:
+            return args[0]
+        args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
+        if not _writes(func):  # to what may be float32; some of the others take all of one dtype
+            args, kwargs = map_leaves(_widen_float, (args, kwargs))
+        result = func(*args, **kwargs)
+        self._note(leaves_of(result))
+        return result
+
+
+def _writes(func: Any) -> bool:
+    """Whether it writes to its first argument, as add_, __iadd__ and __setitem__ do."""
+    name = str(getattr(func, "__name__", ""))
+    is_dunder = name.startswith("__")
+    return name[2:5] in ("set", "iad", "isu", "imu", "itr") if is_dunder else name.endswith("_")
 
 
 def _widen_dtype(x: Any) -> Any:
@@ -250,40 +330,48 @@ def keep_double_program(traced: Traced) -> Traced:
     """`traced` computing in float64, and taking inputs of its own dtypes.
 
     Parameters, buffers, inputs and all that is computed from them become float64, casts between them included, and
-    so do constants that only these meet; what is computed from constants or from integers stays as it is, as it would
-    in a model whose parameters are float64.
+    so do constants and casts of integers that only these meet; what is computed from constants or from integers stays
+    as it is, as it would in a model whose parameters are float64.
     """
     program = traced.program
     wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
-    for layer in program.layers:
-        for op in layer.ops:
-            if any(name in wide and program.values[name].type.is_floating for name in op.operands):
-                wide.update(op.results)
+    for op in _all_ops(program):
+        if any(name in wide and program.values[name].type.is_floating for name in op.operands):
+            wide.update(op.results)
     met = _met_by_wide(program, wide)
     wide |= met
+
+    def widen_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
+        return tuple(_widen_op(op) if wide.intersection(op.results) else op for op in ops)
+
     values = {name: _widen_value(value) if name in wide else value for name, value in program.values.items()}
-    layers = tuple(
-        replace(layer, ops=tuple(_widen_op(op) if wide.intersection(op.results) else op for op in layer.ops))
-        for layer in program.layers
-    )
+    layers = tuple(replace(layer, ops=widen_ops(layer.ops)) for layer in program.layers)
 
     def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         tensors = traced.flatten_inputs(args, kwargs)
         return [x.double() if x.is_floating_point() else x for x in tensors]
 
     constants = {name: _widen_float(x) if name in met else x for name, x in traced.constants.items()}
-    program = replace(program, values=values, layers=layers)
+    program = replace(program, values=values, layers=layers, hoisted=widen_ops(program.hoisted))
     return replace(traced, program=program, constants=constants, flatten_inputs=flatten_inputs)
 
 
+def _all_ops(program: Program) -> Iterator[Op]:
+    return itertools.chain(program.hoisted, *(layer.ops for layer in program.layers))
+
+
 def _met_by_wide(program: Program, wide: Set[str]) -> set[str]:
-    """Constants that are only read beside values in `wide`; some ops take all of one dtype (a loss with weights)."""
-    constants = {name for name, value in program.values.items() if value.role == "constant"}
-    for layer in program.layers:
-        for op in layer.ops:
-            if wide.isdisjoint(op.operands):
-                constants.difference_update(op.operands)
-    return constants
+    """What is not `wide` and only read beside values that are; some ops take all of one dtype (a loss with weights)."""
+    casts = {op.results[0] for op in _all_ops(program) if _is_cast_of_integers(op, program)}
+    found = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
+    for op in _all_ops(program):
+        if wide.isdisjoint(op.operands):
+            found.difference_update(op.operands)
+    return found
+
+
+def _is_cast_of_integers(op: Op, program: Program) -> bool:
+    return op.target == "aten._to_copy.default" and not program.type_of(op.operands[0]).is_floating
 
 
 def _widen_value(value: Value) -> Value:

@@ -250,7 +250,7 @@ def measure(case: Case) -> Outcome:
     request = SearchRequest(64e9, training, case.constraints, schedules=schedule_actions)
     plan = search(traced.program, case.world, prices, request)
     with _noting_transport(), _noting_copies(), _noting_sums():
-        usages = run_ranks(model, traced, plan, inputs, lambda parallel: _watch_step(parallel, inputs))
+        usages = run_ranks(model, traced, plan, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)
     layers = PlannedLayers(traced.program, plan.decisions)
     memory = step_memory(layers, training, schedule_actions)[fullest // plan.group_size]

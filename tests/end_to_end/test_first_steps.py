@@ -49,7 +49,7 @@ def test_the_second_and_third_step_are_compared(planned: tuple[Traced, Plan], ca
         return parallel.observed
 
     with caplog.at_level(logging.INFO, logger="autopar"):
-        results = run_ranks(model, planned[0], planned[1], inputs, train)
+        results = run_ranks(model, planned[0], planned[1], train)
     assert all(seen is not None and seen.measured_s > 0 and seen.measured_bytes == 0 for seen in results)
     assert [record.message.startswith("step: ") for record in caplog.records if record.name == "autopar"] == [True]
 

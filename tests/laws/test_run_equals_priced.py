@@ -30,7 +30,7 @@ def collectives_run(who: Subject, plan: Plan) -> list[list[Collective]]:
             loss_of(model(**who.inputs)).backward()
         return collectives
 
-    return run_ranks(who.model, who.traced, plan, who.inputs, step)
+    return run_ranks(who.model, who.traced, plan, step)
 
 
 def check(who: Subject, plan: Plan) -> None:

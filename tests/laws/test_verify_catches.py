@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import placement
-from autopar.errors import VerificationError
+from autopar.errors import PlanMismatchError, VerificationError
 from autopar.lower import kernels
 from autopar.lower.parameters import layer_parameters as parameters
 from autopar.lower.program import layer_ops
-from autopar.lower.run import layer_runner
+from autopar.lower.run import hoisted, layer_runner, parallel_module
 from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
@@ -202,3 +202,80 @@ def test_replicas_that_drift_apart() -> None:
 
     with pytest.raises(VerificationError, match=r"rank 1 has losses|replicas of \S+ differ"):
         autopar.verify(model, plan, inputs, shrink=False, make_optimizer=make_optimizer)
+
+
+class Averaged(nn.Module):
+    """Subtracts a running average in eval mode, and scales by a table that nothing updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) * (2 * self.table).cos()
+        if self.training:
+            self.average.mul_(0.5).add_(h.detach().sum(0))
+        else:
+            h = h - (self.average + 1).tanh()
+        return h.square().mean()
+
+
+def plan_of_average() -> tuple[nn.Module, dict[str, Tensor], autopar.Plan]:
+    torch.manual_seed(0)
+    model, inputs = Averaged(), {"x": torch.randn(8, 8)}
+    program = trace(model, (), inputs).program
+    return model, inputs, search(program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+
+
+def test_evaluation_is_compared() -> None:
+    model, inputs, plan = plan_of_average()
+    report = autopar.verify(model, plan, inputs, shrink=False)
+    assert not report.refusal
+    assert [name.removeprefix("output 0 in ") for name in report.output_errors] == [
+        "eval mode", "eval mode with other buffers", "training mode with other buffers",
+    ]  # fmt: skip
+
+
+def test_what_is_computed_from_buffers_once_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, plan = plan_of_average()
+    right = hoisted.HoistedValues.begin_step
+
+    def once(self: hoisted.HoistedValues) -> None:
+        if not self._values:
+            right(self)
+
+    monkeypatch.setattr(hoisted.HoistedValues, "begin_step", once)
+    with pytest.raises(
+        VerificationError, match=r"output 0 in (eval|training) mode with other buffers.*buffers, is wrong"
+    ):
+        autopar.verify(model, plan, inputs, shrink=False)
+
+
+def test_eval_mode_that_runs_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, plan = plan_of_average()
+    monkeypatch.setattr(parallel_module.ParallelModule, "_current", lambda self, **_: self._executor)
+    with pytest.raises(VerificationError, match=r"outputs then within .*in eval mode"):
+        autopar.verify(model, plan, inputs, shrink=False)
+
+
+def test_an_eval_mode_that_is_refused_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, plan = plan_of_average()
+
+    def refuse(self: object, **_: object) -> None:
+        if not self.training:  # type: ignore[attr-defined]
+            raise PlanMismatchError("not here")
+
+    monkeypatch.setattr(
+        parallel_module.ParallelModule, "forward", wrapped(parallel_module.ParallelModule.forward, refuse)
+    )
+    assert "eval mode refused (not here)" in str(autopar.verify(model, plan, inputs, shrink=False))
+
+
+def wrapped(function: Callable[..., object], before: Callable[..., None]) -> Callable[..., object]:
+    def run(self: object, *args: object, **kwargs: object) -> object:
+        before(self)
+        return function(self, *args, **kwargs)
+
+    return run

@@ -65,7 +65,7 @@ def log_of_backward(watch: Watch, name: str, constraints: tuple[str, ...]) -> Lo
         loss.backward()
         return list(log)
 
-    logs = run_ranks(who.model, who.traced, plan, who.inputs, step)
+    logs = run_ranks(who.model, who.traced, plan, step)
     assert all(log == logs[0] for log in logs), "ranks start or wait in different orders"
     return logs[0]
 

@@ -22,7 +22,7 @@ def reports(name: str, *constraints: str) -> list[StepReport]:
     def measure(model: ParallelModule) -> StepReport:
         return model.report(lambda: loss_of(model(**who.inputs)).backward(), steps=2)
 
-    return run_ranks(who.model, who.traced, plan, who.inputs, measure)
+    return run_ranks(who.model, who.traced, plan, measure)
 
 
 def test_every_layer_and_collective_is_measured_once(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_kernels_are_the_layers_own() -> None:
     def measure(model: ParallelModule) -> StepReport:
         return model.report(lambda: loss_of(model(**who.inputs)).backward(), steps=1, kernels=True)
 
-    (report,) = run_ranks(who.model, who.traced, plan, who.inputs, measure)
+    (report,) = run_ranks(who.model, who.traced, plan, measure)
     ran = {(each.layer, each.category, each.name): each for each in report.kernels}
     products = {key for key in ran if key[2] in ("aten::mm", "aten::addmm", "aten::bmm")}
     assert {(layer, category) for layer, category, _ in products} >= {

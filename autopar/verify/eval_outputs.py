@@ -1,0 +1,39 @@
+"""What a model gives when it has been trained: in eval mode, and when its buffers have been written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autopar.planning.eval_mode import ExampleInputs
+from autopar.trace.structure import describe
+
+__all__ = ["eval_outputs"]
+
+
+@torch.no_grad()
+def eval_outputs(model: nn.Module, batches: Sequence[ExampleInputs]) -> dict[str, Tensor]:
+    """The floating outputs of `model` on each of `batches`, by what they are; its buffers change.
+
+    In eval mode, then with other values in all floating buffers (as a checkpoint could have) in both modes.
+    """
+    if hasattr(model, "whole_outputs"):
+        model.whole_outputs = True  # pyright: ignore[reportArgumentType]  (of a parallel module)
+    found = dict(_outputs(model.eval(), batches, "in eval mode"))
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.mul_(1.25).add_(0.0 if buffer.any() else 1 / 64)
+    found.update(_outputs(model, batches, "in eval mode with other buffers"))
+    found.update(_outputs(model.train(), batches, "in training mode with other buffers"))
+    return found
+
+
+def _outputs(model: nn.Module, batches: Sequence[ExampleInputs], when: str) -> Iterator[tuple[str, Tensor]]:
+    for number, batch in enumerate(batches):
+        returned = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        call = " without a target" if number else ""
+        for index, x in enumerate(describe(returned)[1]):
+            if x.is_floating_point():
+                yield f"output {index} {when}{call}", x.detach().clone()
