@@ -14,9 +14,8 @@ from autopar.placement import REPLICATE, Layout, refine_mesh, shard
 from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer, Stage
 from autopar.program import Layer, Op, Option, Program
 from autopar.schedule import SCHEDULES, schedule_problem, stage_group
-from autopar.search.meshes import mesh_shapes
-from autopar.search.microbatch import TimeAssignment, time_assignment
-from autopar.search.storage import storage_layout
+from autopar.search.layout_choices import mesh_shapes, storage_layout
+from autopar.search.microbatches import TimeAssignment, time_assignment
 
 Mesh = tuple[int, ...]
 

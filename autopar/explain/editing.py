@@ -12,7 +12,7 @@ from autopar.errors import QuestionError
 from autopar.placement import Layout
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.search.storage import storage_layout
+from autopar.search.layout_choices import storage_layout
 from autopar.step.local_layer import place
 from autopar.step.plan_collectives import own_strategy
 

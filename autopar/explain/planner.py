@@ -14,8 +14,8 @@ from autopar.lower.run.schedules import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.program import Program
-from autopar.search import MEMORY_ERROR, Considered, SearchRequest, TrainingSpec, search
-from autopar.search.considered import considered_plan
+from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
+from autopar.search.considered_plans import describe_plan
 
 __all__ = ["Answer", "Planner"]
 
@@ -29,7 +29,7 @@ class Answer:
     program: Program
     prices: ClusterPrices
     training: TrainingSpec
-    considered: tuple[Considered, ...] = ()
+    considered: tuple[ConsideredPlan, ...] = ()
 
 
 @dataclass
@@ -59,10 +59,10 @@ class Planner:
         """
         prices, request = self._request(asked)
         program, trace_s = self._traced_program(asked)
-        considered: list[Considered] = []
+        considered: list[ConsideredPlan] = []
 
         def keep(final: Plan) -> None:
-            considered.append(considered_plan(final))
+            considered.append(describe_plan(final))
 
         request = replace(request, on_considered=considered.append, on_final=keep)
         plan = search(program, asked.cluster.world_size, prices, request)

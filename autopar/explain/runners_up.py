@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.plan import Plan
-from autopar.search import Considered
-from autopar.search.chain import unbeaten
-from autopar.search.considered import considered_plan
+from autopar.search import ConsideredPlan
+from autopar.search.considered_plans import describe_plan
+from autopar.search.lagrangian import pareto_indices
 
 __all__ = ["RunnerUp", "pareto_front", "runners_up"]
 
@@ -32,10 +32,10 @@ class RunnerUp:
     is_simulated: bool
 
 
-def runners_up(considered: Iterable[Considered], plan: Plan, most: int = 6) -> tuple[RunnerUp, ...]:
+def runners_up(considered: Iterable[ConsideredPlan], plan: Plan, most: int = 6) -> tuple[RunnerUp, ...]:
     """The fastest of each kind of plan within the limit, the chosen kind left out, fastest first."""
-    chosen = considered_plan(plan).what
-    best: dict[str, Considered] = {}
+    chosen = describe_plan(plan).what
+    best: dict[str, ConsideredPlan] = {}
     # Of a kind that was simulated, simulated numbers count.
     for each in sorted(considered, key=lambda each: (not each.is_simulated, each.step_time_s, each.peak_memory_bytes)):
         if each.peak_memory_bytes <= plan.memory_limit_bytes and each.what != chosen:
@@ -50,8 +50,8 @@ def runners_up(considered: Iterable[Considered], plan: Plan, most: int = 6) -> t
     )  # fmt: skip
 
 
-def pareto_front(considered: Iterable[Considered]) -> tuple[Considered, ...]:
+def pareto_front(considered: Iterable[ConsideredPlan]) -> tuple[ConsideredPlan, ...]:
     """Those that no other beats in time and memory, fastest first."""
     every = list(considered)
-    found = unbeaten([each.step_time_s for each in every], [each.peak_memory_bytes for each in every])
+    found = pareto_indices([each.step_time_s for each in every], [each.peak_memory_bytes for each in every])
     return tuple(every[index] for index in found)

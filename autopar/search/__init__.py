@@ -1,8 +1,15 @@
-"""Search: from prices to a plan.  Inside a layer: `layer_problem`; across layers: `across`, `chain`."""
+"""Search: from prices to a plan.
 
-from autopar.search.across import search
-from autopar.search.alike import plan_like
-from autopar.search.request import MEMORY_ERROR, Considered, SearchRequest
+Candidates of a layer (`layer_candidates`) come from an exact search inside of it (`layer_problem`, `layer_solutions`,
+`variable_elimination`).  Across layers, a chain of candidates is solved by dynamic programming (`chain_dp`) with a
+price of memory (`lagrangian`), without stages (`single_stage`) and with them (`pipeline`).  `microbatches` says how a
+batch may be divided, `constraints` what the user demands, `plan_selection` which plan is fastest when steps are
+simulated.
+"""
+
+from autopar.search.evaluation_plan import plan_like
+from autopar.search.plan_search import search
+from autopar.search.request import MEMORY_ERROR, ConsideredPlan, SearchRequest
 from autopar.step.training import TrainingSpec
 
-__all__ = ["MEMORY_ERROR", "Considered", "SearchRequest", "TrainingSpec", "plan_like", "search"]
+__all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest", "TrainingSpec", "plan_like", "search"]

@@ -36,7 +36,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
 from autopar.schedule import SCHEDULES
-from autopar.search.approximation import PER_MICROBATCH, is_named, option_per_microbatch
+from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
 
 __all__ = ["DEGREES", "Constraints", "LayerDemands", "check_degrees", "demands_on", "parse_constraints"]
 
@@ -47,27 +47,27 @@ _COUNTS = ("microbatches", "pipeline", "stages")
 _GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
 _CHOICES = {"recompute": _RECOMPUTE, "schedule": SCHEDULES}
 
-Setting = int | str | tuple[int, ...] | tuple[str, ...]
+ConstraintValue = int | str | tuple[int, ...] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Scoped:
+class ScopedConstraint:
     """One scoped constraint: what `pattern` matches must have `key` = `value`."""
 
     text: str
     pattern: str
     key: str
-    value: Setting
+    value: ConstraintValue
 
 
 @dataclass(frozen=True)
 class Constraints:
     """All constraints, read: the global ones by key, and the scoped ones in order."""
 
-    settings: tuple[tuple[str, Setting], ...] = ()
-    scoped: tuple[Scoped, ...] = ()
+    settings: tuple[tuple[str, ConstraintValue], ...] = ()
+    scoped: tuple[ScopedConstraint, ...] = ()
 
-    def get(self, key: str) -> Setting | None:
+    def get(self, key: str) -> ConstraintValue | None:
         """The global value of `key`, or None."""
         return dict(self.settings).get(key)
 
@@ -101,8 +101,8 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
         ConstraintError: a key is unknown, a value is out of its range, or two constraints contradict each
             other.
     """
-    found: dict[str, tuple[Setting, str]] = {}
-    scoped: list[Scoped] = []
+    settings: dict[str, tuple[ConstraintValue, str]] = {}
+    scoped: list[ScopedConstraint] = []
     devices = world_size
     # How many devices a group has must be known before what speaks about a group.
     for text in sorted(texts, key=lambda text: not text.strip().startswith("pipeline")):
@@ -111,17 +111,17 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
         if key == "pipeline" and isinstance(value, int):
             devices = world_size // value
         if separator:
-            scoped.append(Scoped(text, pattern.strip(), key, value))
-        elif key in found and found[key][0] != value:
-            raise ConstraintError(f"{found[key][1]!r} and {text!r} contradict each other: keep one of them")
+            scoped.append(ScopedConstraint(text, pattern.strip(), key, value))
+        elif key in settings and settings[key][0] != value:
+            raise ConstraintError(f"{settings[key][1]!r} and {text!r} contradict each other: keep one of them")
         else:
-            found[key] = (value, text)
-    constraints = Constraints(tuple((key, value) for key, (value, _) in found.items()), tuple(scoped))
+            settings[key] = (value, text)
+    constraints = Constraints(tuple((key, value) for key, (value, _) in settings.items()), tuple(scoped))
     check_degrees(constraints, devices)
     return constraints
 
 
-def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size: int) -> tuple[str, Setting]:
+def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size: int) -> tuple[str, ConstraintValue]:
     key, separator, value = (part.strip() for part in text.partition("="))
     if key not in keys:
         if key in (*_GLOBAL, *_SCOPED):
@@ -137,7 +137,7 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
     return key, _parse_value(key, value, whole_text, world_size)
 
 
-def _parse_value(key: str, value: str, text: str, world_size: int) -> Setting:
+def _parse_value(key: str, value: str, text: str, world_size: int) -> ConstraintValue:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
             near = difflib.get_close_matches(value, _CHOICES[key], 1)
@@ -182,34 +182,36 @@ def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands
     Raises:
         ConstraintError: a pattern matches nothing, or two patterns demand different things of one layer.
     """
-    common = _Demands(program)
+    collector = _DemandCollector(program)
     for key, value in constraints.settings:
-        common.set_all(key, value)
+        collector.set_all(key, value)
     for scoped in constraints.scoped:
         if scoped.key == PER_MICROBATCH:
             _check_per_microbatch(program, scoped)
         else:
-            common.set_matching(scoped)
-    return common.freeze()
+            collector.set_matching(scoped)
+    return collector.freeze()
 
 
 @dataclass
-class _Demands:
+class _DemandCollector:
     """Demands per layer while they are collected; a scoped one overrides a global one."""
 
     program: Program
-    settings: list[dict[str, tuple[Setting, str]]] = field(default_factory=list[dict[str, tuple[Setting, str]]])
+    settings: list[dict[str, tuple[ConstraintValue, str]]] = field(
+        default_factory=list[dict[str, tuple[ConstraintValue, str]]]
+    )
     whole: list[set[int]] = field(default_factory=list[set[int]])
 
     def __post_init__(self) -> None:
         self.settings = [{} for _ in self.program.layers]
         self.whole = [set() for _ in self.program.layers]
 
-    def set_all(self, key: str, value: Setting) -> None:
+    def set_all(self, key: str, value: ConstraintValue) -> None:
         for settings in self.settings:
             settings[key] = (value, "")
 
-    def set_matching(self, scoped: Scoped) -> None:
+    def set_matching(self, scoped: ScopedConstraint) -> None:
         hit = False
         for index, layer in enumerate(self.program.layers):
             held = _matching_parameters(self.program, layer, scoped.pattern)
@@ -222,7 +224,7 @@ class _Demands:
         if not hit:
             raise ConstraintError(_describe_no_match(self.program, scoped))
 
-    def _set(self, index: int, scoped: Scoped) -> None:
+    def _set(self, index: int, scoped: ScopedConstraint) -> None:
         known = self.settings[index].get(scoped.key)
         if known is not None and known[1] and known[0] != scoped.value:
             raise ConstraintError(
@@ -243,7 +245,7 @@ class _Demands:
         )
 
 
-def _check_per_microbatch(program: Program, scoped: Scoped) -> None:
+def _check_per_microbatch(program: Program, scoped: ScopedConstraint) -> None:
     able = [op for layer in program.layers for op in layer.ops if option_per_microbatch(op) is not None]
     if not any(is_named(op, (scoped.pattern,)) for op in able):
         places = ", ".join(dict.fromkeys(op.module or op.name for op in able)) or "nowhere in this model"
@@ -280,7 +282,7 @@ def _has_matching_op(layer: Layer, pattern: str) -> bool:
     return any(op.module and _matches(op.module, pattern) for op in layer.ops)
 
 
-def _describe_no_match(program: Program, scoped: Scoped) -> str:
+def _describe_no_match(program: Program, scoped: ScopedConstraint) -> str:
     modules = {op.module for layer in program.layers for op in layer.ops if op.module}
     names = sorted(modules | set(program.parameters.values()) | set(program.aliases))
     near = difflib.get_close_matches(scoped.pattern, names, 5, cutoff=0.4) or names[:5]

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Decisions
+from autopar.search.pipeline.pipeline_candidates import PipelineCandidate
 from autopar.search.request import SearchRequest
-from autopar.search.stages.solve import Staged
-from autopar.search.trials import Task, Trial
+from autopar.search.search_context import SearchContext
+from autopar.search.single_stage import SingleStagePaths
 from autopar.step.memory import peak_bytes, step_memory
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.pricing import layer_costs
@@ -19,25 +20,26 @@ _GIB = 2.0**30
 
 
 def describe_infeasible(
-    trials: Sequence[Trial],
+    searched: Sequence[SingleStagePaths],
     limit_bytes: float,
     request: SearchRequest,
     notes: Iterable[str] = (),
-    smallest: Staged | None = None,
+    smallest: PipelineCandidate | None = None,
 ) -> InfeasibleError:
-    """The error that names the smallest plan of `trials`, what fills it, and what would help.
+    """The error that names the smallest plan without stages of those that were searched, what fills it, and what would
+    help.
 
     `limit_bytes` is what the user allows.  `smallest` is the smallest of the pipelines that were considered, if any.
     """
-    found = _smallest(trials, 1 + request.memory_error)
+    known = _smallest(searched, 1 + request.memory_error)
     pipeline = f"with {_describe_pipeline(smallest)}" if smallest else "no pipeline was considered"
-    if found is None:
+    if known is None:
         return InfeasibleError(
             f"no plan fits into {limit_bytes / _GIB:.6g} GiB per device: {pipeline}. Use more devices or microbatches, "
             "a smaller batch, or leave out constraints on the pipeline"
         )
-    needed, parts, decisions = found
-    has_rows = any(trial.setting.task.program.batch_size > decisions.num_microbatches for trial in trials)
+    needed, parts, decisions = known
+    has_rows = searched[0].candidates.context.program.batch_size > decisions.num_microbatches
     filling = ", ".join(f"{name} {size / _GIB:.6g}" for name, size in parts.items())
     blockers = "".join(f" ({note})" for note in notes if "microbatches" in note or "accumulation" in note)
     return InfeasibleError(
@@ -48,39 +50,40 @@ def describe_infeasible(
     )
 
 
-def _describe_pipeline(staged: Staged) -> str:
-    shape = staged.shape
+def _describe_pipeline(pipeline: PipelineCandidate) -> str:
+    shape = pipeline.shape
     return (
         f"{shape.num_stages} pipeline stages on {shape.num_groups} device groups, {shape.num_microbatches} "
-        f"microbatches and {shape.schedule} the largest stage takes {staged.peak_bytes / _GIB:.6g} GiB"
+        f"microbatches and {shape.schedule} the largest stage takes {pipeline.peak_bytes / _GIB:.6g} GiB"
     )
 
 
-def _smallest(trials: Iterable[Trial], doubt: float) -> tuple[float, dict[str, float], Decisions] | None:
+def _smallest(searched: Iterable[SingleStagePaths], error: float) -> tuple[float, dict[str, float], Decisions] | None:
     """The bytes with which a plan is sure to be found, what fills them, and its decisions.
 
-    These are what a search counts or what its step takes, whichever is more, and `doubt` times as much, because
+    These are what a search counts or what its step takes, whichever is more, and `error` times as much, because
     predictions may be off.
     """
     best: tuple[float, dict[str, float], Decisions] | None = None
-    for trial in trials:
-        for path in trial.front:
-            if best is not None and doubt * trial.paths.peak_bytes[path] >= best[0]:
+    for paths in searched:
+        context = paths.candidates.context
+        for path in paths.front:
+            if best is not None and error * paths.pool.peak_bytes[path] >= best[0]:
                 break
-            task, decisions = trial.setting.task, trial.decisions(path)
-            layers = PlannedLayers(task.program, decisions, task.facts)
-            parts = _fill(layers, task)
-            (walk,) = step_memory(layers, task.request.training, None)
-            needed = doubt * max(sum(parts.values()), peak_bytes(walk))
+            decisions = paths.decisions(path)
+            layers = PlannedLayers(context.program, decisions, context.facts)
+            parts = _fill(layers, context)
+            (walk,) = step_memory(layers, context.request.training, None)
+            needed = error * max(sum(parts.values()), peak_bytes(walk))
             best = (needed, parts, decisions) if best is None or needed < best[0] else best
     return best
 
 
-def _fill(layers: PlannedLayers, task: Task) -> dict[str, float]:
-    training = task.request.training
-    costs = layer_costs(layers, task.prices, training)
+def _fill(layers: PlannedLayers, context: SearchContext) -> dict[str, float]:
+    training = context.request.training
+    costs = layer_costs(layers, context.prices, training)
     return {
-        "batch": training.batch_bytes(task.program),
+        "batch": training.batch_bytes(context.program),
         "parameters": sum(cost.parameter_bytes for cost in costs),
         "gradients": sum(cost.gradient_bytes for cost in costs),
         "optimizer": sum(cost.optimizer_bytes for cost in costs),

@@ -1,174 +1,391 @@
-"""The search inside a layer: the cheapest strategy for every pair of boundary policies.
+"""The search inside a layer as a problem of discrete optimisation: one layer on one mesh.
 
-Variables: per op a combination of options, one per mesh axis (`op_states`); per value with several readers the layout
-of its copy; the policies of the boundaries before and behind the layer.  A value with one reader is copied as that
-reader needs it.  The objective is `LayerCost.total_s` of `layer_cost`, written as a sum of tables over one or two
-variables:
+Variables, each with finitely many states: per op a combination of options, one per mesh axis (`op_states`); per value
+with several readers the layout of its copy; the policies of the boundaries before and behind the layer.  A value with
+one reader is copied as that reader needs it.  The objective is a sum of tables over one or two variables each:
 
-* op: seconds forward (twice if recomputed) and backward, and the collectives of its special kernel;
-* source -> copy, copy -> reader: the collectives of that reshard, forward, backward, recomputed;
-* parameter's copy: gathers, gradient reductions, sums of gradients and the optimizer, for the storage that follows;
+* op: seconds forward and backward, and the collectives of its special kernel (`OpTable`);
+* source -> copy, copy -> reader: the collectives of that reshard (`ReshardTable`);
+* copy of a parameter: gathers, gradient reductions and the optimizer, for the storage that follows (`ParameterCopy`).
 
-plus ``memory_weight_s_per_byte * bytes``, where bytes are the parameters' persistent bytes and, for
-activations, each saving reader's share of the tensor that it reads (`_saved_shares`): exactly the saved bytes
-if all readers find one layout.
+A problem holds what all ZeRO levels and ways to recompute have in common; `layer_solutions` solves it for each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import Layout, tidy
-from autopar.plan import LayerStrategy
-from autopar.prediction import LayerCost
-from autopar.search.boundary import Policy, arrival_layout
-from autopar.search.elimination import minimise
-from autopar.search.layer_tables import LayerProblem, variant_tables
-from autopar.search.problem_building import build_problem
-from autopar.search.storage import storage_layout
-from autopar.step.layer_cost import placed_cost
-from autopar.step.local_layer import PlacedLayer
-from autopar.step.op_states import Allowed
+from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, tidy
+from autopar.program import Layer, Op, Program, TensorType
+from autopar.search.layout_choices import Policy, arrival_layout, boundary_policies, has_whole_boundary
+from autopar.search.reshard_prices import CollectiveCounts, collective_counts, reshard_tables
+from autopar.step.layer_cost import is_differentiable, optimizer_s_per_element, own_training, updates
+from autopar.step.local_layer import SharedStorage
+from autopar.step.op_states import Allowed, OpState, kernel_runs, op_states
+from autopar.step.prices import Prices
+from autopar.step.training import TrainingSpec
+from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
 
-__all__ = ["Allowed", "LayerProblem", "LayerSolutions", "build_problem", "solve_problem"]
+__all__ = ["LayerProblem", "OpTable", "ParameterCopy", "ReshardTable", "StepSettings"]
 
 Array = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class LayerSolutions:
-    """The best strategy for each (policy before the layer, policy behind it), as indices into `policies`.
+class StepSettings:
+    """What all layers of a step have in common.
 
-    `objective_s[i, j]` is the objective: `LayerCost.total_s` plus the weight of memory; infinite where
-    nothing is allowed.  `lower_bound_s` equals it where `exact`.
+    Args:
+        program: the program.
+        prices: what things cost.
+        training: how the program is trained.
+        num_microbatches: into how many the batch is cut.
+        time: layer kind -> per op, the factor that microbatches split.
+        shared: where parameters that several layers read, or that the caller keeps, are stored.
+        memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
+        in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline.
     """
 
-    problem: LayerProblem
-    policies: tuple[Policy, ...]
-    objective_s: Array
-    lower_bound_s: Array
-    exact: bool
-    zero: int
-    shard_axes: tuple[int, ...]
-    recompute: str
-    assignments: npt.NDArray[np.intp] = field(repr=False)
-    _placed: dict[tuple[int, int], PlacedLayer] = field(
-        default_factory=dict[tuple[int, int], PlacedLayer], repr=False, compare=False
-    )
+    program: Program
+    prices: Prices
+    training: TrainingSpec
+    num_microbatches: int
+    time: dict[int, tuple[str, ...]]
+    shared: SharedStorage
+    memory_price_s_per_byte: float = 0.0
+    in_flight: int = 1
 
-    def strategy(self, policy_in: int, policy_out: int) -> LayerStrategy:
-        """The best strategy between these policies.
 
-        Raises:
-            ValueError: nothing is allowed between them.
-        """
-        placed = self.placed(policy_in, policy_out)
-        return LayerStrategy(
-            mesh=placed.mesh,
-            assignments=tuple(state.factors for state in placed.states),
-            time=self.problem.time,
-            inputs=placed.arrivals,
-            outputs=placed.departures,
-            copies=tuple(placed.copies.items()),
-            storage=placed.storage,
-            zero=self.zero,
-            recompute=self.recompute,
+@dataclass(frozen=True)
+class OpTable:
+    """Per state of one op, for all microbatches: seconds of compute, and of the collectives inside its kernel."""
+
+    forward_s: Array
+    backward_s: Array
+    kernel_forward_s: Array
+    kernel_backward_s: Array
+
+
+@dataclass(frozen=True)
+class ReshardTable:
+    """Seconds of a reshard for all microbatches, by the states of the variables in `scope`; backward is 0 where no
+    gradient flows.
+    """
+
+    scope: tuple[int, ...]
+    forward_s: Array
+    backward_s: Array
+
+
+@dataclass(frozen=True)
+class ParameterCopy:
+    """A parameter whose copy has the layout `layouts[state]` of variable `variable`."""
+
+    flow: Flow
+    variable: int
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProblem:
+    """One layer (of a kind, the first) on one mesh.
+
+    Variables are the ops, then the copies in `copy_variables`, then the policy before and the policy behind the layer;
+    `sizes` are their numbers of states.  `allowed` restricts the options of ops; without it all that divide may be.
+    """
+
+    settings: StepSettings
+    layer: Layer
+    mesh: tuple[int, ...]
+    allowed: Allowed | None = None
+
+    @property
+    def program(self) -> Program:
+        """The program of the layer."""
+        return self.settings.program
+
+    @property
+    def prices(self) -> Prices:
+        """What things cost."""
+        return self.settings.prices
+
+    @cached_property
+    def training(self) -> TrainingSpec:
+        """How this layer is trained."""
+        return own_training(self.program, self.layer, self.settings.training)
+
+    @cached_property
+    def flows(self) -> dict[str, Flow]:
+        """Where every value of the layer comes from and goes."""
+        return find_flows(self.program, self.layer)
+
+    @cached_property
+    def view(self) -> TimeView:
+        """What one microbatch holds of every value."""
+        time = self.settings.time[self.layer.kind]
+        return time_view(self.layer, self.flows, time, self.settings.num_microbatches)
+
+    @cached_property
+    def states(self) -> tuple[tuple[OpState, ...], ...]:
+        """Per op, the combinations of options that it may have."""
+        return tuple(
+            _without_cut_slices(self, op, op_states(self.program, op, index, self.mesh, self.view, self.allowed))
+            for index, op in enumerate(self.layer.ops)
         )
 
-    def cost(self, policy_in: int, policy_out: int) -> LayerCost:
-        """`layer_cost` of that strategy.
+    @cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """Those of the boundaries before and behind the layer."""
+        return boundary_policies(self.mesh)
 
-        Raises:
-            ValueError: nothing is allowed between these policies.
-        """
-        return placed_cost(self.placed(policy_in, policy_out), self.problem.prices, self.problem.training)
+    @cached_property
+    def free_outputs(self) -> frozenset[str]:
+        """Outputs of the model that no layer reads: they leave in whatever layout they have."""
+        program = self.program
+        read = {name for other in program.layers for name in other.inputs}
+        given = (name for name in self.layer.outputs if name in program.outputs and name not in read)
+        return frozenset(name for name in given if not has_whole_boundary(program, name))
 
-    def placed(self, policy_in: int, policy_out: int) -> PlacedLayer:
-        """The layer with that strategy applied.
+    @cached_property
+    def copy_domains(self) -> dict[str, tuple[Layout, ...]]:
+        """The layouts that the copies may have whose layout is a choice."""
+        return {name: _copy_domain(self, flow) for name, flow in self.flows.items() if _has_copy_variable(self, flow)}
 
-        Raises:
-            ValueError: nothing is allowed between these policies.
-        """
-        where = (policy_in, policy_out)
-        if not np.isfinite(self.objective_s[where]):
-            raise ValueError(f"layer {self.problem.layer.name} has no allowed strategy on mesh {self.problem.mesh}")
-        if where not in self._placed:
-            self._placed[where] = _read_assignment(self, *where)
-        return self._placed[where]
+    @cached_property
+    def copy_variables(self) -> dict[str, int]:
+        """The variables of these copies."""
+        return {name: len(self.states) + index for index, name in enumerate(self.copy_domains)}
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Per variable the number of its states."""
+        count = len(self.policies)
+        return (*map(len, self.states), *map(len, self.copy_domains.values()), count, count)
+
+    @property
+    def policy_variables(self) -> tuple[int, int]:
+        """Those of the policies before and behind the layer."""
+        return len(self.sizes) - 2, len(self.sizes) - 1
+
+    @cached_property
+    def op_tables(self) -> tuple[OpTable, ...]:
+        """What each op costs."""
+        return tuple(_op_table(self, index) for index in range(len(self.states)))
+
+    @cached_property
+    def reshards(self) -> tuple[ReshardTable, ...]:
+        """What each reshard costs, except those of parameters from their storage."""
+        prices = _ReshardPrices(self)
+        ends = [each for flow in self.flows.values() for each in _reshard_ends(self, flow, prices)]
+        return tuple(_reshard_table(self, prices, *each) for each in ends)
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterCopy, ...]:
+        """The copies of parameters."""
+        return tuple(_parameter_copies(self))
+
+    @cached_property
+    def optimizer_s_per_element(self) -> dict[str, float]:
+        """Seconds of the optimizer for one element of a parameter, by dtype."""
+        dtypes = {flow.value.type.dtype for flow in self.flows.values() if updates(flow, self.training)}
+        devices = math.prod(self.mesh)
+        return {d: optimizer_s_per_element(self.program, d, devices, self.prices, self.training) for d in dtypes}
+
+    @property
+    def whole(self) -> Layout:
+        """``R`` on every axis."""
+        return (REPLICATE,) * len(self.mesh)
+
+    def has_gradient(self, flow: Flow) -> bool:
+        """Whether a gradient of the value flows back."""
+        return self.training.is_training and flow.value.requires_grad
+
+    @cached_property
+    def boundary_layouts(self) -> dict[str, list[Layout]]:
+        """The layouts in which inputs and outputs cross the boundary, per policy."""
+        tensors = {n: self.view.value_type(self.flows[n]) for n in (*self.layer.inputs, *self.layer.outputs)}
+        return {
+            name: [arrival_layout(self.program, name, policy, self.mesh, tensor) for policy in self.policies]
+            for name, tensor in tensors.items()
+        }
 
 
-def _read_assignment(solutions: LayerSolutions, policy_in: int, policy_out: int) -> PlacedLayer:
-    """The placed layer of one row of `assignments`."""
-    problem = solutions.problem
-    row: list[int] = solutions.assignments[policy_in, policy_out].tolist()
-    states = tuple(each[row[index]] for index, each in enumerate(problem.states))
-    before, behind = problem.policies[policy_in], problem.policies[policy_out]
-    arrivals = tuple(_boundary(problem, name, before) for name in problem.layer.inputs)
-    departures: list[Layout] = []
-    copies: dict[str, Layout] = {}
+def _without_cut_slices(problem: LayerProblem, op: Op, states: tuple[OpState, ...]) -> tuple[OpState, ...]:
+    """Those whose results are whole in the dims in which readers take microbatches of them.
+
+    Microbatch m of a shard is not the shard of microbatch m, so taking it would gather.
+    """
+    taken = [(i, time) for i, name in enumerate(op.results) for time in problem.view.taken(problem.flows[name])]
+    return tuple(s for s in states if not any(time in s.results[i] for i, time in taken)) if taken else states
+
+
+def _has_copy_variable(problem: LayerProblem, flow: Flow) -> bool:
+    """Whether the copy of this value is a choice: several readers, and another layout than ``R`` might be better."""
+    return flow.num_readers > 1 and not _is_whole_everywhere(problem, flow)
+
+
+def _is_whole_everywhere(problem: LayerProblem, flow: Flow) -> bool:
+    """Whether every device has the value whole, and no gradient of it: each reader slices what it needs for free."""
+    is_given = flow.source == "held" and not flow.is_parameter
+    arrives_whole = flow.source == "input" and has_whole_boundary(problem.program, flow.value.name)
+    return (is_given or arrives_whole) and not problem.has_gradient(flow)
+
+
+def _copy_domain(problem: LayerProblem, flow: Flow) -> tuple[Layout, ...]:
+    """The layouts that a copy may have: per axis what a reader needs, or what its source gives unless that is terms."""
+    choices: list[dict[Placement, None]] = [{REPLICATE: None} for _ in problem.mesh]
+    layouts = [state.operands[mention] for op, mention in flow.readers for state in problem.states[op]]
+    if flow.source == "op":
+        given = (state.results[flow.result] for state in problem.states[flow.producer])
+        layouts += [tuple(REPLICATE if p.kind == "P" else p for p in layout) for layout in given]
+    if flow.source == "input" or (flow.output >= 0 and flow.value.name not in problem.free_outputs):
+        layouts += problem.boundary_layouts[flow.value.name]
+    for layout in dict.fromkeys(layouts):
+        for axis, placement in enumerate(layout):
+            # Without a gradient, B is R.
+            same = placement == BROADCAST and not problem.has_gradient(flow)
+            choices[axis][REPLICATE if same else placement] = None
+    tensor = problem.view.value_type(flow)
+    in_time = problem.view.taken(flow)  # as in `_without_cut_slices`
+    return tuple(
+        layout
+        for layout in itertools.product(*choices)
+        if in_time.isdisjoint(layout) and _divides(tensor, layout, problem.mesh)
+    )
+
+
+def _divides(tensor: TensorType, layout: Layout, mesh: tuple[int, ...]) -> bool:
+    sizes = list(tensor.shape)
+    for placement, size in zip(layout, mesh, strict=True):
+        if placement.is_shard:
+            whole, rest = divmod(sizes[placement.dim], size)
+            if rest:
+                return False
+            sizes[placement.dim] = whole
+    return True
+
+
+def _op_table(problem: LayerProblem, index: int) -> OpTable:
+    op, prices = problem.layer.ops[index], problem.prices
+    differentiable = is_differentiable(problem.program, op, problem.training)
+    known: dict[tuple[int, int], tuple[float, float]] = {}
+    columns = np.zeros((4, len(problem.states[index])))
+    has_kernels = any(option.collectives for option in op.options)
+    for row, state in enumerate(problem.states[index]):
+        types = id(state.operand_types), id(state.result_types)  # equal ones are one object
+        if types not in known:
+            time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+            known[types] = (time.forward_s, time.backward_s)
+        columns[:2, row] = known[types]
+        for run in kernel_runs(state, problem.mesh) if has_kernels else ():
+            backward = run.phase == "backward"
+            if not backward or problem.training.is_training:
+                columns[3 if backward else 2, row] += prices.collective_s(run.kind, run.axis, run.num_bytes)
+    return OpTable(*(problem.settings.num_microbatches * columns))
+
+
+class _ReshardPrices:
+    """Seconds of reshards between the layouts of one problem, cached by the tensor's bytes."""
+
+    def __init__(self, problem: LayerProblem) -> None:
+        self._problem = problem
+        self._active = [axis for axis, size in enumerate(problem.mesh) if size > 1]
+        self._ids: dict[Layout, int] = {}
+        self._counts: CollectiveCounts | None = None
+        self._tables: dict[float, tuple[Array, Array]] = {}
+
+    def ids(self, layouts: list[Layout]) -> Ids:
+        """Numbers of these layouts; to be asked for before the first table is."""
+        active = self._active
+        return np.array([self._ids.setdefault(tuple(x[axis] for axis in active), len(self._ids)) for x in layouts])
+
+    def between(self, src: Ids, dst: Ids, num_bytes: float) -> tuple[Array, Array]:
+        """Seconds (forward, backward) from each layout of `src` to each of `dst`."""
+        if self._counts is None:
+            self._counts = collective_counts(tuple(self._ids))
+        if num_bytes not in self._tables:
+            price = self._problem.prices.collective_s
+            self._tables[num_bytes] = reshard_tables(self._counts, self._problem.mesh, num_bytes, price)
+        forward, backward = self._tables[num_bytes]
+        return forward[np.ix_(src, dst)], backward[np.ix_(src, dst)]
+
+
+@dataclass(frozen=True)
+class _ReshardEnd:
+    """One end of a reshard: the layouts by state of a variable."""
+
+    variable: int
+    ids: Ids
+
+
+def _reshard_ends(
+    problem: LayerProblem, flow: Flow, prices: _ReshardPrices
+) -> Iterator[tuple[Flow, _ReshardEnd, _ReshardEnd, float]]:
+    """The reshards of one value: (value, from, to, bytes); those from a parameter's storage come elsewhere."""
+    name = flow.value.name
+    if not flow.num_readers:
+        return
+    num_bytes = problem.view.value_type(flow).num_bytes
+    start = None if flow.source == "held" else _source_end(problem, flow, prices)
+    if name in problem.copy_variables:
+        copy = _ReshardEnd(problem.copy_variables[name], prices.ids(list(problem.copy_domains[name])))
+        if start is not None:
+            yield flow, start, copy, num_bytes
+        start = copy
+    elif start is None or _is_whole_everywhere(problem, flow):
+        return
+    for op, mention in flow.readers:
+        layouts = [state.operands[mention] for state in problem.states[op]]
+        read_bytes = problem.view.reader_type(flow, op, mention).num_bytes
+        yield flow, start, _ReshardEnd(op, prices.ids(layouts)), read_bytes
+    if flow.output >= 0:
+        yield flow, start, _output_end(problem, flow, start, prices), num_bytes
+
+
+def _source_end(problem: LayerProblem, flow: Flow, prices: _ReshardPrices) -> _ReshardEnd:
+    if flow.source == "op":
+        layouts = [state.results[flow.result] for state in problem.states[flow.producer]]
+        return _ReshardEnd(flow.producer, prices.ids(layouts))
+    return _ReshardEnd(problem.policy_variables[0], prices.ids(problem.boundary_layouts[flow.value.name]))
+
+
+def _output_end(problem: LayerProblem, flow: Flow, start: _ReshardEnd, prices: _ReshardPrices) -> _ReshardEnd:
+    """Where a value goes that leaves; a free output's layout follows from `start`, which the table then is about."""
+    name = flow.value.name
+    if name not in problem.free_outputs:
+        return _ReshardEnd(problem.policy_variables[1], prices.ids(problem.boundary_layouts[name]))
+    if name in problem.copy_domains:
+        layouts = list(problem.copy_domains[name])
+    else:
+        layouts = [state.results[flow.result] for state in problem.states[flow.producer]]
+    return _ReshardEnd(start.variable, prices.ids([tidy(layout) for layout in layouts]))
+
+
+def _reshard_table(
+    problem: LayerProblem, prices: _ReshardPrices, flow: Flow, start: _ReshardEnd, end: _ReshardEnd, num_bytes: float
+) -> ReshardTable:
+    forward, backward = prices.between(start.ids, end.ids, num_bytes)
+    count = problem.settings.num_microbatches
+    backward = backward * count if problem.has_gradient(flow) else np.zeros_like(backward)
+    if start.variable == end.variable:
+        return ReshardTable((start.variable,), count * np.diagonal(forward), np.diagonal(backward))
+    return ReshardTable((start.variable, end.variable), count * forward, backward)
+
+
+def _parameter_copies(problem: LayerProblem) -> Iterator[ParameterCopy]:
     for name, flow in problem.flows.items():
-        if not flow.num_readers:
+        if not flow.is_parameter or not flow.readers:
             continue
         if name in problem.copy_variables:
-            variable = problem.copy_variables[name]
-            copies[name] = problem.copy_domains[name][row[variable]]
-        elif flow.num_readers == 1 and flow.readers:
-            op, mention = flow.readers[0]
-            # The reader of a microbatch takes it from where the value is made: see `TimeView.taken`.
-            is_made_whole = flow.source == "op" and problem.view.taken(flow)
-            copies[name] = states[flow.producer].results[flow.result] if is_made_whole else states[op].operands[mention]
-        elif flow.num_readers == 1 and name in problem.free_outputs:
-            copies[name] = tidy(states[flow.producer].results[flow.result])
-        elif flow.num_readers == 1:
-            copies[name] = _boundary(problem, name, behind)
+            yield ParameterCopy(flow, problem.copy_variables[name], problem.copy_domains[name])
         else:
-            copies[name] = problem.whole
-    for name in problem.layer.outputs:
-        free = name in problem.free_outputs
-        departures.append(tidy(copies[name]) if free else _boundary(problem, name, behind))
-    storage = tuple(
-        storage_layout(copies[name], problem.flows[name].value.type, problem.mesh, solutions.shard_axes)
-        if problem.flows[name].is_parameter and name in copies
-        else problem.whole
-        for name in problem.layer.held
-    )
-    return PlacedLayer(
-        problem.program, problem.layer, problem.mesh, problem.flows, problem.view, states, copies, arrivals,
-        tuple(departures), storage, solutions.zero, solutions.recompute, problem.shared_storage,
-    )  # fmt: skip
-
-
-def _boundary(problem: LayerProblem, name: str, policy: Policy) -> Layout:
-    tensor = problem.view.value_type(problem.flows[name])
-    return arrival_layout(problem.program, name, policy, problem.mesh, tensor)
-
-
-def solve_problem(
-    problem: LayerProblem,
-    *,
-    zero: int = 0,
-    shard_axes: tuple[int, ...] = (),
-    recompute: str = "none",
-    memory_weight_s_per_byte: float = 0.0,
-    in_flight: int = 1,
-    hides: bool = False,
-) -> LayerSolutions:
-    """Solve one variant: ZeRO level `zero` sharding storage on the mesh axes `shard_axes`, with this
-    recomputation, and so many microbatches in flight.  With `hides`, compute hides the collectives of parameters.
-    """
-    count = len(problem.policies)
-    sizes = problem.sizes
-    before, behind = len(sizes) - 2, len(sizes) - 1
-    if min(sizes) == 0:
-        nothing = np.full((count, count), np.inf)
-        rows = np.zeros((count, count, len(sizes)), np.intp)
-        return LayerSolutions(problem, problem.policies, nothing, nothing, True, zero, shard_axes, recompute, rows)
-    tables = variant_tables(problem, zero, shard_axes, recompute, memory_weight_s_per_byte, in_flight, hides=hides)
-    found = minimise(sizes, tables, keep=(before, behind))
-    return LayerSolutions(
-        problem, problem.policies, found.values, found.lower_bounds, found.exact, zero, shard_axes, recompute,
-        found.assignments,
-    )  # fmt: skip
+            op, mention = flow.readers[0]
+            yield ParameterCopy(flow, op, tuple(state.operands[mention] for state in problem.states[op]))

@@ -10,7 +10,7 @@ from autopar.plan import Plan
 from autopar.schedule import ScheduleSource
 from autopar.step.layer_cost import TrainingSpec
 
-__all__ = ["MEMORY_ERROR", "Considered", "SearchRequest"]
+__all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest"]
 
 MEMORY_ERROR = 0.05
 """31 of 34 predicted peaks of models that the walk was not made by were off by less (`benchmarks/accuracy.py memory
@@ -18,7 +18,7 @@ MEMORY_ERROR = 0.05
 
 
 @dataclass(frozen=True)
-class Considered:
+class ConsideredPlan:
     """A plan that a search looked at: predicted seconds of a step, peak bytes per device, and what most layers do.
 
     Without `is_simulated` these are sums, from which nothing that compute hides is taken off.
@@ -61,4 +61,4 @@ class SearchRequest:
     any_batch: bool = False
     memory_error: float = 0.0
     on_final: Callable[[Plan], None] | None = None
-    on_considered: Callable[[Considered], None] | None = None
+    on_considered: Callable[[ConsideredPlan], None] | None = None

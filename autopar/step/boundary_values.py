@@ -6,7 +6,7 @@ producer's mesh, and arrives at each layer that reads it in the layout that this
 reading layer, forward, and backward for the gradient.  Layers in between, which don't read it, are not
 concerned.  Inputs of the model start whole (``R``) everywhere.
 
-`crossing_s` is the one price of this, for the search and for the plan; it counts towards the reader's
+`transfer_s` is the one price of this, for the search and for the plan; it counts towards the reader's
 `LayerCost.activation_comm_s`.
 """
 
@@ -26,20 +26,20 @@ from autopar.step.prices import Prices
 from autopar.step.value_flows import find_flows, time_view
 
 __all__ = [
-    "Crossing",
-    "Placed",
-    "crossing_matrix",
-    "crossing_parts_s",
-    "crossing_s",
-    "crossing_steps",
-    "find_crossings",
+    "BoundaryValue",
+    "MeshLayout",
+    "boundary_values",
+    "transfer_matrices",
+    "transfer_parts_s",
+    "transfer_s",
+    "transfer_steps",
 ]
 
-Placed = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
+MeshLayout = tuple[tuple[int, ...], Layout]  # a mesh and a layout on it
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryValue:
     """A value that the layer of index `reader` reads from the layer of index `producer`.
 
     `output` and `input` are its positions in the producer's outputs and the reader's inputs; `tensor` is
@@ -60,10 +60,12 @@ class Crossing:
         return self.output, self.input, self.tensor, self.requires_grad
 
 
-def find_crossings(program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int) -> tuple[Crossing, ...]:
+def boundary_values(
+    program: Program, time: dict[int, tuple[str, ...]], num_microbatches: int
+) -> tuple[BoundaryValue, ...]:
     """Every value that crosses, in the order of its readers; `time` has each layer kind's factors in time."""
     where: dict[str, tuple[int, int]] = {}
-    crossings: list[Crossing] = []
+    crossings: list[BoundaryValue] = []
     cuts = {layer.kind: _output_cuts(program, layer, time[layer.kind], num_microbatches) for layer in program.kinds}
     for index, layer in enumerate(program.layers):
         for position, name in enumerate(layer.inputs):
@@ -71,7 +73,7 @@ def find_crossings(program: Program, time: dict[int, tuple[str, ...]], num_micro
                 producer, output = where[name]
                 tensor = cuts[program.layers[producer].kind][output]
                 has_gradient = program.values[name].requires_grad
-                crossings.append(Crossing(name, producer, output, index, position, tensor, has_gradient))
+                crossings.append(BoundaryValue(name, producer, output, index, position, tensor, has_gradient))
         produced = {name for op in layer.ops for name in op.results}
         where.update({n: (index, position) for position, n in enumerate(layer.outputs) if n in produced})
     return tuple(crossings)
@@ -85,7 +87,7 @@ def _output_cuts(
     return tuple(view.value_type(flows[name]) for name in layer.outputs)
 
 
-def crossing_steps(source: Placed, target: Placed) -> tuple[Step, ...]:
+def transfer_steps(source: MeshLayout, target: MeshLayout) -> tuple[Step, ...]:
     """The reshard of a value that leaves as `source` and arrives as `target`."""
     return _steps(source[0], source[1], target[0], target[1])
 
@@ -96,29 +98,29 @@ def _steps(mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_l
     return reshard(refine_layout(layout, mesh, refined), refine_layout(to_layout, to_mesh, refined), refined)
 
 
-def crossing_s(
+def transfer_s(
     prices: Prices,
     tensor: TensorType,
     has_gradient: bool,
     num_microbatches: int,
-    source: Placed,
-    target: Placed,
+    source: MeshLayout,
+    target: MeshLayout,
 ) -> float:
     """Seconds per step to move a value of this (microbatch's) type, and its gradient back."""
-    return sum(crossing_parts_s(prices, tensor, has_gradient, num_microbatches, source, target))
+    return sum(transfer_parts_s(prices, tensor, has_gradient, num_microbatches, source, target))
 
 
-def crossing_parts_s(
+def transfer_parts_s(
     prices: Prices,
     tensor: TensorType,
     has_gradient: bool,
     num_microbatches: int,
-    source: Placed,
-    target: Placed,
+    source: MeshLayout,
+    target: MeshLayout,
 ) -> tuple[float, float]:
-    """`crossing_s` in its two parts: for the value, for its gradient."""
+    """`transfer_s` in its two parts: for the value, for its gradient."""
     ahead_s = back_s = 0.0
-    for call in reshard_calls(crossing_steps(source, target), tensor.num_bytes, has_gradient=has_gradient):
+    for call in reshard_calls(transfer_steps(source, target), tensor.num_bytes, has_gradient=has_gradient):
         seconds = prices.collective_s(call.kind, call.axis, call.num_bytes)
         if call.phase == "forward":
             ahead_s += seconds
@@ -127,19 +129,22 @@ def crossing_parts_s(
     return num_microbatches * ahead_s, num_microbatches * back_s
 
 
-def crossing_matrix(
+def transfer_matrices(
     prices: Prices,
     tensor: TensorType,
     has_gradient: bool,
     num_microbatches: int,
-    sources: Sequence[Placed],
-    targets: Sequence[Placed],
+    sources: Sequence[MeshLayout],
+    targets: Sequence[MeshLayout],
 ) -> npt.NDArray[np.float64]:
-    """`crossing_s` from each of `sources` to each of `targets`; equal ends are priced once."""
+    """`transfer_parts_s` from each of `sources` to each of `targets`, [2, sources, targets]; equal ends are priced
+    once.
+    """
     rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-    table = np.array(
-        [[crossing_s(prices, tensor, has_gradient, num_microbatches, a, b) for b in columns] for a in rows]
-    )
+    parts = np.array(
+        [[transfer_parts_s(prices, tensor, has_gradient, num_microbatches, a, b) for b in columns] for a in rows]
+    ).reshape(len(rows), len(columns), 2)
     row_of = {end: index for index, end in enumerate(rows)}
     column_of = {end: index for index, end in enumerate(columns)}
-    return table[np.ix_([row_of[end] for end in sources], [column_of[end] for end in targets])]
+    chosen = parts[np.ix_([row_of[end] for end in sources], [column_of[end] for end in targets])]
+    return np.moveaxis(chosen, -1, 0)

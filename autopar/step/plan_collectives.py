@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.placement import REPLICATE, Axis, local_shape, reshard, tidy
 from autopar.plan import Decisions, LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.step.boundary_values import crossing_steps, find_crossings
+from autopar.step.boundary_values import boundary_values, transfer_steps
 from autopar.step.collective_calls import reshard_calls
 from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives, priced
 from autopar.step.prices import Prices
@@ -17,8 +17,8 @@ from autopar.step.sent_values import sent_values
 from autopar.step.value_flows import find_flows, time_view
 
 __all__ = [
+    "boundary_collectives",
     "broadcast_s",
-    "crossing_collectives",
     "own_strategy",
     "plan_collectives",
     "returning_collectives",
@@ -35,7 +35,7 @@ def plan_collectives(
     With pipeline stages these are the collectives of the device group `group`; what it sends to other groups comes
     behind them, and the broadcast of the loss (without one, of all outputs): `stage_collectives`.
 
-    These are the ones that the plan's price counts (`layer_collectives` and `crossings.crossing_s`), with the actual
+    These are the ones that the plan's price counts (`layer_collectives` and `crossings.transfer_s`), with the actual
     layers' values as names.  Collectives of parameters may travel in shared buffers: fewer calls, the same bytes.
     What the caller gets costs nothing in plans that a search made: the loss and new values of buffers leave whole
     there, and other outputs in their own layouts.
@@ -54,7 +54,7 @@ def plan_collectives(
     values = {name: value for value, name in program.parameters.items()}
     shared = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
     arriving: list[list[PricedCollective]] = [[] for _ in program.layers]
-    for reader, run in crossing_collectives(program, strategies, plan.num_microbatches, training):
+    for reader, run in boundary_collectives(program, strategies, plan.num_microbatches, training):
         arriving[reader].append(run)
     found: list[PricedCollective] = []
     stages = [stage for stage in plan.stages if stage.group == group]
@@ -89,14 +89,14 @@ def _value_names(layer: Layer) -> tuple[str, ...]:
     return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
 
 
-def crossing_collectives(
+def boundary_collectives(
     program: Program, strategies: list[LayerStrategy], num_microbatches: int, training: TrainingSpec
 ) -> Iterator[tuple[int, PricedCollective]]:
     """(index of the reading layer, collective) for every value that crosses to another layer."""
     time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
-    for crossing in find_crossings(program, time, num_microbatches):
+    for crossing in boundary_values(program, time, num_microbatches):
         source, target = strategies[crossing.producer], strategies[crossing.reader]
-        steps = crossing_steps(
+        steps = transfer_steps(
             (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input])
         )
         has_gradient = crossing.requires_grad and training.is_training
@@ -139,7 +139,7 @@ def stage_collectives(
     axis = Axis(plan.num_groups, plan.group_size)
     strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
     time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
-    crossings = find_crossings(program, time, plan.num_microbatches)
+    crossings = boundary_values(program, time, plan.num_microbatches)
     groups = [stage.group for stage in plan.stages]
     for sent in sent_values(crossings, [stage.start for stage in plan.stages], strategies):
         sender, receiver = groups[sent.stage], groups[sent.stage + 1]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
-from autopar.step.boundary_values import Crossing, find_crossings
+from autopar.step.boundary_values import BoundaryValue, boundary_values
 from autopar.step.layer_facts import LayerFacts
 from autopar.step.local_layer import PlacedLayer, SharedStorage
 from autopar.step.plan_collectives import own_strategy
@@ -48,9 +48,9 @@ class PlannedLayers:
         return {layer.kind: each.time for layer, each in zip(self.program.layers, self.strategies, strict=True)}
 
     @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def crossings(self) -> tuple[BoundaryValue, ...]:
         """What crosses from layer to layer."""
-        return find_crossings(self.program, self.time, self.decisions.num_microbatches)
+        return boundary_values(self.program, self.time, self.decisions.num_microbatches)
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from autopar.plan import Decisions
 from autopar.prediction import LayerCost, Prediction
 from autopar.program import Program
 from autopar.schedule import ScheduleSource, StageCost, count_flights
-from autopar.step.boundary_values import crossing_parts_s
+from autopar.step.boundary_values import transfer_parts_s
 from autopar.step.layer_cost import is_differentiable, is_rerun, own_training, placed_collectives, placed_cost
 from autopar.step.layer_facts import LayerFacts
 from autopar.step.local_layer import PlacedLayer
@@ -110,7 +110,7 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
     found: dict[int, tuple[float, float]] = {}
     for crossing in layers.crossings:
         source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
-        ahead_s, back_s = crossing_parts_s(
+        ahead_s, back_s = transfer_parts_s(
             prices,
             crossing.tensor,
             crossing.requires_grad and training.is_training,

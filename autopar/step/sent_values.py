@@ -11,7 +11,7 @@ from autopar.placement import local_shape
 from autopar.plan import LayerStrategy
 from autopar.program import itemsize_bytes
 from autopar.schedule import Shape, stage_group
-from autopar.step.boundary_values import Crossing
+from autopar.step.boundary_values import BoundaryValue
 
 __all__ = ["SentValue", "layer_groups", "sent_values"]
 
@@ -27,20 +27,20 @@ class SentValue:
         is_relayed: whether the stage neither made it nor reads it.
     """
 
-    crossing: Crossing
+    crossing: BoundaryValue
     stage: int
     num_bytes: float
     is_relayed: bool
 
 
 def sent_values(
-    crossings: Sequence[Crossing], bounds: Sequence[int], strategies: Sequence[LayerStrategy]
+    crossings: Sequence[BoundaryValue], bounds: Sequence[int], strategies: Sequence[LayerStrategy]
 ) -> Iterator[SentValue]:
     """Everything that stages cut at `bounds` send to the next one, value by value in the order of production.
 
     `strategies` has one per layer.  A value goes from stage to stage as far as it is read, as its producer laid it out.
     """
-    by_value: dict[str, list[Crossing]] = {}
+    by_value: dict[str, list[BoundaryValue]] = {}
     for crossing in crossings:
         by_value.setdefault(crossing.value, []).append(crossing)
 

@@ -11,7 +11,7 @@ from autopar.step.actions import StepActions, step_actions
 from autopar.step.layer_cost import PricedCollective, TrainingSpec, optimizer_s
 from autopar.step.layer_work import Around, Item, LayerWork, collective_item, layer_work, value_names
 from autopar.step.plan_collectives import (
-    crossing_collectives,
+    boundary_collectives,
     returning_collectives,
     stage_collectives,
 )
@@ -87,7 +87,7 @@ class _Maker:
         """What is moved around each layer."""
         arounds = [Around() for _ in self.program.layers]
         strategies = self.layers.strategies
-        for reader, run in crossing_collectives(self.program, list(strategies), self.count, self.training):
+        for reader, run in boundary_collectives(self.program, list(strategies), self.count, self.training):
             around, item = arounds[reader], self._item(run, reader)
             if run.phase == "forward":
                 around.arriving += (item,)

@@ -12,7 +12,7 @@ from autopar.placement import local_shape
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.step.boundary_values import crossing_s, find_crossings
+from autopar.step.boundary_values import boundary_values, transfer_s
 from autopar.step.layer_cost import layer_cost, optimizer_s_per_element
 from tests.models import WORLDS, ZOO
 from tests.zoo import plan_for, quick_prices, subject
@@ -36,9 +36,9 @@ def sum_of_seconds(program: Program, plan: Plan) -> float:
         own = named_as(strategy, program.kinds[layer.kind], layer)
         seconds += layer_cost(program, layer, own, plan.num_microbatches, prices, training, shared).total_s
     time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
-    for crossing in find_crossings(program, time, plan.num_microbatches):
+    for crossing in boundary_values(program, time, plan.num_microbatches):
         source, target = strategies[crossing.producer], strategies[crossing.reader]
-        seconds += crossing_s(
+        seconds += transfer_s(
             prices, crossing.tensor, crossing.requires_grad, plan.num_microbatches,
             (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input]),
         )  # fmt: skip

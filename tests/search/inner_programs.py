@@ -10,7 +10,31 @@ from dataclasses import dataclass, field, replace
 from autopar.ops import options_for
 from autopar.placement import Axis
 from autopar.program import Arg, Layer, Op, Program, Ref, TensorType, Value
-from autopar.step.prices import OpTime
+from autopar.search.layer_problem import LayerProblem, StepSettings
+from autopar.step.local_layer import SharedStorage
+from autopar.step.op_states import Allowed
+from autopar.step.prices import OpTime, Prices
+from autopar.step.training import TrainingSpec
+
+
+def build_problem(
+    program: Program,
+    mesh: tuple[int, ...],
+    *,
+    layer: Layer | None = None,
+    prices: Prices | None = None,
+    training: TrainingSpec | None = None,
+    num_microbatches: int = 1,
+    time: tuple[str, ...] = (),
+    allowed: Allowed | None = None,
+    shared: SharedStorage | None = None,
+) -> LayerProblem:
+    """The problem of a program's only layer, or of `layer`."""
+    settings = StepSettings(
+        program, prices or TablePrices(), training or TrainingSpec(), num_microbatches,
+        {each.kind: time for each in program.layers}, shared or {},
+    )  # fmt: skip
+    return LayerProblem(settings, layer or program.layers[0], mesh, allowed)
 
 
 @dataclass

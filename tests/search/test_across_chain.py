@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.search.chain import Chain, LayerTable, Skip, fastest_paths, path_costs
+from autopar.search.chain_dp import Chain, ChainLayer, Skip, path_costs
+from autopar.search.lagrangian import fastest_paths
 
 
 def make_chain(seed: int, num_layers: int, num_candidates: int, *, with_skip: bool = False) -> Chain:
     """A random chain with three boundary states, in which every candidate can be reached."""
     random = np.random.default_rng(seed)
     num_states = 3
-    tables: list[LayerTable] = []
+    tables: list[ChainLayer] = []
     for _ in range(num_layers):
         memory = random.uniform(1.0, 10.0, num_candidates).round(1)
         tables.append(
-            LayerTable(
+            ChainLayer(
                 (random.uniform(0.5, 3.0, num_candidates) + 5.0 / memory).round(2),
                 memory * 1e9,
                 random.choice([0.0, 0.5e9, 2e9], num_candidates),
@@ -35,7 +36,7 @@ def make_chain(seed: int, num_layers: int, num_candidates: int, *, with_skip: bo
 
 def every_path(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and peak bytes of every path."""
-    paths = np.array(list(itertools.product(*(range(len(table.time_s)) for table in chain.tables))))
+    paths = np.array(list(itertools.product(*(range(len(table.time_s)) for table in chain.layers))))
     costs = path_costs(chain, paths)
     return costs[:, 0], costs[:, 1] + costs[:, 2]
 
@@ -43,16 +44,16 @@ def every_path(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 def cost_by_hand(chain: Chain, path: tuple[int, ...]) -> tuple[float, float]:
     time, persistent, transient = chain.fixed_s, chain.fixed_bytes, 0.0
     for layer, index in enumerate(path):
-        table = chain.tables[layer]
+        table = chain.layers[layer]
         time += table.time_s[index]
         persistent += table.persistent_bytes[index]
         transient = max(transient, table.transient_bytes[index])
         if layer:
-            state = chain.tables[layer - 1].state_out[path[layer - 1]]
+            state = chain.layers[layer - 1].state_out[path[layer - 1]]
             time += chain.moves_s[layer - 1][state, table.state_in[index]]
     for skip in chain.skips:
-        source = chain.tables[skip.producer].state_out[path[skip.producer]]
-        time += skip.moves_s[source, chain.tables[skip.reader].state_in[path[skip.reader]]]
+        source = chain.layers[skip.producer].state_out[path[skip.producer]]
+        time += skip.moves_s[source, chain.layers[skip.reader].state_in[path[skip.reader]]]
     return time, persistent + transient
 
 

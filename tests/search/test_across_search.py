@@ -15,8 +15,8 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.search.labels import degrees
-from autopar.search.microbatch import TimeAssignment, time_assignment
-from autopar.step.boundary_values import crossing_s, find_crossings
+from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.step.boundary_values import boundary_values, transfer_s
 from autopar.step.layer_cost import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -46,9 +46,9 @@ def price_again(program: Program, plan: Plan) -> float:
     for layer, strategy in zip(program.layers, chosen, strict=True):
         first = first_of_kind[layer.kind]
         seconds += layer_cost(program, first, strategy, plan.num_microbatches, PRICES, TrainingSpec(), shared).total_s
-    for c in find_crossings(program, dict(found.factors), plan.num_microbatches):
+    for c in boundary_values(program, dict(found.factors), plan.num_microbatches):
         source, target = chosen[c.producer], chosen[c.reader]
-        seconds += crossing_s(
+        seconds += transfer_s(
             PRICES,
             c.tensor,
             c.requires_grad,
@@ -100,11 +100,11 @@ def test_what_does_not_fit_names_the_smallest_memory_and_what_fills_it() -> None
 
 
 def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.search import candidates
+    from autopar.search import layer_candidates
 
     solved: list[int] = []
-    original = candidates.build_problem
-    monkeypatch.setattr(candidates, "build_problem", lambda *a, **k: solved.append(1) or original(*a, **k))
+    original = layer_candidates.LayerProblem
+    monkeypatch.setattr(layer_candidates, "LayerProblem", lambda *a, **k: solved.append(1) or original(*a, **k))
     run(small_model(2), max_microbatches=1)
     few = len(solved)
     solved.clear()

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from autopar.search import SearchRequest, TrainingSpec, candidates, chain, search, trials
+from autopar.search import SearchRequest, TrainingSpec, chain_dp, layer_candidates, search, single_stage
 from autopar.step import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
 COUNTED = (
-    (candidates, "build_problem"),
-    (candidates, "solve_problem"),
-    (candidates, "running_costs"),
-    (candidates, "storage_cost"),
+    (layer_candidates, "LayerProblem"),
+    (layer_candidates, "solve_problem"),
+    (layer_candidates, "running_costs"),
+    (layer_candidates, "storage_cost"),
     (layer_cost, "placed_cost"),
-    (trials, "fastest_paths"),
-    (chain, "_shortest"),
+    (single_stage, "fastest_paths"),
+    (chain_dp, "_shortest"),
 )
 
 
@@ -56,7 +56,7 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     # Memory is no limit here, so two microbatches are not tried; paths are looked for with and without what is hidden.
     assert work["fastest_paths"] == 2
     kinds, meshes, variants = 3, 2, 3
-    assert work["build_problem"] == kinds * meshes
+    assert work["LayerProblem"] == kinds * meshes
     assert work["solve_problem"] == kinds * meshes * variants
     # Each strategy is priced once for all ways to recompute and to store it.
     assert work["placed_cost"] <= 20 * kinds  # those of the plans that are simulated
@@ -69,7 +69,7 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
 @pytest.mark.slow
 def test_work_does_not_grow_with_depth(count_work: Callable[[int], Counter[str]]) -> None:
     shallow, deep = count_work(3), count_work(24)
-    for name in ("build_problem", "solve_problem", "fastest_paths"):
+    for name in ("LayerProblem", "solve_problem", "fastest_paths"):
         assert shallow[name] == deep[name]
     assert deep["running_costs"] <= 1.2 * shallow["running_costs"]
     assert deep["_shortest"] <= 2 * shallow["_shortest"]

@@ -12,9 +12,9 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
-from autopar.search.layer_problem import build_problem, solve_problem
-from autopar.step.layer_cost import TrainingSpec, layer_collectives
-from tests.search.inner_programs import decoder_layer
+from autopar.search.layer_solutions import SolvedVariant, solve_problem
+from autopar.step.layer_cost import layer_collectives
+from tests.search.inner_programs import build_problem, decoder_layer
 
 
 def middle(program: Program) -> Layer:
@@ -26,10 +26,10 @@ def middle(program: Program) -> Layer:
 def steady_state(program: Program, zeros: tuple[int, ...] = (0, 1, 2, 3)) -> LayerStrategy:
     """The best strategy of a layer that follows layers like itself: one policy on either side."""
     prices = ClusterPrices(Cluster.of("h100", nodes=1, devices_per_node=8))
-    problem = build_problem(program, middle(program), (8,), prices=prices, training=TrainingSpec())
+    problem = build_problem(program, (8,), layer=middle(program), prices=prices)
     found: list[tuple[float, int, LayerStrategy]] = []
     for zero in zeros:
-        solutions = solve_problem(problem, zero=zero, shard_axes=(0,) if zero else ())
+        solutions = solve_problem(problem, SolvedVariant(zero, (0,) if zero else ()))
         assert solutions.exact
         policy = int(np.diagonal(solutions.objective_s).argmin())
         found.append((solutions.objective_s[policy, policy], zero, solutions.strategy(policy, policy)))

@@ -15,14 +15,14 @@ from autopar.errors import PlanMismatchError
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, shard
 from autopar.plan import LayerStrategy
 from autopar.program import KernelCollective, Layer, Op, Option, Program, Ref, TensorType, Value
-from autopar.search.boundary import arrival_layout
-from autopar.search.layer_problem import Allowed, LayerSolutions, build_problem, solve_problem
-from autopar.search.storage import storage_layout
+from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
+from autopar.search.layout_choices import arrival_layout, storage_layout
 from autopar.step.layer_cost import TrainingSpec, layer_collectives, layer_cost
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
+from autopar.step.op_states import Allowed
 from autopar.step.value_flows import find_flows, options_of, time_view
-from tests.search.inner_programs import TablePrices, decoder_layer
+from tests.search.inner_programs import TablePrices, build_problem, decoder_layer
 
 SHAPES = ((8,), (8, 16), (16, 8))
 
@@ -133,10 +133,10 @@ def fits_in_time(case: Case) -> bool:
 
 def solve(case: Case) -> LayerSolutions:
     problem = build_problem(
-        case.program, case.program.layers[0], case.mesh, prices=TablePrices(), training=case.training,
-        num_microbatches=case.num_microbatches, time=case.time, shared_storage=case.shared,
+        case.program, case.mesh, training=case.training, num_microbatches=case.num_microbatches, time=case.time,
+        shared=case.shared,
     )  # fmt: skip
-    return solve_problem(problem, zero=case.zero, shard_axes=case.shard_axes, recompute=case.recompute)
+    return solve_problem(problem, SolvedVariant(case.zero, case.shard_axes, case.recompute))
 
 
 def total_s(case: Case, strategy: LayerStrategy) -> float:
@@ -153,7 +153,7 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
     whole = (REPLICATE,) * len(mesh)
 
     def boundary(name: str, policy: int) -> Layout:
-        return arrival_layout(program, name, solutions.policies[policy], mesh, view.value_type(flows[name]))
+        return arrival_layout(program, name, solutions.problem.policies[policy], mesh, view.value_type(flows[name]))
 
     def leave(name: str, copy: Layout) -> Layout:
         is_free = program.loss and name in program.outputs and name != program.loss
@@ -204,7 +204,7 @@ def test_no_assignment_is_cheaper(case: Case, data: st.DataObject) -> None:
     assert solutions.exact
     if math.prod(map(len, solutions.problem.copy_domains.values())) * math.prod(solutions.problem.sizes[:2]) > 3000:
         return
-    before, behind = (data.draw(st.integers(0, len(solutions.policies) - 1)) for _ in range(2))
+    before, behind = (data.draw(st.integers(0, len(solutions.problem.policies) - 1)) for _ in range(2))
     expected = brute_force(case, solutions, before, behind)
     assert solutions.objective_s[before, behind] == pytest.approx(expected, rel=1e-12)
 
@@ -225,8 +225,8 @@ def test_the_objective_is_the_reported_price(case: Case) -> None:
 def test_the_objective_is_the_reported_price_of_a_real_layer(zero: int, axes: tuple[int, ...], recompute: str) -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
     layer, prices, training = program.layers[0], TablePrices(), TrainingSpec(gradient_itemsize_bytes=4)
-    problem = build_problem(program, layer, (2, 4), prices=prices, training=training)
-    solutions = solve_problem(problem, zero=zero, shard_axes=axes, recompute=recompute)
+    problem = build_problem(program, (2, 4), training=training)
+    solutions = solve_problem(problem, SolvedVariant(zero, axes, recompute))
     assert solutions.exact
     for pair in [(0, 0), (1, 1), (5, 2), (8, 8)]:
         cost = layer_cost(program, layer, solutions.strategy(*pair), 1, prices, training)
@@ -237,8 +237,7 @@ def test_the_objective_is_the_reported_price_of_a_real_layer(zero: int, axes: tu
 def test_the_price_of_communication_is_the_sum_over_its_collectives() -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
     layer, prices, training = program.layers[0], TablePrices(), TrainingSpec()
-    problem = build_problem(program, layer, (2, 4), prices=prices, training=training)
-    solutions = solve_problem(problem, zero=3, shard_axes=(0, 1))
+    solutions = solve_problem(build_problem(program, (2, 4)), SolvedVariant(3, (0, 1)))
     strategy, cost = solutions.strategy(1, 1), solutions.cost(1, 1)
     runs = layer_collectives(program, layer, strategy, 1, training)
     assert runs
@@ -248,19 +247,17 @@ def test_the_price_of_communication_is_the_sum_over_its_collectives() -> None:
 
 def test_weighing_memory_saves_memory() -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
-    problem = build_problem(program, program.layers[0], (8,), prices=TablePrices(), training=TrainingSpec())
-    fast, small = (solve_problem(problem, memory_weight_s_per_byte=weight) for weight in (0.0, 1.0))
+    problem = build_problem(program, (8,))
+    fast, small = (solve_problem(problem, SolvedVariant(memory_weight_s_per_byte=weight)) for weight in (0.0, 1.0))
     assert small.cost(1, 1).persistent_bytes < fast.cost(1, 1).persistent_bytes
     assert small.cost(1, 1).total_s > fast.cost(1, 1).total_s
 
 
 def test_what_is_not_allowed_is_not_used_and_nothing_allowed_is_infinite() -> None:
     program = decoder_layer(4, 512, hidden=256, ffn=512, heads=8, kv_heads=4)
-    layer = program.layers[0]
-    keywords = {"prices": TablePrices(), "training": TrainingSpec()}
 
     def solve_allowed(allowed: Allowed) -> LayerSolutions:
-        return solve_problem(build_problem(program, layer, (8,), allowed=allowed, **keywords))
+        return solve_problem(build_problem(program, (8,), allowed=allowed))
 
     whole = solve_allowed(lambda _op, _axis, option: option.factor in "-~")
     assert set(itertools.chain(*whole.strategy(0, 0).assignments)) <= {"-", "~"}

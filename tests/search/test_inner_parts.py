@@ -28,14 +28,18 @@ from autopar.placement import (
 )  # fmt: skip
 from autopar.prediction import LayerCost
 from autopar.program import Op, Ref, TensorType
-from autopar.search.boundary import arrival_layout, boundary_layout, boundary_policies
-from autopar.search.layer_problem import LayerSolutions, build_problem, solve_problem
-from autopar.search.meshes import mesh_shapes
-from autopar.search.reshard_tables import move_table, reshard_tables
-from autopar.search.storage import storage_layout
+from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
+from autopar.search.layout_choices import (
+    arrival_layout,
+    boundary_layout,
+    boundary_policies,
+    mesh_shapes,
+    storage_layout,
+)
+from autopar.search.reshard_prices import collective_counts, reshard_tables
 from autopar.step.layer_cost import TrainingSpec, layer_cost, parameter_times
 from autopar.step.layer_memory import parameter_memory
-from tests.search.inner_programs import Builder, TablePrices, decoder_layer
+from tests.search.inner_programs import Builder, TablePrices, build_problem, decoder_layer
 
 
 @pytest.mark.parametrize(("world", "per_node", "expected"), [
@@ -111,7 +115,7 @@ def test_reshard_tables_price_exactly_what_reshard_lists(mesh: tuple[int, ...]) 
     prices = TablePrices()
     active = [axis for axis, size in enumerate(mesh) if size > 1]
     layouts = tuple(itertools.product(every if len(active) < 3 else every[2:4], repeat=len(active)))
-    table = move_table(layouts)
+    table = collective_counts(layouts)
     forward, backward = reshard_tables(table, mesh, 1000.0, prices.collective_s)
     for (i, src), (j, dst) in itertools.product(enumerate(layouts), repeat=2):
         whole: list[Layout] = []
@@ -179,8 +183,7 @@ def test_cheap_ops_are_those_that_compute_little_per_byte(target: str, expected:
 def whole_layer(recompute: str, zero: int = 0) -> tuple[LayerSolutions, LayerCost]:
     program = decoder_layer(2, 64, hidden=32, ffn=128, heads=4, kv_heads=2)
     training = TrainingSpec()
-    problem = build_problem(program, program.layers[0], (1,), prices=TablePrices(), training=training)
-    solutions = solve_problem(problem, zero=zero, recompute=recompute)
+    solutions = solve_problem(build_problem(program, (1,)), SolvedVariant(zero, recompute=recompute))
     cost = layer_cost(program, program.layers[0], solutions.strategy(0, 0), 1, TablePrices(), training)
     return solutions, cost
 
@@ -236,9 +239,9 @@ def test_what_no_parameter_flows_into_crosses_whole() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_microbatch_but_the_first_adds_its_gradients(zero: int, num_microbatches: int) -> None:
     program = decoder_layer(8, 64, hidden=32, ffn=128, heads=4, kv_heads=2)
-    (layer,), prices, training, mesh = program.layers, TablePrices(), TrainingSpec(), (2,)
-    problem = build_problem(program, layer, mesh, num_microbatches=num_microbatches, prices=prices, training=training)
-    solutions = solve_problem(problem, zero=zero, shard_axes=(0,))
+    (layer,), prices, mesh = program.layers, TablePrices(), (2,)
+    problem = build_problem(program, mesh, num_microbatches=num_microbatches)
+    solutions = solve_problem(problem, SolvedVariant(zero, (0,)))
     cost = solutions.cost(0, 0)
     strategy, placed = solutions.strategy(0, 0), solutions.placed(0, 0)
     computing = sum(

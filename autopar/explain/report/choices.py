@@ -26,7 +26,7 @@ from autopar.pages.shapes import (
     size_unit,
 )
 from autopar.plan import Plan
-from autopar.search import Considered
+from autopar.search import ConsideredPlan
 
 __all__ = ["forced_table", "front_figure", "front_table", "runner_table", "sweep_table", "what_if_table"]
 
@@ -80,7 +80,7 @@ def front_figure(answer: Answer) -> Figure:
 
 
 def _points(
-    name: str, points: Sequence[Considered], unit: tuple[float, str], mode: str, marker: dict[str, Any]
+    name: str, points: Sequence[ConsideredPlan], unit: tuple[float, str], mode: str, marker: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "type": "scatter", "mode": mode, "name": name, "marker": marker, "line": {"shape": "vh", "width": 1.5},

@@ -1,8 +1,8 @@
 """Buffers that every microbatch updates: those of modules in which an op takes each microbatch for the whole batch.
 
-Only what a user named does so (`search.approximation`).  It is what one device does that trains on the microbatches one
-after the other and adds up their gradients, so its modules' other buffers (a count of batches) follow it.  All other
-buffers are updated once a step, as by the whole batch.
+Only what a user named does so (`autopar.search.microbatches`).  It is what one device does that trains on the
+microbatches one after the other and adds up their gradients, so its modules' other buffers (a count of batches) follow
+it.  All other buffers are updated once a step, as by the whole batch.
 """
 
 from __future__ import annotations

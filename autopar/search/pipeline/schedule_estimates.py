@@ -11,21 +11,24 @@ from autopar.schedule import Shape, StageCost
 
 __all__ = ["estimate_flights", "estimate_s", "fill_share", "is_small"]
 
+_ACTIONS = 6  # about so many has a schedule's list for each stage and microbatch
+_SMALL = 6000
+
 
 def estimate_flights(shape: Shape) -> tuple[int, ...]:
     """What `count_flights` finds in the schedule's lists, or more."""
     groups, stages, count = shape.num_groups, shape.num_stages, shape.num_microbatches
     if shape.schedule == "gpipe":
-        found = [count] * stages
+        flights = [count] * stages
     elif shape.schedule in ("1f1b", "zbv"):
-        found = [stages - stage for stage in range(stages)]
+        flights = [stages - stage for stage in range(stages)]
     elif shape.schedule == "interleaved_1f1b":
         ranks = [_interleaved_flights(shape, rank) for rank in range(groups)]
-        found = [ranks[stage % groups][stage // groups] for stage in range(stages)]
+        flights = [ranks[stage % groups][stage // groups] for stage in range(stages)]
     else:
         width = _round_width(shape)
-        found = [width if stage >= groups or stages == groups else 2 * width for stage in range(stages)]
-    return tuple(min(count, flight) for flight in found)
+        flights = [width if stage >= groups or stages == groups else 2 * width for stage in range(stages)]
+    return tuple(min(count, flight) for flight in flights)
 
 
 def _interleaved_flights(shape: Shape, rank: int) -> list[int]:
@@ -61,7 +64,7 @@ def fill_share(shape: Shape) -> float:
     return (rounds + waiting) / shape.num_stages
 
 
-def estimate_s(shape: Shape, stages: Sequence[StageCost], in_flight: Sequence[int]) -> float:
+def estimate_s(shape: Shape, stages: Sequence[StageCost]) -> float:
     """About what `pipeline_step_s` says.
 
     From one microbatch to the next, every device group has its own work to do; and no stage has more microbatches in
@@ -70,7 +73,7 @@ def estimate_s(shape: Shape, stages: Sequence[StageCost], in_flight: Sequence[in
     works: dict[int, float] = {}
     once: dict[int, float] = {}
     period = behind = 0.0
-    for group, stage, flight in zip(shape.groups[::-1], stages[::-1], in_flight[::-1], strict=True):
+    for group, stage, flight in zip(shape.groups[::-1], stages[::-1], estimate_flights(shape)[::-1], strict=True):
         seconds = stage.forward_s + stage.backward_s
         works[group] = works.get(group, 0.0) + seconds
         once[group] = once.get(group, 0.0) + stage.step_s
@@ -83,14 +86,6 @@ def estimate_s(shape: Shape, stages: Sequence[StageCost], in_flight: Sequence[in
     return (shape.num_microbatches - 1) * period + fill_share(shape) * behind + max(once.values())
 
 
-_SMALL = 6000  # actions
-
-
 def is_small(shape: Shape) -> bool:
     """Whether simulating the schedule takes next to no time."""
-    return _num_actions(shape) <= _SMALL
-
-
-def _num_actions(shape: Shape) -> int:
-    """About how many actions the schedule's lists have."""
-    return 6 * shape.num_stages * shape.num_microbatches
+    return _ACTIONS * shape.num_stages * shape.num_microbatches <= _SMALL

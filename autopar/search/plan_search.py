@@ -1,8 +1,9 @@
-"""The search across layers: candidates of every layer, then the fastest path that fits.
+"""The search: candidates of every layer, the fastest paths through all of them, pipelines, and the choice of a plan.
 
-For every number of microbatches that is exact and every way to store shared parameters there is one chain
-of layers (`chain`); all their paths together are the pool from which the fastest that fits is taken, as simulated
-(`finals`).  The pool does not depend on the memory limit, so more memory never gives a slower plan.
+For every number of microbatches that is exact and every way to store shared parameters there is one candidate set.
+`single_stage` looks for paths through all layers, `pipeline` for stages; `plan_selection` takes the fastest plan that
+fits, as simulated.  The paths without stages do not depend on the memory limit, so more memory never gives a slower
+plan.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from dataclasses import replace
 from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.considered import considered_paths, considered_pipeline
+from autopar.search.considered_plans import describe_paths, describe_pipeline
 from autopar.search.constraints import Constraints, demands_on, parse_constraints
-from autopar.search.finals import best_final
-from autopar.search.flats import FlatSearch
 from autopar.search.infeasibility import describe_infeasible
-from autopar.search.microbatch import time_assignment
+from autopar.search.microbatches import time_assignment
+from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.pipeline.pipeline_constraints import PipelineDemands, pipeline_demands
+from autopar.search.pipeline.pipeline_search import PipelineSearch
+from autopar.search.plan_selection import select_plan
 from autopar.search.request import SearchRequest
-from autopar.search.stages.constraints import PipelineDemands, pipeline_demands
-from autopar.search.stages.settings import PipelineSearch
-from autopar.search.stages.solve import Found
-from autopar.search.trials import Task, Trial
+from autopar.search.search_context import SearchContext
+from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
 from autopar.step.prices import Prices
 
 __all__ = ["search"]
@@ -45,34 +46,29 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     constraints = parse_constraints(request.constraints, world_size)
     layer_demands = demands_on(program, constraints)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
-    task = Task(program, world_size, prices, request, constraints, layer_demands)
+    context = SearchContext(program, world_size, prices, request, constraints, layer_demands)
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-    # Beside the caller's batch, which is there whatever the plan.
+    # The caller's batch is there whatever the plan.
     batch = request.training.batch_bytes(program)
     limit = allowed / (1 + request.memory_error) - batch
-    flats = FlatSearch(task, limit)
+    single_stage = SingleStageSearch(context, limit)
     if not demands.needs_pipeline:
-        flats.begin()
-    found = None
+        single_stage.begin()
+    pipelines = None
     if _considers_pipelines(request, constraints, demands):
         assert request.schedules is not None
-        pipelines = PipelineSearch(
-            program, world_size, prices, request, request.schedules, constraints, layer_demands, demands, limit,
-            task.settled,
-        )  # fmt: skip
-        found = pipelines.run(flats.best_s)
-        task.notes.extend(pipelines.notes)
-    flats.go_on(found.best_s if found else math.inf)
-    trials = flats.trials
-    _tell(request, trials, found)
-    final = best_final(trials, found, limit, batch, request)
-    if final is None:
-        smallest = found.smallest if found else None
-        raise describe_infeasible(trials, allowed, request, task.notes, smallest)
-    lower_s = min(trial.paths.lower_bound_s(limit) for trial in trials) if trials else math.inf
-    lower_s = min(lower_s, found.lower_s) if found else lower_s
-    least_s = min(flats.best_s, found.best_s) if found else flats.best_s
-    plan, notes = final.plan, final.notes
+        pipeline_search = PipelineSearch(context, request.schedules, demands, limit)
+        pipelines = pipeline_search.run(single_stage.best_s)
+        context.notes.extend(pipeline_search.notes)
+    single_stage.go_on(pipelines.best_s if pipelines else math.inf)
+    _report_considered(request, single_stage.searched, pipelines)
+    selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
+    if selected is None:
+        smallest = pipelines.smallest if pipelines else None
+        raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
+    lower_s = min(single_stage.lower_bound_s, pipelines.lower_bound_s if pipelines else math.inf)
+    least_s = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf)
+    plan, notes = selected
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
     return replace(
@@ -85,15 +81,17 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     )
 
 
-def _tell(request: SearchRequest, trials: Sequence[Trial], found: Found | None) -> None:
-    """Hand out what was looked at, to who asks for it."""
+def _report_considered(
+    request: SearchRequest, searched: Sequence[SingleStagePaths], pipelines: PipelineResults | None
+) -> None:
+    """Tell who asks for it what was looked at."""
     if request.on_considered is None:
         return
-    for trial in trials:
-        for path in considered_paths(trial):
+    for paths in searched:
+        for path in describe_paths(paths):
             request.on_considered(path)
-    for staged in found.simulated if found else ():
-        request.on_considered(considered_pipeline(staged))
+    for pipeline in pipelines.simulated if pipelines else ():
+        request.on_considered(describe_pipeline(pipeline))
 
 
 def _considers_pipelines(request: SearchRequest, constraints: Constraints, demands: PipelineDemands) -> bool:
@@ -106,10 +104,10 @@ def _considers_pipelines(request: SearchRequest, constraints: Constraints, deman
 
 def _note_approximations(program: Program, plan: Plan, constraints: Constraints) -> tuple[str, ...]:
     """What is not exact in this plan, as the user allowed."""
-    found = time_assignment(
+    assignment = time_assignment(
         program, plan.num_microbatches, joins_outputs=True, per_microbatch=constraints.per_microbatch
     )
-    return () if isinstance(found, str) else found.notes
+    return () if isinstance(assignment, str) else assignment.notes
 
 
 def _note_outputs(program: Program) -> str:

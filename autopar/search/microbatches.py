@@ -14,20 +14,25 @@ follows by a free move from the placement of its value.  Layers of one kind get 
 is arc consistency over the sets of placements that values can have, then one pass of choices with
 propagation; the number of variables is that of the layer *kinds*, not of the layers.
 
-What the user names may run on each microbatch as if that were the batch (`approximation`): that is not exact.
+Ops that need the whole batch may take each microbatch for it where the user says so by name (``"batch_norm:
+per_microbatch"``).  The result differs from one device's, so it is never chosen without that constraint, and the plan
+says so.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
-from autopar.placement import BROADCAST, REPLICATE, Placement
+from autopar.ops import family_of
+from autopar.placement import BROADCAST, REPLICATE, Placement, shard
 from autopar.program import Layer, Op, Option, Program
-from autopar.search.approximation import PER_MICROBATCH, is_named, option_per_microbatch
 
-__all__ = ["TimeAssignment", "time_assignment"]
+__all__ = ["PER_MICROBATCH", "TimeAssignment", "is_named", "option_per_microbatch", "time_assignment"]
+
+PER_MICROBATCH = "per_microbatch"  # the constraint: "batch_norm: per_microbatch"
 
 Variable = tuple[int, str, int, int]  # layer kind, "held" | "input" | "op", position, index of the result
 
@@ -43,15 +48,6 @@ class TimeAssignment:
 
     factors: Mapping[int, tuple[str, ...]] = field(hash=False)
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """How microbatches are wanted; see `time_assignment`."""
-
-    num_microbatches: int
-    joins_outputs: bool
-    per_microbatch: tuple[str, ...]
 
 
 def time_assignment(
@@ -72,28 +68,27 @@ def time_assignment(
         return TimeAssignment({layer.kind: () for layer in program.kinds})
     if not (program.loss or joins_outputs):
         return "the model returns no scalar loss, so its outputs can't be added up over microbatches"
-    wish = _Wish(num_microbatches, joins_outputs, tuple(per_microbatch))
-    problem = _build(program, wish)
+    problem = _build(program, num_microbatches, per_microbatch)
     blocked = _propagate_forward(problem) or _narrow(problem, problem.constraints)
     if blocked is None:
         blocked = next((c.op for c in problem.constraints if not _choose(problem, c)), None)
     if blocked is not None:
-        return _describe(_first_coupling(program, wish) or blocked, num_microbatches)
+        return _describe(_first_coupling(program, num_microbatches, per_microbatch) or blocked, num_microbatches)
     chosen = {(c.kind, c.op.name): c.options[0].factor for c in problem.constraints if c.op is not None}
     factors = {layer.kind: tuple(chosen[layer.kind, op.name] for op in layer.ops) for layer in program.kinds}
     return TimeAssignment(factors, tuple(_approximations(program, factors, num_microbatches)))
 
 
 def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], num_microbatches: int) -> Iterator[str]:
-    found = [
+    inexact = [
         op
         for layer in program.layers
         for op, factor in zip(layer.ops, factors[layer.kind], strict=True)
         if (option := option_per_microbatch(op)) is not None and option.factor == factor
     ]
-    if found:
-        first = found[0]
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    if inexact:
+        first = inexact[0]
+        others = f" and {len(inexact) - 1} more" if len(inexact) > 1 else ""
         yield (
             f"not what one device computes with the whole batch, as {PER_MICROBATCH!r} allows: {first.target} "
             f"({first.module or first.name}{others}) uses the statistics of each of {num_microbatches} microbatches, "
@@ -101,9 +96,9 @@ def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], nu
         )
 
 
-def _first_coupling(program: Program, wish: _Wish) -> Op | None:
+def _first_coupling(program: Program, num_microbatches: int, per_microbatch: Sequence[str]) -> Op | None:
     """The first op that slices of the inputs don't get through, if nothing is computed redundantly."""
-    problem = _build(program, wish)
+    problem = _build(program, num_microbatches, per_microbatch)
     for constraint in problem.constraints:
         if any(operand[1] != "held" for operand in constraint.operands):
             constraint.options = [option for option in constraint.options if option.factor != "~"]
@@ -134,7 +129,7 @@ class _Problem:
     final: dict[Variable, set[str]] = field(default_factory=dict[Variable, set[str]])
 
 
-def _build(program: Program, wish: _Wish) -> _Problem:
+def _build(program: Program, num_microbatches: int, per_microbatch: Sequence[str]) -> _Problem:
     problem = _Problem()
     producer = _producers(program)
     crossing: dict[tuple[Variable, Variable], None] = {}
@@ -153,7 +148,7 @@ def _build(program: Program, wish: _Wish) -> _Problem:
                 problem.domains.setdefault(target, set()).add(REPLICATE)
     for layer in program.kinds:
         seen.add(layer.kind)
-        _add_layer(problem, layer, wish, _named_ops(program, layer, wish.per_microbatch))
+        _add_layer(problem, layer, num_microbatches, _named_ops(program, layer, per_microbatch))
     for source, target in crossing:
         problem.constraints.append(_Constraint(source[0], None, (source,), (target,), []))
     _order(problem)
@@ -165,12 +160,12 @@ def _build(program: Program, wish: _Wish) -> _Problem:
 
 
 def _producers(program: Program) -> dict[str, Variable]:
-    found: dict[str, Variable] = {}
-    for layer in program.layers:
-        for position, op in enumerate(layer.ops):
-            for index, name in enumerate(op.results):
-                found[name] = (layer.kind, "op", position, index)
-    return found
+    return {
+        name: (layer.kind, "op", position, index)
+        for layer in program.layers
+        for position, op in enumerate(layer.ops)
+        for index, name in enumerate(op.results)
+    }
 
 
 def _layer_variables(layer: Layer) -> dict[str, Variable]:
@@ -184,14 +179,14 @@ def _layer_variables(layer: Layer) -> dict[str, Variable]:
     return names
 
 
-def _named_ops(program: Program, layer: Layer, patterns: tuple[str, ...]) -> frozenset[int]:
+def _named_ops(program: Program, layer: Layer, patterns: Sequence[str]) -> frozenset[int]:
     """The positions of ops that are named in every layer of this kind: they run alike."""
     alike = [other for other in program.layers if other.kind == layer.kind] if patterns else []
     positions = range(len(layer.ops)) if alike else ()
     return frozenset(p for p in positions if all(is_named(other.ops[p], patterns) for other in alike))
 
 
-def _add_layer(problem: _Problem, layer: Layer, wish: _Wish, named: frozenset[int]) -> None:
+def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int, named: frozenset[int]) -> None:
     names = _layer_variables(layer)
     for name in layer.held:
         variable = names[name]
@@ -201,7 +196,7 @@ def _add_layer(problem: _Problem, layer: Layer, wish: _Wish, named: frozenset[in
         results = tuple((layer.kind, "op", position, index) for index in range(len(op.results)))
         operands = tuple(names[name] for name in op.operands)
         differentiable = any(result in problem.differentiable for result in results)
-        options = _time_options(op, wish.num_microbatches, differentiable, alone=position in named)
+        options = _time_options(op, num_microbatches, differentiable, alone=position in named)
         problem.constraints.append(_Constraint(layer.kind, op, operands, results, options))
 
 
@@ -265,8 +260,8 @@ def _is_free(problem: _Problem, variable: Variable, source: Placement, target: P
 
 def _operands_fit(problem: _Problem, constraint: _Constraint, option: Option) -> bool:
     return all(
-        any(_is_free(problem, variable, source, wanted) for source in problem.domains.get(variable, ()))
-        for variable, wanted in zip(constraint.operands, option.operands, strict=True)
+        any(_is_free(problem, variable, source, target) for source in problem.domains.get(variable, ()))
+        for variable, target in zip(constraint.operands, option.operands, strict=True)
     )
 
 
@@ -355,9 +350,9 @@ def _fits(problem: _Problem, constraint: _Constraint, option: Option) -> bool:
 def _allowed_by_options(problem: _Problem, constraint: _Constraint) -> dict[Variable, set[Placement]]:
     allowed: dict[Variable, set[Placement]] = {}
     for position, variable in enumerate(constraint.operands):
-        wanted = {option.operands[position] for option in constraint.options}
+        targets = {option.operands[position] for option in constraint.options}
         fitting = {
-            p for p in problem.domains[variable] if any(_is_free(problem, variable, p, target) for target in wanted)
+            p for p in problem.domains[variable] if any(_is_free(problem, variable, p, target) for target in targets)
         }
         allowed[variable] = allowed.get(variable, fitting) & fitting
     for position, variable in enumerate(constraint.results):
@@ -404,4 +399,23 @@ def _describe(op: Op | None, num_microbatches: int) -> str:
     return (
         f"{num_microbatches} microbatches would not be exact: {op.target} ({op.name}"
         f"{' at ' + where if where else ''}) needs the whole batch at once, or its batch does not divide; {remedy}"
+    )
+
+
+def option_per_microbatch(op: Op) -> Option | None:
+    """The option in which `op` reads a slice of the batch and uses the statistics of that slice, if it can do so."""
+    kernels = family_of(op.target).kernels
+    for option in op.options:
+        if option.kernel in kernels and kernels[option.kernel].uses_statistics and option.operands[0] == shard(0):
+            return option
+    return None
+
+
+def is_named(op: Op, patterns: Collection[str]) -> bool:
+    """Whether one of `patterns` names the op (``"batch_norm"``), or a module that it is in."""
+    names = (op.target, op.target.partition(".")[2])
+    return any(
+        any(fnmatchcase(name, pattern) for name in names)
+        or bool(op.module and (fnmatchcase(op.module, pattern) or fnmatchcase(op.module, f"{pattern}.*")))
+        for pattern in patterns
     )

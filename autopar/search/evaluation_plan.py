@@ -1,4 +1,4 @@
-"""A plan for forward passes alone on the stages of a plan for training: the parameters lie where they are."""
+"""A plan for evaluation whose stages are those of a training plan, so that no parameter moves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import replace
 from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Layer, Program
-from autopar.search.across import search
+from autopar.search.plan_search import search
 from autopar.search.request import SearchRequest
 from autopar.step.prices import Prices
 
 __all__ = ["plan_like"]
 
-_ELSEWHERE = 1.0  # a layer in another stage than that which held its parameters, on a device group that has them
+# The price of a layer in another stage than the one that held its parameters, on a device group that has them: any
+# positive number, as misplaced layers are counted.
+_OTHER_STAGE = 1.0
 
 
 def plan_like(
@@ -39,7 +41,7 @@ def plan_like(
     """
     if not trained.stages:
         return search(program, trained.world_size, prices, replace(request, schedules=None))
-    cuts = _cut_alike(program, trained_program, trained)
+    cuts = _stage_starts(program, trained_program, trained)
     is_in_turn = len(trained.stages) == trained.num_groups
     demands = (
         f"pipeline={trained.num_groups}",
@@ -47,11 +49,11 @@ def plan_like(
         f"schedule={'gpipe' if is_in_turn else trained.schedule}",
         "microbatches=1",
     )
-    found = search(program, trained.world_size, prices, replace(request, constraints=(*request.constraints, *demands)))
-    return replace(found, constraints=request.constraints)
+    plan = search(program, trained.world_size, prices, replace(request, constraints=(*request.constraints, *demands)))
+    return replace(plan, constraints=request.constraints)
 
 
-def _cut_alike(program: Program, trained_program: Program, trained: Plan) -> tuple[int, ...]:
+def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> tuple[int, ...]:
     """The first layers of all stages but the first: dynamic programming over layers and stages."""
     stages = trained.stages
     holders: dict[str, set[int]] = {}
@@ -59,7 +61,7 @@ def _cut_alike(program: Program, trained_program: Program, trained: Plan) -> tup
         for layer in trained_program.layers[stage.start : stage.stop]:
             for name in _held(trained_program, layer):
                 holders.setdefault(name, set()).add(index)
-    # least[s]: what it takes to have put the layers so far into the stages 0 to s, the last of them into s.
+    # least[s]: the least price of the layers so far in the stages 0 to s, the last of them in s.
     least = [math.inf] * len(stages)
     came: list[list[int]] = []
     for number, layer in enumerate(program.layers):
@@ -98,11 +100,11 @@ def _held(program: Program, layer: Layer) -> list[str]:
 def _misplaced(program: Program, layer: Layer, stage: int, trained: Plan, holders: dict[str, set[int]]) -> float:
     """0 if this stage holds all that the layer reads, infinite if its device group doesn't."""
     needed = [holders[name] for name in _held(program, layer) if name in holders]
-    if all(stage in held for held in needed):
+    if all(stage in stages for stages in needed):
         return 0.0
     group = trained.stages[stage].group
-    is_there = all(any(trained.stages[index].group == group for index in held) for held in needed)
-    return _ELSEWHERE if is_there else math.inf
+    is_there = all(any(trained.stages[index].group == group for index in stages) for stages in needed)
+    return _OTHER_STAGE if is_there else math.inf
 
 
 def _explain(program: Program, layer: Layer, holders: dict[str, set[int]]) -> str:

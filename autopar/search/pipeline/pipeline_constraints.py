@@ -13,7 +13,8 @@ from autopar.search.constraints import Constraints
 
 __all__ = ["PipelineDemands", "pipeline_demands"]
 
-_MAX_ROUNDS = 3  # stages per device group that are tried
+# Stages per device group that are tried: more of them shrink the bubble by ever less, and send ever more.
+_MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,13 @@ def _check(demands: PipelineDemands, program: Program, world_size: int, *, has_l
 
 
 def _explain(demands: PipelineDemands, world_size: int) -> str:
-    wanted = ", ".join(
+    demanded = ", ".join(
         f"{name}={value}"
         for name, value in (("pipeline", demands.groups), ("stages", demands.stages), ("schedule", demands.schedule))
         if value
     )
     return (
-        f"{wanted} can't be met on {world_size} devices: the device groups must be equal, gpipe and 1f1b have one "
+        f"{demanded} can't be met on {world_size} devices: the device groups must be equal, gpipe and 1f1b have one "
         "stage per group, zbv two, interleaved_1f1b two or more, and no group has more than "
         f"{_MAX_ROUNDS} unless stages= says so"
     )

@@ -1,0 +1,275 @@
+"""The candidates of all layers for one number of microbatches and storage of shared parameters, and their costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import ConstraintError
+from autopar.placement import local_shape
+from autopar.plan import Decisions, LayerStrategy, PlannedLayer, Stage
+from autopar.program import Layer, Program, itemsize_bytes
+from autopar.search.constraints import LayerDemands
+from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer
+from autopar.search.labels import axis_labels
+from autopar.search.layer_candidates import LayerCandidate, layer_candidates
+from autopar.search.layer_problem import StepSettings
+from autopar.search.layout_choices import Policy, arrival_layout
+from autopar.search.search_context import SearchContext, input_rows
+from autopar.step.boundary_values import BoundaryValue, MeshLayout, boundary_values, transfer_matrices
+from autopar.step.layer_cost import SharedStorage
+from autopar.step.plan_collectives import broadcast_s
+from autopar.step.shared_parameters import SharedCost, shared_costs
+from autopar.step.stage_costs import CostColumns
+
+__all__ = ["CandidateSet", "make_candidate_set"]
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+BoundaryState = tuple[tuple[int, ...], Policy]
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateSet:
+    """The candidates of all layers.
+
+    `by_class` has those of each class of layers by its first layer, `crossings` all values that cross from layer to
+    layer, `states` numbers the boundary states, `shared_costs` has what each shared parameter takes.
+    """
+
+    context: SearchContext
+    settings: StepSettings
+    by_class: dict[int, tuple[LayerCandidate, ...]]
+    crossings: tuple[BoundaryValue, ...]
+    states: dict[BoundaryState, int]
+    shared_costs: dict[str, SharedCost]
+    _named: dict[int, LayerStrategy] = field(default_factory=dict[int, LayerStrategy], repr=False)
+
+    @property
+    def candidates(self) -> tuple[tuple[LayerCandidate, ...], ...]:
+        """The candidates of every layer."""
+        return tuple(self.by_class[first] for first in self.context.classes)
+
+    def along(self, path: Sequence[int]) -> tuple[LayerCandidate, ...]:
+        """The candidates of these indices, one per layer."""
+        return tuple(each[index] for each, index in zip(self.candidates, path, strict=True))
+
+    def decisions(self, path: Sequence[int], stages: tuple[Stage, ...] = (), schedule: str = "") -> Decisions:
+        """Those of a plan with the candidates of these indices; stages and schedule as in `Decisions`."""
+        context, settings, program = self.context, self.settings, self.context.program
+        entries: dict[tuple[int, LayerStrategy], int] = {}
+        planned: list[PlannedLayer] = []
+        for layer, candidate in zip(program.layers, self.along(path), strict=True):
+            index = entries.setdefault((layer.kind, self._named_strategy(candidate)), len(entries))
+            planned.append(PlannedLayer(layer.name, layer.kind, index))
+        return Decisions(
+            fingerprint=program.fingerprint,
+            world_size=context.num_devices * context.num_groups,
+            num_microbatches=settings.num_microbatches,
+            layers=tuple(planned),
+            strategies=tuple(strategy for _, strategy in entries),
+            shared_mesh=context.shared_mesh,
+            shared_storage=tuple((program.parameters[n], layout) for n, (_, layout) in settings.shared.items()),
+            stages=stages,
+            schedule=schedule,
+        )
+
+    def _named_strategy(self, candidate: LayerCandidate) -> LayerStrategy:
+        """The candidate's strategy with its axes' labels, naming values of the first layer of the kind."""
+        if id(candidate) not in self._named:
+            program, layer, strategy = self.context.program, candidate.layer, candidate.strategy
+            names = dict(zip(_value_names(layer), _value_names(program.kinds[layer.kind]), strict=True))
+            copies = tuple((names[name], layout) for name, layout in strategy.copies)
+            labels = axis_labels(program, layer, strategy)
+            self._named[id(candidate)] = replace(strategy, copies=copies, labels=labels)
+        return self._named[id(candidate)]
+
+    @cached_property
+    def tables(self) -> CostTables:
+        """What all candidates cost."""
+        context, classes = self.context, self.context.classes
+        layers = {first: _layer_costs(self, first) for first in self.by_class}
+        between = _transfers(self, layers)
+        is_pipeline = context.num_groups > 1
+        return CostTables(
+            self.settings.num_microbatches,
+            len(self.states),
+            tuple(layers[first] for first in classes),
+            tuple(between.get((index, index + 1)) for index in range(len(classes) - 1)),
+            tuple(each for (producer, reader), each in between.items() if reader > producer + 1),
+            tuple(_sends(self, layers)) if is_pipeline else (),
+            tuple(_tied_parameters(self)),
+            broadcast_s(context.program, context.prices, context.pipeline_axis) if is_pipeline else 0.0,
+        )
+
+
+def _value_names(layer: Layer) -> tuple[str, ...]:
+    return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
+
+
+def make_candidate_set(
+    context: SearchContext, count: int, factors: dict[int, tuple[str, ...]], shared: SharedStorage
+) -> CandidateSet | None:
+    """The candidates with `count` microbatches, or None if some layer has none that meets what is settled."""
+    settings = StepSettings(
+        context.program, context.prices, context.request.training, count, factors, shared,
+        context.memory_price_s_per_byte, min(count, context.num_groups),
+    )  # fmt: skip
+    by_class = {first: _class_candidates(context, settings, first) for first in dict.fromkeys(context.classes)}
+    if not all(by_class.values()):
+        return None
+    states: dict[BoundaryState, int] = {}
+    for each in itertools.chain.from_iterable(by_class.values()):
+        for policy in (each.policy_in, each.policy_out):
+            states.setdefault((each.strategy.mesh, policy), len(states))
+    own = shared_costs(
+        context.program, shared, context.prices, settings.training, context.num_devices, context.num_groups
+    )
+    return CandidateSet(context, settings, by_class, boundary_values(context.program, factors, count), states, own)
+
+
+def _class_candidates(context: SearchContext, settings: StepSettings, first: int) -> tuple[LayerCandidate, ...]:
+    """All candidates of a class of layers; demands that no mesh can meet are given up, with a note.
+
+    Empty if what was settled on for fewer microbatches can't be met with these.
+    """
+    layer, known = context.program.layers[first], context.known_candidates
+    key = (first, settings.num_microbatches, *(settings.shared.get(name) for name in layer.held))
+    if key not in known:
+        settled = context.settled.get(first)
+        known[key] = (
+            _settle_demands(context, settings, layer, first)
+            if settled is None
+            else layer_candidates(settings, layer, context.meshes, settled)
+        )
+    return known[key]
+
+
+def _settle_demands(
+    context: SearchContext, settings: StepSettings, layer: Layer, first: int
+) -> tuple[LayerCandidate, ...]:
+    demands = context.demands[first]
+    for kept in _relaxed(demands):
+        candidates = layer_candidates(settings, layer, context.meshes, kept)
+        if not candidates:
+            continue
+        missed = [each for each in demands.degrees if each not in kept.degrees]
+        if missed:
+            if not context.request.any_batch:
+                _check_batch(context.program, dict(missed).get("data", 1), settings.num_microbatches)
+            given_up = ", ".join(f"{name}={degree}" for name, degree in missed)
+            context.notes.append(f"layers like {layer.name} can't use {given_up}: ignored for these layers")
+        context.settled[first] = kept
+        return candidates
+    raise ConstraintError(f"no strategy for layer {layer.name} meets the constraints: relax those that match it")
+
+
+def _check_batch(program: Program, degree: int, num_microbatches: int) -> None:
+    """Raise `ConstraintError` if the rows of no input divide over a data degree."""
+    pieces = degree * num_microbatches
+    if degree == 1 or any(rows % pieces == 0 for rows in input_rows(program)):
+        return
+    count = program.batch_size // num_microbatches
+    where = f" in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
+    raise ConstraintError(
+        f"constraint 'data={degree}': a batch of {count} row{'s' * (count != 1)}{where} does not divide over {degree} "
+        f"devices. Pass a batch that is a multiple of {pieces} (DataLoader(drop_last=True) leaves out a smaller last "
+        "one), or another degree"
+    )
+
+
+def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
+    """The demands, then with fewer degrees."""
+    for count in range(len(demands.degrees), -1, -1):
+        for degrees in itertools.combinations(demands.degrees, count):
+            yield replace(demands, degrees=degrees)
+
+
+def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
+    states, own = candidates.states, candidates.by_class[first]
+    splits = [each.strategy.splits_backward for each in own]
+    costs = CostColumns.of([each.cost for each in own], splits, candidates.settings.num_microbatches)
+    return LayerCosts(
+        **vars(costs),
+        state_in=np.array([states[each.strategy.mesh, each.policy_in] for each in own], dtype=np.intp),
+        state_out=np.array([states[each.strategy.mesh, each.policy_out] for each in own], dtype=np.intp),
+    )
+
+
+def _transfers(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> dict[tuple[int, int], Transfer]:
+    """By producer and reader, the transfers that cost anything; equal matrices are the same object."""
+    between: defaultdict[tuple[int, int], list[BoundaryValue]] = defaultdict(list)
+    for crossing in candidates.crossings:
+        between[crossing.producer, crossing.reader].append(crossing)
+    classes = candidates.context.classes
+    known: dict[tuple[object, ...], tuple[Array, Array]] = {}
+    transfers: dict[tuple[int, int], Transfer] = {}
+    for (producer, reader), crossings in between.items():
+        ends = classes[producer], classes[reader]
+        key = (*ends, *(each.signature for each in crossings))
+        if key not in known:
+            known[key] = _transfer_matrices(candidates, layers[ends[0]], layers[ends[1]], crossings)
+        if any(matrix.any() for matrix in known[key]):
+            transfers[producer, reader] = Transfer(producer, reader, *known[key])
+    return transfers
+
+
+def _transfer_matrices(
+    candidates: CandidateSet, producer: LayerCosts, reader: LayerCosts, crossings: list[BoundaryValue]
+) -> tuple[Array, Array]:
+    settings, count = candidates.settings, len(candidates.states)
+    sources, targets = np.unique(producer.state_out), np.unique(reader.state_in)
+    total = np.zeros((2, count, count))
+    for crossing in crossings:
+        total[:, sources[:, None], targets] += transfer_matrices(
+            settings.prices, crossing.tensor, crossing.requires_grad and settings.training.is_training, 1,
+            _places(candidates, crossing, sources), _places(candidates, crossing, targets),
+        )  # fmt: skip
+    return total[0], total[1]
+
+
+def _places(candidates: CandidateSet, crossing: BoundaryValue, numbers: Indices) -> list[MeshLayout]:
+    """The mesh and layout that the value has in each of these boundary states."""
+    states = list(candidates.states)
+    chosen = [states[int(number)] for number in numbers]
+    program = candidates.settings.program
+    return [(m, arrival_layout(program, crossing.value, policy, m, crossing.tensor)) for m, policy in chosen]
+
+
+def _sends(candidates: CandidateSet, layers: dict[int, LayerCosts]) -> Iterator[PipelineSend]:
+    readers: defaultdict[str, list[BoundaryValue]] = defaultdict(list)
+    for crossing in candidates.crossings:
+        readers[crossing.value].append(crossing)
+    known: dict[tuple[object, ...], tuple[Array, Array, Array]] = {}
+    for crossings in readers.values():
+        first = crossings[0]
+        producer = candidates.context.classes[first.producer]
+        key = (producer, first.output, first.tensor, first.requires_grad)
+        if key not in known:
+            known[key] = _send_costs(candidates, np.unique(layers[producer].state_out), first)
+        yield PipelineSend(first.producer, tuple(each.reader for each in crossings), *known[key])
+
+
+def _send_costs(candidates: CandidateSet, states: Indices, crossing: BoundaryValue) -> tuple[Array, Array, Array]:
+    settings, context = candidates.settings, candidates.context
+    seconds, num_bytes = np.zeros((2, len(candidates.states)))
+    for state, (mesh, layout) in zip(states, _places(candidates, crossing, states), strict=True):
+        shape = local_shape(crossing.tensor.shape, layout, mesh)
+        num_bytes[state] = math.prod(shape) * itemsize_bytes(crossing.tensor.dtype)
+        seconds[state] = settings.prices.collective_s("send", context.pipeline_axis, float(num_bytes[state]))
+    has_gradient = crossing.requires_grad and settings.training.is_training
+    return seconds, seconds * has_gradient, num_bytes
+
+
+def _tied_parameters(candidates: CandidateSet) -> Iterator[TiedParameter]:
+    layers = candidates.context.program.layers
+    for name, cost in candidates.shared_costs.items():
+        readers = tuple(index for index, layer in enumerate(layers) if name in layer.held)
+        yield TiedParameter(readers, cost.memory.persistent_bytes, cost.step_s, cost.exchange_s)

@@ -1,0 +1,110 @@
+"""Demanded degrees as roles of mesh axes: which options of ops a role allows, and whether a strategy plays it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+
+from autopar.ops import family_of
+from autopar.plan import LayerStrategy
+from autopar.program import Layer, Op, Option, Program
+from autopar.search.constraints import LayerDemands
+from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
+from autopar.step.op_states import Allowed
+
+__all__ = ["AxisRoles", "allowed_options", "meets_degrees", "role_choices"]
+
+# Per mesh axis the degree that it must serve ("" for none that is demanded).
+AxisRoles = tuple[str, ...]
+
+
+def role_choices(mesh: tuple[int, ...], demands: LayerDemands) -> Iterator[AxisRoles]:
+    """Every way to give the demanded degrees to axes."""
+    degrees = dict(demands.degrees)
+    for roles in itertools.product(("", *degrees), repeat=len(mesh)):
+        product = dict.fromkeys(degrees, 1)
+        for role, size in zip(roles, mesh, strict=True):
+            if role:
+                product[role] *= size
+        if product == degrees and not any(role and size == 1 for role, size in zip(roles, mesh, strict=True)):
+            yield roles
+
+
+def allowed_options(
+    program: Program,
+    layer: Layer,
+    mesh: tuple[int, ...],
+    demands: LayerDemands,
+    roles: AxisRoles,
+    whole_results: Collection[str] = (),
+) -> Allowed | None:
+    """Which options the demands leave, None for all; `whole_results` are values that must stay whole on devices."""
+    whole_held = {layer.held[position] for position in demands.whole}
+    if not any(roles) and not demands.degrees and not whole_held and not whole_results:
+        return None
+    demanded = {name for name, _ in demands.degrees}
+
+    def allowed(op: Op, axis: int, option: Option) -> bool:
+        if mesh[axis] == 1:
+            return True
+        placements = zip(op.operands, option.operands, strict=True)
+        if any(name in whole_held and placement.is_shard for name, placement in placements):
+            return False
+        if any(n in whole_results and p.kind != "R" for n, p in zip(op.results, option.results, strict=True)):
+            return False
+        fits = _fits_role(program, op, option, roles[axis], demanded)
+        return fits and _follows(program, op, option, roles[axis], mesh[axis])
+
+    return allowed
+
+
+def _fits_role(program: Program, op: Op, option: Option, role: str, demanded: set[str]) -> bool:
+    weights = weight_operands(program, op)
+    if not weights:
+        return True
+    cuts = any(option.operands[position].is_shard for position in weights)
+    if role == "tensor":
+        can_cut = any(o.operands[position].is_shard for o in op.options for position in weights)
+        return cuts or not can_cut
+    return not cuts if role or "tensor" in demanded else True
+
+
+def _follows(program: Program, op: Op, option: Option, role: str, size: int) -> bool:
+    """Whether the option cuts the activations' dim of this role, if one of the op's options does."""
+    computed = any(program.values[name].role in ("op", "input") for name in op.operands)
+    dims = _role_dims(program, op, role)
+    if not dims or not computed or not program.values[op.results[0]].requires_grad:
+        return True
+    weights = weight_operands(program, op)
+
+    def cuts(each: Option) -> bool:
+        whole = not any(each.operands[position].is_shard for position in weights)
+        result = each.results[0]
+        return whole and result.is_shard and result.dim in dims and each.extent % size == 0
+
+    return cuts(option) or not any(map(cuts, op.options))
+
+
+def _role_dims(program: Program, op: Op, role: str) -> tuple[int, ...]:
+    """The dims of the op's result that an axis of this role may cut; none says nothing."""
+    num_dims = len(program.type_of(op.results[0]).shape)
+    if role == "data":
+        return (0,)
+    if role == "sequence" and family_of(op.target).is_attention:
+        return tuple(range(1, num_dims - 1))  # heads (Ulysses) or queries (context)
+    return (1,) if role == "sequence" and num_dims == 3 else ()
+
+
+def meets_degrees(
+    program: Program, layer: Layer, strategy: LayerStrategy, demands: LayerDemands, roles: AxisRoles
+) -> bool:
+    """Whether every axis does what its role says, and no other axis does what a degree is demanded of."""
+    if not demands.degrees:
+        return True
+    labels = axis_labels(program, layer, strategy)
+    return all(
+        label in DEGREE_LABELS[role]
+        if role
+        else size == 1 or all(label not in DEGREE_LABELS[name] for name, _ in demands.degrees)
+        for label, role, size in zip(labels, roles, strategy.mesh, strict=True)
+    )

@@ -1,0 +1,176 @@
+"""Fast paths through a chain for every amount of memory, by Lagrangian relaxation of the memory limit.
+
+Of a `autopar.search.chain_dp.Chain`, minimise the seconds over all paths whose bytes stay within a limit.
+`fastest_paths` makes a pool of paths that does not depend on the limit, so a larger limit can only give an equal or
+faster path.  For caps on transients, the lower convex hull of (persistent bytes, seconds) is followed by prices of
+memory, for each of which dynamic programming is exact; paths that begin as one point of the hull and end as the next
+are added.  The same relaxations bound the seconds from below for any limit (`PathPool.lower_bound_s`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.search.chain_dp import Chain, path_costs, relaxed_paths
+
+__all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices"]
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+# Each point of the hull under each cap costs one run of dynamic programming.
+_MAX_PRICES = 24
+_MAX_CAPS = 6
+_DEAREST_S_PER_BYTE = 1.0  # at this price memory alone decides: no step takes 1 s per byte
+_ROUNDING = 8 * float(np.finfo(np.float64).eps)  # of a difference of two values, relative to the larger one
+
+
+@dataclass(frozen=True, eq=False)
+class _Relaxation:
+    """A lower bound `value_s` on time + price * persistent bytes, and the path of the hull at this price."""
+
+    price: float
+    value_s: float
+    path: Indices
+
+    def bound_s(self, allowed_bytes: float) -> float:
+        """A lower bound on the seconds of paths that hold at most so many bytes, rounding included."""
+        paid_s = self.price * allowed_bytes
+        return self.value_s - paid_s - _ROUNDING * max(abs(self.value_s), abs(paid_s))
+
+
+@dataclass(eq=False)
+class PathPool:
+    """Paths with their costs, and the relaxations that bound what is possible.
+
+    `relaxations` has, for each cap on transients, the cap below it and the relaxations under it.
+    """
+
+    chain: Chain
+    paths: list[Indices] = field(default_factory=list[Indices])
+    time_s: list[float] = field(default_factory=list[float])
+    peak_bytes: list[float] = field(default_factory=list[float])
+    relaxations: list[tuple[float, list[_Relaxation]]] = field(default_factory=list[tuple[float, list[_Relaxation]]])
+
+    def add(self, *paths: Indices) -> Array:
+        """Put paths into the pool; their times, persistent and peak bytes, one row each."""
+        costs = path_costs(self.chain, np.stack(paths))
+        self.paths.extend(paths)
+        self.time_s.extend(costs[:, 0].tolist())
+        self.peak_bytes.extend((costs[:, 1] + costs[:, 2]).tolist())
+        return costs
+
+    def best(self, limit_bytes: float) -> int:
+        """Index of the fastest path within the limit (of equals the smallest), -1 if none fits."""
+        fitting = [i for i, peak in enumerate(self.peak_bytes) if peak <= limit_bytes]
+        return min(fitting, key=lambda i: (self.time_s[i], self.peak_bytes[i]), default=-1)
+
+    def smallest(self) -> int:
+        """Index of the path that takes the least memory."""
+        return min(range(len(self.paths)), key=lambda i: (self.peak_bytes[i], self.time_s[i]))
+
+    def lower_bound_s(self, limit_bytes: float) -> float:
+        """No path of the chain within the limit is faster than this."""
+        allowed = limit_bytes - self.chain.fixed_bytes
+        return self.chain.fixed_s + min(
+            max(each.bound_s(allowed - below) for each in relaxations) for below, relaxations in self.relaxations
+        )
+
+
+def pareto_indices(seconds: npt.ArrayLike, num_bytes: npt.ArrayLike) -> list[int]:
+    """Indices of those that no other beats in seconds and bytes, the fastest first; of equals the first."""
+    seconds, num_bytes = np.asarray(seconds, dtype=np.float64), np.asarray(num_bytes, dtype=np.float64)
+    order = np.lexsort((num_bytes, seconds))
+    least = np.minimum.accumulate(np.concatenate([[np.inf], num_bytes[order]]))[:-1]
+    return order[num_bytes[order] < least].tolist()
+
+
+def fastest_paths(
+    chain: Chain,
+    *,
+    max_prices: int = _MAX_PRICES,
+    max_caps: int = _MAX_CAPS,
+    mixes: bool = True,
+    aim_bytes: float = -np.inf,
+) -> PathPool:
+    """A pool of fast paths for every amount of memory.
+
+    Args:
+        chain: the problem.
+        max_prices: most points of the hull for each cap on transients.
+        max_caps: most caps on transients.
+        mixes: whether paths that begin as one point of the hull and end as the next are in the pool.
+        aim_bytes: where the hull is followed first, if not everywhere alike.
+    """
+    pool = PathPool(chain)
+    below = max(float(layer.transient_bytes.min()) for layer in chain.layers)
+    for cap in _transient_caps(chain, below, max_caps):
+        hull = _follow_hull(pool, cap, max_prices, aim_bytes)
+        pool.relaxations.append((below, hull))
+        below = cap
+        for one, other in itertools.pairwise(hull) if mixes else ():
+            _add_mixes(pool, one.path, other.path)
+            _add_mixes(pool, other.path, one.path)
+    return pool
+
+
+def fastest_path(chain: Chain) -> tuple[Indices, float]:
+    """The fastest path of a chain without skips, whatever it takes, and its peak bytes."""
+    pool = PathPool(chain)
+    relaxation, _ = _relax(pool, 0.0, np.inf)
+    return relaxation.path, pool.peak_bytes[0]
+
+
+def _transient_caps(chain: Chain, smallest: float, max_caps: int) -> list[float]:
+    """Caps on transients: from the least that some path needs to no cap at all."""
+    distinct = {id(layer): layer for layer in chain.layers}
+    levels = np.unique(np.concatenate([layer.transient_bytes for layer in distinct.values()]))
+    levels = levels[levels >= smallest]
+    if len(levels) > max_caps:
+        low, high = (max(float(level), 1.0) for level in (levels[0], levels[-1]))
+        spaced = low * (high / low) ** (np.arange(max_caps) / (max_caps - 1))
+        levels = np.unique(levels[np.clip(np.searchsorted(levels, spaced * (1 - 1e-12)), 0, len(levels) - 1)])
+    return [float(level) for level in levels]
+
+
+def _follow_hull(pool: PathPool, cap: float, max_prices: int, aim_bytes: float) -> list[_Relaxation]:
+    """Relaxations along the lower convex hull of (persistent bytes, seconds), by price."""
+    points: dict[float, tuple[_Relaxation, float, float]] = {}
+
+    def visit(price: float) -> tuple[_Relaxation, float, float]:
+        relaxation, persistent = _relax(pool, price, cap)
+        seconds = relaxation.value_s - price * (persistent - pool.chain.fixed_bytes)
+        points[price] = (relaxation, seconds, persistent)
+        return points[price]
+
+    pairs = [(visit(0.0), visit(_DEAREST_S_PER_BYTE))]
+    while pairs and len(points) < max_prices:
+        # The pair with the most memory between its ends first: there a missing point hurts most.
+        pairs.sort(key=lambda pair: (pair[1][2] <= aim_bytes <= pair[0][2], pair[0][2] - pair[1][2]))
+        fast, small = pairs.pop()
+        saved = fast[2] - small[2]
+        price = (small[1] - fast[1]) / saved if saved > 0 else 0.0
+        if price <= 0 or price in points:
+            continue
+        middle = visit(price)
+        if middle[0].value_s < (fast[1] + price * (fast[2] - pool.chain.fixed_bytes)) * (1 - 1e-9):
+            pairs += [(fast, middle), (middle, small)]
+    return [points[price][0] for price in sorted(points)]
+
+
+def _relax(pool: PathPool, price: float, cap: float) -> tuple[_Relaxation, float]:
+    """The relaxation at this price under this cap, and its path's persistent bytes; its paths go into the pool."""
+    value, paths = relaxed_paths(pool.chain, price, cap)
+    persistent = float(pool.add(*paths)[0, 1])
+    return _Relaxation(price, value, paths[0]), persistent
+
+
+def _add_mixes(pool: PathPool, first: Indices, rest: Indices) -> None:
+    """Add the paths that follow `first` up to some layer and `rest` from there on."""
+    cuts = [cut for cut in range(1, len(first)) if first[cut - 1] != rest[cut - 1]]
+    if cuts:
+        pool.add(*(np.concatenate([first[:cut], rest[cut:]]) for cut in cuts))

@@ -1,0 +1,281 @@
+"""The candidates of a layer: strategies that may be part of a good plan.
+
+On each mesh, the search inside a layer is solved exactly for a few ZeRO levels, ways to recompute and prices of memory
+(`_solved_variants`).  Each strategy that this gives is priced again for every other ZeRO level, set of storage axes
+(HSDP) and way to recompute; those that another candidate between the same boundaries beats in time and memory are
+dropped.  Of pairs of boundary policies, those are kept that no other pair beats (`boundary_pairs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.placement import REPLICATE, Axis, Layout
+from autopar.plan import LayerStrategy
+from autopar.prediction import LayerCost
+from autopar.program import Layer
+from autopar.search.boundary_pairs import boundary_costs, useful_pairs
+from autopar.search.constraints import LayerDemands
+from autopar.search.degree_roles import AxisRoles, allowed_options, meets_degrees, role_choices
+from autopar.search.layer_problem import LayerProblem, StepSettings
+from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
+from autopar.search.layout_choices import Policy, storage_layout
+from autopar.step.layer_cost import add_storage, own_training, running_costs, storage_cost, stored_collectives
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
+from autopar.step.value_flows import find_flows, time_view
+
+__all__ = ["LayerCandidate", "layer_candidates"]
+
+
+@dataclass(frozen=True)
+class LayerCandidate:
+    """A strategy of `layer` (and all like it) with its cost, and the boundary policies around it.
+
+    `overlapped_s` estimates how much of the cost's seconds is communication that compute overlaps.
+    """
+
+    layer: Layer
+    policy_in: Policy
+    policy_out: Policy
+    strategy: LayerStrategy
+    cost: LayerCost
+    overlapped_s: float = 0.0
+
+
+def layer_candidates(
+    settings: StepSettings, layer: Layer, meshes: tuple[tuple[int, ...], ...], demands: LayerDemands
+) -> tuple[LayerCandidate, ...]:
+    """The candidates of `layer` on all `meshes` that meet `demands`; empty if there are none."""
+    whole = _sliced_late(settings, layer)
+    problems: list[LayerProblem] = []
+    roles: list[AxisRoles] = []
+    for mesh in meshes:
+        for each in role_choices(mesh, demands):
+            allowed = allowed_options(settings.program, layer, mesh, demands, each, whole)
+            problems.append(LayerProblem(settings, layer, mesh, allowed))
+            roles.append(each)
+    known: dict[tuple[object, ...], list[_StoredVariant]] = {}
+    variants: list[_Variant] = []
+    for placed, strategy, policies in _strategies(settings, layer, problems, roles, demands, whole):
+        variants.extend(_variants(settings, placed, strategy, policies, demands, known))
+    return tuple(variant.finish(layer) for variant in _drop_dominated(variants, settings.in_flight))
+
+
+def _sliced_late(settings: StepSettings, layer: Layer) -> frozenset[str]:
+    """Values without gradient that are whole in time but that some reader reads in microbatches.
+
+    The axis in time lies outside those of devices, so they must be whole on devices as well where they are sliced.
+    """
+    if settings.num_microbatches == 1:
+        return frozenset()
+    flows = find_flows(settings.program, layer)
+    view = time_view(layer, flows, settings.time[layer.kind], settings.num_microbatches)
+    return frozenset(
+        name
+        for name, flow in flows.items()
+        if not view.values[name].is_shard and any(view.operands[op][mention].is_shard for op, mention in flow.readers)
+    )
+
+
+_Strategy = tuple[PlacedLayer, LayerStrategy, tuple[Policy, Policy]]
+
+
+def _strategies(
+    settings: StepSettings,
+    layer: Layer,
+    problems: Sequence[LayerProblem],
+    roles: Sequence[AxisRoles],
+    demands: LayerDemands,
+    whole: frozenset[str],
+) -> Iterator[_Strategy]:
+    """Distinct strategies of the solved variants, applied, with the policies between which they lie."""
+    seen: set[tuple[object, ...]] = set()
+    costs = boundary_costs(problems)
+    for variant in _solved_variants(settings, demands):
+        solved = _Solved([solve_problem(problem, _on_mesh(variant, problem)) for problem in problems], whole)
+
+        def suits(number: int, i: int, j: int, solved: _Solved = solved) -> bool:
+            return meets_degrees(settings.program, layer, solved.strategy(number, i, j), demands, roles[number])
+
+        for number, i, j in useful_pairs(solved.solutions, costs, suits):
+            strategy = solved.strategy(number, i, j)
+            key = (number, i, j, strategy.assignments, strategy.copies)
+            if key not in seen:
+                seen.add(key)
+                placed = solved.solutions[number].placed(i, j)
+                if whole:
+                    placed = replace(placed, copies={**placed.copies, **dict(strategy.copies)})
+                policies = problems[number].policies
+                yield placed, strategy, (policies[i], policies[j])
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A layer's problems solved for one variant, and the strategies that were read from the solutions."""
+
+    solutions: list[LayerSolutions]
+    whole: frozenset[str]
+    known: dict[tuple[int, int, int], LayerStrategy] = field(default_factory=dict[tuple[int, int, int], LayerStrategy])
+
+    def strategy(self, number: int, i: int, j: int) -> LayerStrategy:
+        """The strategy of problem `number` between its policies i and j; values in `whole` have whole copies."""
+        if (number, i, j) not in self.known:
+            strategy = self.solutions[number].strategy(i, j)
+            on_all = (REPLICATE,) * len(strategy.mesh)
+            copies = tuple((name, on_all if name in self.whole else layout) for name, layout in strategy.copies)
+            self.known[number, i, j] = replace(strategy, copies=copies)
+        return self.known[number, i, j]
+
+
+def _on_mesh(variant: SolvedVariant, problem: LayerProblem) -> SolvedVariant:
+    return replace(variant, shard_axes=tuple(range(len(problem.mesh)))) if variant.zero else variant
+
+
+def _solved_variants(settings: StepSettings, demands: LayerDemands) -> Iterable[SolvedVariant]:
+    """The fastest without ZeRO, the fastest with what ZeRO takes, and one that saves memory at its usual price.
+
+    Where compute hides them, sharded storage and its optimizer are worth more than sums of seconds say.  With several
+    microbatches in flight, gathering for each of them is seldom worth its while.
+    """
+    price = settings.memory_price_s_per_byte
+    plain, saving = SolvedVariant(), SolvedVariant(3, memory_weight_s_per_byte=price)
+    if not settings.training.is_training:
+        return plain, saving
+    if settings.in_flight > 1:
+        sharded = SolvedVariant(1, memory_weight_s_per_byte=price, hides=True)
+    elif settings.prices.interference("all_gather", Axis(2, 1)) < 1:
+        sharded = SolvedVariant(1, hides=True)
+    else:
+        sharded = SolvedVariant(3)
+    variants = (plain, sharded, saving)
+    if demands.recompute:
+        variants = tuple(replace(each, recompute=demands.recompute) for each in variants)
+    if demands.zero >= 0:
+        variants = tuple(replace(each, zero=demands.zero) for each in variants)
+    return dict.fromkeys(variants)
+
+
+@dataclass(frozen=True)
+class _StoredVariant:
+    """One way to store a layer's parameters, and the part of the cost that depends on it."""
+
+    zero: int
+    storage: tuple[Layout, ...]
+    cost: LayerCost
+    transfers: tuple[ParameterTransfer, ParameterTransfer]
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A candidate before it is known to be of use."""
+
+    policies: tuple[Policy, Policy]
+    strategy: LayerStrategy
+    stored: _StoredVariant
+    recompute: str
+    cost: LayerCost
+    overlapped_s: float
+
+    def finish(self, layer: Layer) -> LayerCandidate:
+        stored = self.stored
+        strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=self.recompute)
+        return LayerCandidate(layer, *self.policies, strategy, self.cost, self.overlapped_s)
+
+    def rated(self, in_flight: int) -> tuple[float, ...]:
+        """What another must not exceed to be as good."""
+        cost = self.cost
+        seconds = cost.total_s, cost.total_s - self.overlapped_s
+        if in_flight == 1:
+            return *seconds, cost.persistent_bytes, cost.transient_bytes
+        return *seconds, cost.static_bytes, cost.saved_bytes, cost.transient_bytes
+
+
+def _variants(
+    settings: StepSettings,
+    placed: PlacedLayer,
+    strategy: LayerStrategy,
+    policies: tuple[Policy, Policy],
+    demands: LayerDemands,
+    known: dict[tuple[object, ...], list[_StoredVariant]],
+) -> Iterator[_Variant]:
+    """The strategy with every ZeRO level, set of storage axes and way to recompute that makes a difference.
+
+    Storage and recomputation cost apart from each other: the costs of all pairs come from those of each.
+    Storage depends on the mesh and on how compute reads the parameters alone; `known` keeps what was worked out.
+    """
+    key = (placed.mesh, *(placed.copies.get(name) for name in placed.layer.held))
+    if key not in known:
+        known[key] = list(_stored_variants(settings, placed, demands))
+    running = running_costs(placed, _recompute_variants(settings, demands), settings.prices, settings.training)
+    training = own_training(settings.program, placed.layer, settings.training)
+    for stored in known[key]:
+        for recompute, cost in running.items():
+            whole = add_storage(cost, stored.cost)
+            overlapped = overlapped_s(whole, *stored.transfers, stored.zero, settings.num_microbatches, training)
+            yield _Variant(policies, strategy, stored, recompute, whole, overlapped)
+
+
+def _stored_variants(settings: StepSettings, base: PlacedLayer, demands: LayerDemands) -> Iterator[_StoredVariant]:
+    training = own_training(settings.program, base.layer, settings.training)
+    seen: set[tuple[int, tuple[Layout, ...]]] = set()
+    for zero, shard_axes in _zero_variants(settings, base.mesh, demands):
+        storage = _storage(base, shard_axes, demands)
+        # Where storage is not sharded beyond what compute shards, a level would be a claim only.
+        level = zero if demands.zero >= 0 or storage != _storage(base, (), demands) else 0
+        if (level, storage) not in seen:
+            seen.add((level, storage))
+            placed = replace(base, storage=storage, zero=level)
+            stored = tuple(stored_collectives(placed, training))
+            cost = storage_cost(placed, stored, settings.prices, settings.training)
+            yield _StoredVariant(level, storage, cost, parameter_transfers(settings.program, stored, settings.prices))
+
+
+def _zero_variants(
+    settings: StepSettings, mesh: tuple[int, ...], demands: LayerDemands
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    axes = tuple(axis for axis, size in enumerate(mesh) if size > 1)
+    subsets = [s for count in range(len(axes), 0, -1) for s in itertools.combinations(axes, count)]
+    for zero in range(4) if demands.zero < 0 else (demands.zero,):
+        if zero == 0:
+            yield 0, ()
+        elif zero != 2 or settings.num_microbatches > 1 or demands.zero == 2:
+            yield from ((zero, subset) for subset in subsets)
+
+
+def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDemands) -> tuple[Layout, ...]:
+    layouts: list[Layout] = []
+    for position, name in enumerate(base.layer.held):
+        flow = base.flows[name]
+        if not flow.is_parameter or name not in base.copies:
+            layouts.append(base.storage[position])
+        else:
+            axes = () if position in demands.whole else shard_axes
+            layouts.append(storage_layout(base.copies[name], flow.value.type, base.mesh, axes))
+    return tuple(layouts)
+
+
+def _recompute_variants(settings: StepSettings, demands: LayerDemands) -> tuple[str, ...]:
+    if demands.recompute:
+        return (demands.recompute,)
+    return ("none", "selective", "full") if settings.training.is_training else ("none",)
+
+
+def _drop_dominated(variants: list[_Variant], in_flight: int) -> Iterator[_Variant]:
+    """On one mesh between the same policies, those that no other beats in time, with and without what is overlapped,
+    and in static (with microbatches in flight, else persistent), saved and transient bytes.
+    """
+    groups: dict[tuple[object, ...], list[_Variant]] = {}
+    for variant in variants:
+        groups.setdefault((variant.strategy.mesh, *variant.policies), []).append(variant)
+    for group in groups.values():
+        costs = np.array([variant.rated(in_flight) for variant in group])
+        kept: list[int] = []
+        for index in np.lexsort(costs.T[::-1]).tolist():
+            if not kept or not (costs[kept] <= costs[index]).all(axis=1).any():
+                kept.append(index)
+        yield from (group[index] for index in kept)

@@ -1,0 +1,118 @@
+"""The candidates of every layer once it is known where to cut: a chain of the stages of each device group.
+
+The stages of one group share its memory, so their layers make one chain, each with its stage's microbatches in flight.
+What lies between stages of different groups is priced by the neighbours' states on a guiding path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.search.chain_dp import Chain, ChainLayer
+from autopar.search.cost_tables import CostTables
+from autopar.search.lagrangian import fastest_path, fastest_paths
+from autopar.search.pipeline.stage_cuts import PipelineCuts
+
+__all__ = ["GroupSolver"]
+
+Array = npt.NDArray[np.float64]
+
+# Groups are many and each is a part of a model, so their hulls are followed less closely than that of a whole one.
+_MAX_PRICES = 12
+_MAX_CAPS = 3
+_ROUNDS = 2  # in which groups adapt to their neighbours
+
+Stages = tuple[tuple[int, int, int], ...]  # as `PipelineCuts.stages_of`
+
+
+@dataclass(eq=False)
+class GroupSolver:
+    """Solves the device groups; what was solved before is known."""
+
+    tables: CostTables
+    known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict[tuple[object, ...], tuple[int, ...]])
+    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
+
+    def solve(self, cuts: PipelineCuts, guide: Sequence[int]) -> tuple[int, ...]:
+        """The candidate of every layer; where nothing fits, those that take the least memory."""
+        path = tuple(guide)
+        for _ in range(_ROUNDS):
+            solved = list(path)
+            for group in range(cuts.shape.num_groups):
+                stages = cuts.stages_of(group)
+                layers = [layer for start, stop, _ in stages for layer in range(start, stop)]
+                for layer, candidate in zip(layers, self._solve_group(stages, path), strict=True):
+                    solved[layer] = candidate
+            if tuple(solved) == path:
+                break
+            path = tuple(solved)
+        return path
+
+    def _solve_group(self, stages: Stages, path: tuple[int, ...]) -> tuple[int, ...]:
+        around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
+        fixed_bytes = self._fixed_bytes(stages, path)
+        key = (
+            fixed_bytes,
+            *((flight, *(id(self.tables.layers[layer]) for layer in range(start, stop)))
+              for start, stop, flight in stages),
+            *(end.tobytes() for ends in around for end in ends),
+        )  # fmt: skip
+        if key not in self.known:
+            self.known[key] = self._solve_chain(self._chain(stages, around, fixed_bytes))
+        return self.known[key]
+
+    def _solve_chain(self, chain: Chain) -> tuple[int, ...]:
+        path, peak_bytes = fastest_path(chain)
+        if peak_bytes <= self.tables.limit_bytes:
+            return tuple(path.tolist())
+        pool = fastest_paths(chain, max_prices=_MAX_PRICES, max_caps=_MAX_CAPS)
+        best = pool.best(self.tables.limit_bytes)
+        return tuple(pool.paths[pool.smallest() if best < 0 else best].tolist())
+
+    def _chain(self, stages: Stages, around: list[tuple[Array, Array]], fixed_bytes: float) -> Chain:
+        """The layers of one group; nothing moves from one of its stages to the next."""
+        layers: list[ChainLayer] = []
+        moves: list[Array] = []
+        nothing = np.zeros((self.tables.num_states, self.tables.num_states))
+        for (start, stop, flight), (before, behind) in zip(stages, around, strict=True):
+            if flight not in self.chains:
+                self.chains[flight] = self.tables.chain(flight)
+            whole = self.chains[flight]
+            own = list(whole.layers[start:stop])
+            own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
+            own[-1] = replace(own[-1], time_s=own[-1].time_s + behind[own[-1].state_out])
+            moves += [*([nothing] if layers else []), *whole.moves_s[start : stop - 1]]
+            layers += own
+        return Chain(self.tables.num_states, tuple(layers), tuple(moves), fixed_bytes=fixed_bytes)
+
+    def _end_costs(self, path: tuple[int, ...], start: int, stop: int) -> tuple[Array, Array]:
+        """Seconds of a step by the state before the stage, and behind it, if all other layers stay on the path."""
+        tables, count = self.tables, self.tables.num_microbatches
+        before, behind = np.zeros((2, tables.num_states))
+        for transfer in tables.transfers_at(start, stop):
+            seconds = count * (transfer.forward_s + transfer.backward_s)
+            if transfer.reader == start and transfer.producer < start:
+                before += seconds[tables.layers[transfer.producer].state_out[path[transfer.producer]]]
+            elif transfer.producer == stop - 1 and transfer.reader >= stop:
+                behind += seconds[:, tables.layers[transfer.reader].state_in[path[transfer.reader]]]
+        for send in tables.sends:
+            if send.producer == stop - 1 and max(send.readers) >= stop:
+                behind += count * (send.forward_s + send.backward_s)
+        return before, behind
+
+    def _fixed_bytes(self, stages: Stages, path: tuple[int, ...]) -> float:
+        """Shared parameters that these stages read, and what they only pass on."""
+        size = 0.0
+        for tied in self.tables.tied:
+            size += tied.static_bytes * any(start <= r < stop for start, stop, _ in stages for r in tied.readers)
+        for send in self.tables.sends:
+            state = self.tables.layers[send.producer].state_out[path[send.producer]]
+            for start, stop, flight in stages:
+                reads = any(start <= reader < stop for reader in send.readers)
+                if send.producer < start and not reads and max(send.readers) >= stop:
+                    size += flight * float(send.num_bytes[state])
+        return size

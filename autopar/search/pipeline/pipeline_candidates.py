@@ -1,0 +1,215 @@
+"""Pipelines of one candidate set: where layers are cut into stages, what each group runs, and which is fastest.
+
+A few paths through all layers (`lagrangian`) give numbers from which `stage_cuts` chooses where to cut;
+`group_strategies` then chooses the candidates of every group under its memory.  What comes out is estimated, and
+simulated with the schedule's own action list where it may be the fastest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.plan import Decisions, Stage
+from autopar.schedule import ScheduleSource, Shape, StageCost
+from autopar.search.candidate_sets import CandidateSet
+from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
+from autopar.search.lagrangian import fastest_paths
+from autopar.search.pipeline.group_strategies import GroupSolver
+from autopar.search.pipeline.schedule_estimates import estimate_flights, estimate_s, is_small
+from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
+from autopar.step.stage_costs import pipeline_step_s
+
+__all__ = ["PipelineCandidate", "PipelineEstimate", "PipelineResults", "search_pipelines"]
+
+Indices = npt.NDArray[np.intp]
+
+# The paths only guide the cuts, so their hulls are followed less closely than those of plans without stages.
+_GUIDE_PRICES = 8
+_GUIDE_CAPS = 2
+_TRIED_CUTS = 4  # ways to cut for each schedule: those for the other bounds on the slowest stage are seldom different
+_ENDLESS_BYTES = 1e30  # stands for no limit, in products
+_WORTH = 1.15  # cuts that seem slower than the fastest by more are not looked at again
+_SIMULATED = 4  # large schedules that are simulated in the end, if one of them fits: each takes seconds
+_ESTIMATE_ERROR = 0.05  # how far estimates may be too high
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineCandidate:
+    """A pipeline: where it is cut, which candidate each layer has, and what its stages cost."""
+
+    candidates: CandidateSet
+    cuts: PipelineCuts
+    path: tuple[int, ...]
+    stages: tuple[StageCost, ...]
+    step_s: float
+
+    @property
+    def shape(self) -> Shape:
+        """How it runs, apart from where it is cut."""
+        return self.cuts.shape
+
+    def decisions(self) -> Decisions:
+        """As a plan has them."""
+        spans = zip(itertools.pairwise(self.cuts.bounds), self.shape.groups, strict=True)
+        stages = tuple(Stage(start, stop, group) for (start, stop), group in spans)
+        return self.candidates.decisions(self.path, stages, self.shape.schedule)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds of a step if compute hides all collectives of parameters."""
+        return self.step_s - sum(each.cost.parameter_comm_s for each in self.candidates.along(self.path))
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the group that takes most."""
+        return max(stage.peak_memory_bytes for stage in self.stages)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineEstimate:
+    """A pipeline that has not been simulated: `path` has indices of the tables' candidates, `step_s` is estimated.
+
+    `rows` has per layer the candidate set's index of each candidate in the tables.
+    """
+
+    candidates: CandidateSet
+    tables: CostTables
+    rows: tuple[Indices, ...]
+    cuts: PipelineCuts
+    path: tuple[int, ...]
+    step_s: float
+
+    def simulate(self, schedules: ScheduleSource) -> PipelineCandidate:
+        """What the schedule's own action list makes of it."""
+        shape, actions = self.cuts.shape, self.cuts.shape.actions(schedules)
+        stages = path_stages(self.tables, shape, self.cuts.bounds, self.path, actions)
+        path = tuple(int(rows[index]) for rows, index in zip(self.rows, self.path, strict=True))
+        return PipelineCandidate(self.candidates, self.cuts, path, stages, pipeline_step_s(shape, actions, stages))
+
+
+@dataclass(eq=False)
+class PipelineResults:
+    """The pipelines of a search: those that were simulated, those that have yet to be, and a lower bound on the seconds
+    of everything that was looked at.
+    """
+
+    schedules: ScheduleSource
+    limit_bytes: float
+    simulated: list[PipelineCandidate] = field(default_factory=list[PipelineCandidate])
+    estimated: list[PipelineEstimate] = field(default_factory=list[PipelineEstimate])
+    lower_bound_s: float = np.inf
+
+    @property
+    def fitting(self) -> list[PipelineCandidate]:
+        """Those that fit."""
+        return [each for each in self.simulated if each.peak_bytes <= self.limit_bytes]
+
+    @property
+    def best(self) -> PipelineCandidate | None:
+        """The fastest that fits, of equals the smallest."""
+        return min(self.fitting, key=lambda each: (each.step_s, each.peak_bytes), default=None)
+
+    @property
+    def smallest(self) -> PipelineCandidate | None:
+        """The smallest of those that don't fit."""
+        too_large = (each for each in self.simulated if each.peak_bytes > self.limit_bytes)
+        return min(too_large, key=lambda each: each.peak_bytes, default=None)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best, infinite if there is none."""
+        return self.best.step_s if self.best else np.inf
+
+    @property
+    def hoped_s(self) -> float:
+        """As `best_s`, with what has yet to be simulated."""
+        return min([self.best_s, *(each.step_s for each in self.estimated)])
+
+    def add(self, estimate: PipelineEstimate) -> None:
+        """Simulate a pipeline, now if that takes next to no time."""
+        if is_small(estimate.cuts.shape):
+            self.simulated.append(estimate.simulate(self.schedules))
+        else:
+            self.estimated.append(estimate)
+
+    def merge(self, other: PipelineResults) -> None:
+        """Take over those of `other`."""
+        self.simulated += other.simulated
+        self.estimated += other.estimated
+        self.lower_bound_s = min(self.lower_bound_s, other.lower_bound_s)
+
+    def finish(self) -> None:
+        """Simulate those that may still be the best."""
+        for number, estimate in enumerate(sorted(self.estimated, key=lambda each: each.step_s)):
+            is_hopeful = estimate.step_s * (1 - _ESTIMATE_ERROR) < self.best_s
+            if is_hopeful and (number < _SIMULATED or self.best is None):
+                self.simulated.append(estimate.simulate(self.schedules))
+        self.estimated.clear()
+
+
+def search_pipelines(
+    candidates: CandidateSet, shapes: list[Shape], demanded_cuts: tuple[int, ...], results: PipelineResults
+) -> None:
+    """Add to `results` the pipelines of these shapes with these candidates that look best.
+
+    `demanded_cuts` are the first layers of the stages but the first; without them all cuts are possible.
+    """
+    whole = replace(candidates.tables, limit_bytes=results.limit_bytes)
+    paths, lower_bound_s = _guide_paths(whole, shapes)
+    tables, rows = useful_candidates(whole, paths, _typical_flights(shapes))
+    paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
+    paths = largest_first(tables, paths)
+    results.lower_bound_s = min(results.lower_bound_s, lower_bound_s)
+    solver = GroupSolver(tables)
+    spans: dict[int, SpanCosts] = {}
+    tried: list[tuple[float, PipelineCuts]] = []
+    for shape in shapes:
+        if demanded_cuts:
+            tried.append((0.0, PipelineCuts(shape, (0, *demanded_cuts, len(tables.layers)))))
+            continue
+        if shape.num_stages not in spans:
+            spans[shape.num_stages] = span_costs(tables, paths, shape.num_stages)
+        tried += choose_cuts(tables, spans[shape.num_stages], shape)[:_TRIED_CUTS]
+    least_s = min((seconds for seconds, _ in tried), default=0.0)
+    for seconds, cuts in tried:
+        if seconds <= least_s * _WORTH or not np.isfinite(seconds) or is_small(cuts.shape):
+            path = solver.solve(cuts, paths[0].tolist())
+            stages = path_stages(tables, cuts.shape, cuts.bounds, path)
+            results.add(PipelineEstimate(candidates, tables, rows, cuts, path, estimate_s(cuts.shape, stages)))
+
+
+def _guide_paths(tables: CostTables, shapes: list[Shape]) -> tuple[Indices, float]:
+    """Paths for different numbers of microbatches in flight, and a lower bound on the seconds of a step.
+
+    All groups together hold at least one microbatch of every layer and have the memory of all: no path that they
+    divide among themselves is faster than the chain's bound for so much memory.
+    """
+    groups = shapes[0].num_groups
+    paths: list[Indices] = []
+    lower_bound_s = 0.0
+    for flight in _typical_flights(shapes):
+        aim = min(groups * tables.limit_bytes, _ENDLESS_BYTES)
+        pool = fastest_paths(
+            tables.chain(flight), max_prices=_GUIDE_PRICES, max_caps=_GUIDE_CAPS, mixes=False, aim_bytes=aim
+        )
+        if flight == 1:
+            lower_bound_s = pool.lower_bound_s(aim) / groups
+        paths.append(np.unique(np.stack(pool.paths), axis=0))
+    return np.unique(np.concatenate(paths), axis=0), lower_bound_s
+
+
+def _typical_flights(shapes: list[Shape]) -> list[int]:
+    """1, and what is usual in these shapes, neighbours no nearer than a quarter."""
+    usual: set[int] = set()
+    for shape in shapes:
+        flights = estimate_flights(shape)
+        usual |= {max(flights), round(sum(flights) / len(flights))}
+    typical = [1]
+    for flight in sorted(usual):
+        if flight > 1.25 * typical[-1]:
+            typical.append(flight)
+    return typical

@@ -1,0 +1,215 @@
+"""Where to cut layers into stages: dynamic programming over the layers.
+
+A stage is estimated by the best of a few paths, restricted to its layers, that fits with its microbatches in flight;
+between two paths that are neighbours in memory, as if its layers could be divided in any proportion.  With u the
+seconds of a stage for one microbatch (what is done once per step shared out over them) the step takes about::
+
+      (M - 1) * rounds * max over stages u + fill * sum over stages u
+
+`fill` is 1 for GPipe and 1F1B; stages that take turns on a device group fill and drain it faster.  As Alpa does, the
+largest u is a parameter, and for each bound on it the sum is minimised exactly.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.schedule import Shape
+from autopar.search.cost_tables import CostTables
+from autopar.search.pipeline.schedule_estimates import estimate_flights, fill_share
+
+__all__ = ["PipelineCuts", "SpanCosts", "choose_cuts", "largest_first", "span_costs"]
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+# Bounds on the slowest stage, relative to the least possible: close to it where the best cuts are, and to three times
+# as much for few microbatches, where the sum decides.
+_SLACK = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)
+# With many layers no stage is longer than this multiple of the mean: longer ones are never fast, and to look at all
+# spans takes a time that grows with the square of the number of layers.
+_WIDEST = 3.0
+_FEW_LAYERS = 40
+
+
+@dataclass(frozen=True)
+class PipelineCuts:
+    """A schedule with the layers cut into stages: `bounds` has the first layers of all stages, then the number of
+    layers.
+    """
+
+    shape: Shape
+    bounds: tuple[int, ...]
+
+    def stages_of(self, group: int) -> tuple[tuple[int, int, int], ...]:
+        """(first layer, one more than the last, microbatches in flight) of the stages of a device group."""
+        stages = zip(itertools.pairwise(self.bounds), estimate_flights(self.shape), self.shape.groups, strict=True)
+        return tuple((start, stop, flight) for (start, stop), flight, owner in stages if owner == group)
+
+
+@dataclass(frozen=True, eq=False)
+class SpanCosts:
+    """What paths cost over spans of layers; paths come in the order of ever less memory.
+
+    Args:
+        paths: ``[path, layer]``, the candidate.
+        sums: ``[3, path, layer + 1]``, running sums of: seconds of one microbatch with its share of what is done once
+            per step, static bytes, saved bytes.
+        largest: ``[path, first layer, width - 1]``, the largest transient of so many layers.
+        tied_bytes: ``[first layer, width - 1]``, shared parameters that so many layers read.
+    """
+
+    paths: Indices
+    sums: Array
+    largest: Array
+    tied_bytes: Array
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the problem."""
+        return self.paths.shape[1]
+
+    @property
+    def widest(self) -> int:
+        """The most layers of a stage that are looked at."""
+        return self.largest.shape[2]
+
+    @property
+    def seconds(self) -> Array:
+        """``[path, first layer, width - 1]``: of one microbatch."""
+        return self._over_spans(0)
+
+    def size(self, in_flight: int) -> Array:
+        """``[path, first layer, width - 1]``: bytes of a stage with so many microbatches in flight."""
+        return self._over_spans(1) + in_flight * self._over_spans(2) + self.largest + self.tied_bytes
+
+    def _over_spans(self, which: int) -> Array:
+        """A sum over so many layers, infinite behind the last one."""
+        first = np.arange(self.num_layers)[:, None]
+        stop = first + 1 + np.arange(self.widest)[None, :]
+        total = self.sums[which][:, np.minimum(stop, self.num_layers)] - self.sums[which][:, first]
+        return np.where(stop <= self.num_layers, total, np.inf)
+
+
+def largest_first(tables: CostTables, paths: Indices) -> Indices:
+    """The paths in the order of ever less memory, about as many microbatches being in flight as is usual."""
+    _, static, saved, _ = _along_paths(tables, paths)
+    return paths[np.argsort(static.sum(axis=1) + saved.sum(axis=1) * tables.num_microbatches**0.5)[::-1]]
+
+
+def span_costs(tables: CostTables, paths: Indices, num_stages: int) -> SpanCosts:
+    """What these paths (`largest_first`) cost over all spans of layers that may be one of `num_stages` stages."""
+    unit_s, static, saved, transient = _along_paths(tables, paths)
+    num_layers = paths.shape[1]
+    widest = num_layers - num_stages + 1
+    if num_layers > _FEW_LAYERS:
+        fastest: list[float] = [0.0, *np.cumsum(unit_s.min(axis=0)).tolist()]
+        most_s = _WIDEST * fastest[-1] / num_stages
+        reach = [bisect.bisect_left(fastest, before_s + most_s) - start for start, before_s in enumerate(fastest[:-1])]
+        widest = min(widest, max(reach) + 1)
+    sums = np.zeros((3, len(paths), num_layers + 1))
+    np.cumsum(np.stack([unit_s, static, saved]), axis=2, out=sums[:, :, 1:])
+    largest = np.full((len(paths), num_layers, widest), np.inf)
+    running = transient
+    for width in range(widest):
+        if width:
+            running = np.maximum(running[:, :-1], transient[:, width:])
+        largest[:, : num_layers - width, width] = running
+    return SpanCosts(paths, sums, largest, _tied_bytes(tables, num_layers, widest))
+
+
+def _along_paths(tables: CostTables, paths: Indices) -> tuple[Array, Array, Array, Array]:
+    """``[path, layer]``: seconds of one microbatch with its share of the rest; static, saved, transient bytes."""
+    unit_s, static, saved, transient = (np.zeros(paths.shape) for _ in range(4))
+    for layer, costs in enumerate(tables.layers):
+        rows = paths[:, layer]
+        unit_s[:, layer] = costs.total_s(tables.num_microbatches)[rows] / tables.num_microbatches
+        static[:, layer] = costs.static_bytes[rows]
+        saved[:, layer] = costs.saved_bytes[rows]
+        transient[:, layer] = costs.transient_bytes[rows]
+    for transfer in tables.all_transfers:
+        source = tables.layers[transfer.producer].state_out[paths[:, transfer.producer]]
+        target = tables.layers[transfer.reader].state_in[paths[:, transfer.reader]]
+        unit_s[:, transfer.reader] += (transfer.forward_s + transfer.backward_s)[source, target]
+    return unit_s, static, saved, transient
+
+
+def _tied_bytes(tables: CostTables, num_layers: int, widest: int) -> Array:
+    total_bytes = np.zeros((num_layers, widest))
+    stop = np.arange(num_layers)[:, None] + np.arange(widest)[None, :]
+    for tied in tables.tied:
+        reads = np.zeros(num_layers + 1)
+        reads[1:][list(tied.readers)] = 1
+        total = np.cumsum(reads)
+        total_bytes += tied.static_bytes * (total[np.minimum(stop + 1, num_layers)] > total[:num_layers, None])
+    return total_bytes
+
+
+def choose_cuts(tables: CostTables, spans: SpanCosts, shape: Shape) -> list[tuple[float, PipelineCuts]]:
+    """Ways to cut with about how long a step takes, the one that seems fastest first.
+
+    If nothing seems to fit, the one whose largest stage is smallest.
+    """
+    rounds, in_flight = shape.num_stages // shape.num_groups, estimate_flights(shape)
+    budget = tables.limit_bytes / rounds
+    by_flight = {count: _unit_seconds(spans, count, budget) for count in set(in_flight)}
+    seconds = np.stack([by_flight[count] for count in in_flight])
+    least, _ = _divide(seconds, np.inf, sums=False)
+    if not np.isfinite(least):
+        sizes = np.stack([spans.size(count).min(axis=0) for count in in_flight])
+        return [(np.inf, PipelineCuts(shape, _divide(sizes, np.inf, sums=False)[1]))]
+    step_s: dict[tuple[int, ...], float] = {}
+    for slack in _SLACK:
+        total, bounds = _divide(seconds, least * slack * (1 + 1e-9), sums=True)
+        slowest = max(
+            float(seconds[index, start, stop - start - 1])
+            for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+        )
+        step_s[bounds] = (tables.num_microbatches - 1) * rounds * slowest + fill_share(shape) * total
+    ranked = sorted(step_s.items(), key=lambda item: item[1])
+    return [(value, PipelineCuts(shape, bounds)) for bounds, value in ranked]
+
+
+def _unit_seconds(spans: SpanCosts, in_flight: int, budget: float) -> Array:
+    """``[first layer, width - 1]``: the least seconds that seem to fit."""
+    seconds, size = spans.seconds, spans.size(in_flight)
+    least_s = np.where(size <= budget, seconds, np.inf).min(axis=0)
+    if len(spans.paths) > 1:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gap = size[:-1] - size[1:]
+            share = np.where((gap > 0) & (size[1:] <= budget), (budget - size[1:]) / gap, np.nan)
+            between = seconds[1:] + np.clip(share, 0.0, 1.0) * (seconds[:-1] - seconds[1:])
+        between[:, :, 0] = np.inf  # one layer can't be divided
+        least_s = np.minimum(least_s, np.where(np.isfinite(between), between, np.inf).min(axis=0))
+    return least_s
+
+
+def _divide(seconds: Array, bound: float, *, sums: bool) -> tuple[float, tuple[int, ...]]:
+    """The least sum (or else maximum) over the stages, each at most `bound`, and the bounds that give it."""
+    num_stages, num_layers, widest = seconds.shape
+    allowed = np.where(seconds <= bound, seconds, np.inf)
+    # By last layer and width: what a stage that ends there takes, and where it began.
+    last, width = (grid.astype(np.intp) for grid in np.indices((num_layers, widest)))
+    first = np.maximum(last - width, 0)
+    is_inside = width <= last
+    reached = np.full(num_layers + 1, np.inf)
+    reached[0] = 0.0
+    came: list[Indices] = []
+    for stage in range(num_stages):
+        own = np.where(is_inside, allowed[stage][first, width], np.inf)
+        before = reached[first]
+        total = before + own if sums else np.maximum(before, own)
+        best = total.argmin(axis=1)
+        came.append(best)
+        reached = np.concatenate([[np.inf], total[np.arange(num_layers), best]])
+    stop = num_layers
+    bounds = [stop]
+    for stage in reversed(range(num_stages)):
+        stop -= 1 + int(came[stage][stop - 1])
+        bounds.append(stop)
+    return float(reached[-1]), tuple(reversed(bounds))

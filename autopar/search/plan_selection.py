@@ -1,0 +1,133 @@
+"""The last choice of a search: which plan is fastest when steps are simulated.
+
+A search minimises sums of seconds; what compute overlaps is only seen when a step is simulated.  Of the paths without
+stages, all are simulated that may turn out fastest: those that no other beats in memory and seconds, be it their sum or
+what is left of it by estimate (`autopar.step.overlap_estimate`).  Which ones these are does not depend on the memory
+limit, so more memory never gives a slower plan.  Which pipelines a search looks at does depend on it; of them the best
+is simulated, and of small ones the best of each of a few numbers of device groups and microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+
+from autopar.errors import InfeasibleError
+from autopar.plan import Decisions, Plan
+from autopar.schedule import Shape
+from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.pipeline.schedule_estimates import is_small
+from autopar.search.request import SearchRequest
+from autopar.search.search_context import SearchContext
+from autopar.search.single_stage import SingleStagePaths
+from autopar.step.pricing import predict
+
+__all__ = ["select_plan"]
+
+_PIPELINES = 3  # small ones that are simulated: sums rank them well, and each takes about 0.1 s
+# Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.
+_PRICE_ERROR = 1.15
+
+
+def select_plan(
+    searched: Iterable[SingleStagePaths],
+    pipelines: PipelineResults | None,
+    limit_bytes: float,
+    batch_bytes: float,
+    request: SearchRequest,
+) -> tuple[Plan, Sequence[str]] | None:
+    """The fastest plan that fits with the notes on its search, or None if none does; limit, gap and constraints are the
+    caller's to fill in.
+
+    What a search counts as memory is all that a device holds at some moment of the step, which is more than it holds at
+    any one moment; where the walk through the step finds more all the same, a plan doesn't fit.  `limit_bytes` leaves
+    out the batch, of `batch_bytes`, which the walk counts.
+
+    Raises:
+        InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
+    """
+    best: Plan | None = None
+    notes: Sequence[str] = ()
+    too_large: list[float] = []
+    settings: set[tuple[int, int]] = set()
+    flat = list(_without_stages(searched, limit_bytes))
+    for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
+        error = _PRICE_ERROR if candidate.shape is not None and request.on_final is not None else 1.0
+        is_hopeful = best is None or candidate.least_s <= error * best.step_time_s
+        if not is_hopeful or (best is not None and _is_late(candidate.shape, settings)):
+            continue
+        plan = candidate.simulate()
+        if plan.peak_memory_bytes > limit_bytes + batch_bytes:
+            too_large.append(plan.peak_memory_bytes)
+            continue
+        if candidate.shape is not None:
+            settings.add(_setting_of(candidate.shape))
+        if request.on_final is not None:
+            request.on_final(plan)
+        if best is None or _order(plan) < _order(best):
+            best, notes = plan, candidate.context.notes
+    if best is None and too_large and not flat:
+        raise _too_large(limit_bytes + batch_bytes, min(too_large), 1 + request.memory_error)
+    return (best, notes) if best is not None else None
+
+
+@dataclass(frozen=True, eq=False)
+class _PlanCandidate:
+    """What may be the best: it takes `least_s` if all collectives of parameters are overlapped, `visible_s` by
+    estimate.  `shape` is that of a pipeline.
+    """
+
+    context: SearchContext
+    least_s: float
+    visible_s: float
+    decide: Callable[[], Decisions]
+    shape: Shape | None = None
+
+    def simulate(self) -> Plan:
+        context, request = self.context, self.context.request
+        decisions = self.decide()
+        prediction = predict(
+            context.program, decisions, context.prices, request.training, request.schedules, context.facts
+        )
+        return Plan(decisions, prediction, memory_error=request.memory_error)
+
+
+def _without_stages(searched: Iterable[SingleStagePaths], limit_bytes: float) -> Iterator[_PlanCandidate]:
+    for paths in searched:
+        for path in paths.front:
+            if paths.pool.peak_bytes[path] <= limit_bytes:
+                visible_s = float(paths.visible_s[path])
+                yield _PlanCandidate(
+                    paths.candidates.context, paths.least_s(path), visible_s, partial(paths.decisions, path)
+                )
+
+
+def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
+    for pipeline in pipelines.fitting if pipelines else ():
+        context = pipeline.candidates.context
+        yield _PlanCandidate(context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape)
+
+
+def _order(plan: Plan) -> tuple[float, float]:
+    """Fastest first, of equals the smallest."""
+    return plan.step_time_s, plan.peak_memory_bytes
+
+
+def _setting_of(shape: Shape) -> tuple[int, int]:
+    return shape.num_groups, shape.num_microbatches
+
+
+def _is_late(shape: Shape | None, settings: Set[tuple[int, int]]) -> bool:
+    """Whether enough pipelines were simulated, which have these settings."""
+    if shape is None:
+        return False
+    return _setting_of(shape) in settings or len(settings) >= (_PIPELINES if is_small(shape) else 1)
+
+
+def _too_large(allowed_bytes: float, smallest_bytes: float, error: float) -> InfeasibleError:
+    return InfeasibleError(
+        f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: a step of the smallest pipeline that "
+        f"came near takes {smallest_bytes * error / 2**30:.6g} GiB. Use more devices or microbatches, or allow more "
+        "memory"
+    )

@@ -1,0 +1,202 @@
+"""What one search works on: the program on device groups of one size, what is asked of it, and what its parts share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import ConstraintError
+from autopar.placement import REPLICATE, Axis, Layout, Placement, refine_layout, refine_mesh, shard
+from autopar.program import Program
+from autopar.search.constraints import Constraints, LayerDemands
+from autopar.search.layer_candidates import LayerCandidate
+from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
+from autopar.search.request import SearchRequest
+from autopar.step.layer_cost import SharedStorage, is_differentiable
+from autopar.step.layer_facts import LayerFacts
+from autopar.step.prices import Prices
+
+__all__ = ["SearchContext", "input_rows", "shared_storage_choices"]
+
+Array = npt.NDArray[np.float64]
+
+# With many device groups there are many numbers of groups and microbatches to search: if a group has more meshes than
+# this, only those are tried whose inner axes span a few nodes.
+_ENOUGH_MESHES = 6
+_WIDEST_INNER_NODES = 4
+_MEMORY_PRICE_SHARE = 0.5  # of the ideal step time, as the usual price of all of a device's memory
+
+
+class SearchContext:
+    """The search on device groups of one size: a whole search without pipeline stages, or a part of one with them.
+
+    `notes` grows while it works.  `settled` has for each class of layers the demands that its first candidates could
+    meet: later ones must meet as much, so that more microbatches never excuse a plan from a constraint.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        num_devices: int,
+        prices: Prices,
+        request: SearchRequest,
+        constraints: Constraints,
+        demands: tuple[LayerDemands, ...],
+        num_groups: int = 1,
+    ) -> None:
+        """`num_devices` are those of one group, which every layer runs on; `demands` has one entry per layer."""
+        self.program = program
+        self.num_devices = num_devices
+        self.prices = prices
+        self.request = request
+        self.constraints = constraints
+        self.demands = demands
+        self.num_groups = num_groups
+        self.notes: list[str] = []
+        self.settled: dict[int, LayerDemands] = {}
+        self.facts = LayerFacts()
+        self.known_candidates: dict[tuple[object, ...], tuple[LayerCandidate, ...]] = {}
+
+    def on_groups(self, num_groups: int) -> SearchContext:
+        """The same search with the devices divided into so many groups."""
+        devices = self.num_devices * self.num_groups // num_groups
+        made = SearchContext(
+            self.program, devices, self.prices, self.request, self.constraints, self.demands, num_groups
+        )
+        made.settled.update(self.settled)
+        made.facts = self.facts
+        return made
+
+    @property
+    def pipeline_axis(self) -> Axis:
+        """The axis on which device groups send to each other."""
+        return Axis(self.num_groups, self.num_devices)
+
+    @cached_property
+    def meshes(self) -> tuple[tuple[int, ...], ...]:
+        """The meshes that layers may use."""
+        mesh = self.constraints.get("mesh")
+        if isinstance(mesh, tuple):
+            return (tuple(int(size) for size in mesh),)
+        # A demanded degree for each of several names, and room for an axis more, takes as many axes.
+        demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
+        max_axes = max(self.request.max_axes, min(3, demanded + 1))
+        shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
+        if self.num_groups == 1 or len(shapes) <= _ENOUGH_MESHES:
+            return shapes
+        widest = _WIDEST_INNER_NODES * self.prices.devices_per_node
+        return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)
+
+    @cached_property
+    def shared_mesh(self) -> tuple[int, ...]:
+        """The refinement of all meshes."""
+        return refine_mesh(*self.meshes)
+
+    @cached_property
+    def shared_names(self) -> tuple[str, ...]:
+        """Parameters that several layers read, or whose storage is the caller's."""
+        count: dict[str, int] = {}
+        for layer in self.program.layers:
+            for name in layer.held:
+                count[name] = count.get(name, 0) + 1
+        return tuple(
+            name
+            for name, times in count.items()
+            if (times > 1 or name in self.stored) and self.program.values[name].role == "parameter"
+        )
+
+    @cached_property
+    def stored(self) -> dict[str, Layout]:
+        """The parameters whose storage is the caller's, by value, with their layout on `shared_mesh`."""
+        kept = {name: (mesh, layout) for name, mesh, layout in self.request.stored}
+        for mesh in dict.fromkeys(mesh for mesh, _ in kept.values()):
+            if not _is_refined(mesh, self.shared_mesh):
+                raise ConstraintError(
+                    f"parameters are kept on a mesh {'x'.join(map(str, mesh))}, but the axes of plans are merged from "
+                    f"{'x'.join(map(str, self.shared_mesh))}: keep them on a mesh with axes of those sizes, in order"
+                )
+        return {
+            value: refine_layout(kept[name][1], kept[name][0], self.shared_mesh)
+            for value, name in self.program.parameters.items()
+            if name in kept
+        }
+
+    @cached_property
+    def ideal_s(self) -> float:
+        """Seconds of a step if all devices of all groups shared all compute evenly and nothing else took time."""
+        return float(self.ideal_layers_s.sum()) / self.num_groups
+
+    @cached_property
+    def ideal_layers_s(self) -> Array:
+        """Forward and backward seconds of every layer, [2, layers], if the devices of a group shared all compute."""
+        types = self.program.type_of
+        of_kind: dict[int, tuple[float, float]] = {}
+        for layer in self.program.kinds:
+            times = [
+                self.prices.op_s(
+                    op, tuple(map(types, op.operands)), tuple(map(types, op.results)),
+                    is_differentiable(self.program, op, self.request.training),
+                )
+                for op in layer.ops
+            ]  # fmt: skip
+            of_kind[layer.kind] = (sum(each.forward_s for each in times), sum(each.backward_s for each in times))
+        return np.array([of_kind[layer.kind] for layer in self.program.layers]).T / self.num_devices
+
+    @cached_property
+    def memory_price_s_per_byte(self) -> float:
+        """A usual price of memory, at which strategies are sought that save it."""
+        return _MEMORY_PRICE_SHARE * self.ideal_s / self.prices.memory_bytes
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """Per layer, the index of the first layer that has the same candidates."""
+        first: dict[tuple[object, ...], int] = {}
+        return tuple(first.setdefault(self._signature(index), index) for index in range(len(self.program.layers)))
+
+    def _signature(self, index: int) -> tuple[object, ...]:
+        layer, program = self.program.layers[index], self.program
+        crossing = {name for other in program.layers for name in other.inputs}
+        return (
+            layer.kind,
+            self.demands[index],
+            tuple((name in self.shared_names, self.stored.get(name)) for name in layer.held),
+            tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
+            tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
+        )
+
+
+def _is_refined(mesh: tuple[int, ...], fine: tuple[int, ...]) -> bool:
+    """Whether the axes of `mesh` are merged from those of `fine`."""
+    try:
+        return refine_mesh(mesh, fine) == refine_mesh(fine)
+    except ValueError:
+        return False
+
+
+def input_rows(program: Program) -> Iterator[int]:
+    """Rows of each input that has any dims."""
+    shapes = (program.type_of(name).shape for name in program.inputs)
+    return (shape[0] for shape in shapes if shape)
+
+
+def shared_storage_choices(context: SearchContext) -> Iterator[SharedStorage]:
+    """Where shared parameters may be stored: where the caller keeps them, else all whole or all sharded in one dim."""
+    mesh = context.shared_mesh
+    seen: list[SharedStorage] = []
+    for placement in (REPLICATE, shard(0), shard(1)) if context.shared_names else (REPLICATE,):
+        shared: SharedStorage = {
+            name: (mesh, context.stored.get(name) or _shared_layout(context, name, placement))
+            for name in context.shared_names
+        }
+        if shared not in seen:
+            seen.append(shared)
+            yield shared
+
+
+def _shared_layout(context: SearchContext, name: str, placement: Placement) -> Layout:
+    mesh = context.shared_mesh
+    return boundary_layout((placement,) * len(mesh), context.program.type_of(name), mesh)
