@@ -23,7 +23,7 @@ from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
-from autopar.lower.kernels.random import generator_state
+from autopar.lower.kernels.random import generator_state, generators_kept
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
 from autopar.lower.parameters.original_parameters import watch_optimizers
@@ -126,12 +126,13 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        prices = mesh_prices(profile, communicator, mesh, setup.dtype)
-        setup = setup.priced(prices)
-        if profile is None:
-            plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
-        else:
-            plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
+        with generators_kept(communicator.device):  # ranks measure, and draw, differently
+            prices = mesh_prices(profile, communicator, mesh, setup.dtype)
+            setup = setup.priced(prices)
+            if profile is None:
+                plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
+            else:
+                plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
         given = plan
         own = agree(group, lambda: given_plan(given, traced.program, communicator.world_size))

@@ -233,7 +233,9 @@ def check_measured_prices(folder: str) -> None:
     """Without a profile this machine is measured, once."""
     api._CACHE = Path(folder) / "cache"
     model, inputs = make("contrastive")
+    before = torch.get_rng_state()
     parallel = parallelize(model, inputs, profile=None)
+    assert torch.equal(torch.get_rng_state(), before), "ranks draw their batches from generators that are in step"
     assert "estimate" not in dict(parallel.plan.price_source)
     assert len(list(api._CACHE.glob("*.json"))) == 1
     started = time.perf_counter()

@@ -47,6 +47,7 @@ _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicat
 _BACKWARD = "the backward of "
 _LOGGER = logging.getLogger("autopar")
 
+_NO_STORE = "the store of the process group is gone; the process that hosts it, most often rank 0, has ended"
 _BATCHES = (
     "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle), and call "
     "the model on all ranks equally often"
@@ -125,10 +126,13 @@ class CallConsensus:
             Exception: of `prepare`, on this rank; where another rank failed, an error of that kind.
         """
         self._counts[kind] += 1
-        if kind in self._met:
-            return self._call(kind, prepare)
-        self._call(kind, lambda: (None, ()), waits=True)  # all are here before `prepare` makes what a mode needs
-        result = self._call(kind, prepare, waits=True)
+        try:
+            if kind in self._met:
+                return self._call(kind, prepare)
+            self._call(kind, lambda: (None, ()), waits=True)  # all are here before `prepare` makes what a mode needs
+            result = self._call(kind, prepare, waits=True)
+        except dist.DistError as error:
+            raise RankError(f"rank {self._rank} came to {self._where}, but: {_NO_STORE} ({error})") from error
         self._met.add(kind)
         return result
 
@@ -182,7 +186,7 @@ class CallConsensus:
         except AutoparError as found:
             return found
         except dist.DistError:
-            silent = "The store of the process group is gone: the process that hosts it, most often rank 0, has ended"
+            silent = _NO_STORE
         return RankError(
             f"{text}\n{silent}. The step can't be finished: end all processes and start again from the last checkpoint."
         )

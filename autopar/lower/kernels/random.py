@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "agree_base_seed",
     "derive_seed",
     "generator_state",
+    "generators_kept",
     "random_scope",
     "resume_generator",
 ]
@@ -107,6 +108,11 @@ def random_scope(seed: int, device: torch.device | str = "cpu") -> Generator[Non
 def generator_state(device: torch.device | str) -> Tensor:
     """Where torch's default generator of `device` stands."""
     return _default_generator(torch.device(device)).get_state()
+
+
+def generators_kept(device: torch.device) -> AbstractContextManager[None]:
+    """A context after which torch's default generators of the host and of `device` stand where they did before."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 @contextmanager
