@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +113,8 @@ def generator_state(device: torch.device | str) -> Tensor:
 
 def generators_kept(device: torch.device) -> AbstractContextManager[None]:
     """A context after which torch's default generators of the host and of `device` stand where they did before."""
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+    fork: Any = torch.random.fork_rng  # incomplete annotations
+    return fork([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 @contextmanager
