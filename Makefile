@@ -11,7 +11,7 @@ JOBS := 2
 # One thread a process: the tests and the demo run several processes on few cores.
 RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Neighbouring tests share models that are traced once a process, so each process gets one half, and then what is left.
-PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal
+PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
 
 .PHONY: setup browser check test lint unit slow format demo bench clean
 
