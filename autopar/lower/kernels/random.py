@@ -113,8 +113,8 @@ def generator_state(device: torch.device | str) -> Tensor:
 
 def generators_kept(device: torch.device) -> AbstractContextManager[None]:
     """A context after which torch's default generators of the host and of `device` stand where they did before."""
-    fork: Any = torch.random.fork_rng  # incomplete annotations
-    return fork([] if device.type == "cpu" else [device], device_type=device.type)
+    torch_random: Any = torch.random  # incomplete annotations
+    return torch_random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 @contextmanager
