@@ -21,7 +21,7 @@ import filelock
 import torch
 from torch import Tensor, nn
 
-import autopar.api
+import autopar.planning.eval_mode
 from autopar.ops.registry import registered_targets
 from autopar.trace import Traced, trace
 
@@ -78,4 +78,4 @@ def share_traces(folder: Path) -> None:
                 path.write_bytes(pickle.dumps(traced))
             return traced
 
-    autopar.api.trace = shared
+    autopar.planning.eval_mode.trace = shared

@@ -219,12 +219,22 @@ class LayerProblem:
 
 
 def _without_cut_slices(problem: LayerProblem, op: Op, states: tuple[OpState, ...]) -> tuple[OpState, ...]:
-    """Those whose results are whole in the dims in which readers take microbatches of them.
+    """Those whose results are whole in the dims in which readers take microbatches of them, and so with frozen
+    parameters that the op takes microbatches of.
 
     Microbatch m of a shard is not the shard of microbatch m, so taking it would gather.
     """
-    taken = [(i, time) for i, name in enumerate(op.results) for time in problem.view.taken(problem.flows[name])]
-    return tuple(s for s in states if not any(time in s.results[i] for i, time in taken)) if taken else states
+    view, flows = problem.view, problem.flows
+    made = [(i, time) for i, name in enumerate(op.results) for time in view.taken(flows[name])]
+    read = [(i, t) for i, name in enumerate(op.operands) if flows[name].is_parameter for t in view.taken(flows[name])]
+    if not made and not read:
+        return states
+    return tuple(
+        state
+        for state in states
+        if not any(time in state.results[i] for i, time in made)
+        and not any(time in state.operands[i] for i, time in read)
+    )
 
 
 def _has_copy_variable(problem: LayerProblem, flow: Flow) -> bool:

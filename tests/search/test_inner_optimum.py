@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from autopar.step.layer_cost import TrainingSpec, layer_collectives, layer_cost
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
 from autopar.step.op_states import Allowed
-from autopar.step.value_flows import find_flows, options_of, time_view
+from autopar.step.value_flows import Flow, TimeView, find_flows, options_of, time_view
 from tests.search.inner_programs import TablePrices, build_problem, decoder_layer
 
 SHAPES = ((8,), (8, 16), (16, 8))
@@ -145,6 +146,20 @@ def total_s(case: Case, strategy: LayerStrategy) -> float:
     return cost.total_s
 
 
+def cuts_what_is_taken(
+    layer: Layer, options: tuple[tuple[Option, ...], ...], flows: Mapping[str, Flow], view: TimeView
+) -> bool:
+    """Whether devices cut what microbatches are taken of, results or frozen parameters, along the same dim: to take
+    them then gathers, and no search considers it.
+    """
+    for op, chosen in zip(layer.ops, options, strict=True):
+        made = [(name, option.results[i]) for option in chosen for i, name in enumerate(op.results)]
+        read = [(name, o.operands[i]) for o in chosen for i, name in enumerate(op.operands) if flows[name].is_parameter]
+        if any(placement in view.taken(flows[name]) for name, placement in (*made, *read)):
+            return True
+    return False
+
+
 def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int) -> float:
     """The least `layer_cost` over all assignments and copies, strategies being put together here by hand."""
     program, mesh, layer = case.program, case.mesh, case.program.layers[0]
@@ -163,6 +178,8 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
     choices = [options_of(op) if mesh != (1,) else [options_of(op)[-2]] for op in layer.ops]
     best = math.inf
     for options in itertools.product(*(itertools.product(each, repeat=len(mesh)) for each in choices)):
+        if cuts_what_is_taken(layer, options, flows, view):
+            continue
         for copied in itertools.product(*domains.values()):
             copies = dict(zip(domains, copied, strict=True))
             for name, flow in flows.items():
