@@ -7,12 +7,13 @@ positions for every sample of a batch, [batch, 1, queries, keys], is then no big
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from autopar.errors import ExampleInputsError
 from autopar.program import Op
 from autopar.trace.cleanup import is_elementwise, is_repeatable
 from autopar.trace.compat import overload
@@ -94,8 +95,7 @@ class Evaluator:
         if op is None:
             self._known[name] = self._graph.constants[name].detach().cpu()
             return
-        with torch.no_grad():
-            results = run_op(op, self._known)
+        results = _run(op, self._known)
         self._known.update(zip(op.results, results, strict=True))
 
     def core_shape(self, name: str) -> tuple[int, ...]:
@@ -150,8 +150,7 @@ class Evaluator:
         if op.target == "aten.expand.default":
             (part,) = parts.values()
             return part[(None,) * (len(self.types[name].shape) - part.ndim)]
-        with torch.no_grad():
-            return run_op(op, parts)[0]
+        return _run(op, parts)[0]
 
     def _large(self, name: str) -> Op | None:
         """The op of a value that is better not computed whole, and of which single rows can be computed."""
@@ -169,6 +168,17 @@ class Evaluator:
         dim = op.args[1]
         assert isinstance(dim, int)
         return dim % len(self.types[op.results[0]].shape)
+
+
+def _run(op: Op, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    try:
+        with torch.no_grad():
+            return run_op(op, values)
+    except (RuntimeError, IndexError) as error:
+        raise ExampleInputsError(
+            f"{op.source or 'the model'}: {op.target} fails on constants and on the shapes "
+            f"of the example inputs alone: {error}"
+        ) from error
 
 
 def _cut_repeats(whole: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ __all__ = ["VerificationReport", "compare", "verify"]
 # and so does a parameter that starts at zero and trains on it: they are compared on this fraction of the
 # model's largest one.
 _NOISE = 1e-6
+
+# What ops raise on one device, for instance where an index is out of range.
+_FAILURES = (RuntimeError, IndexError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -153,9 +156,9 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
-    batches = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else iter([inputs])
-    inputs, traced = _first_that_fits(model, plan, batches)
     double = copy.deepcopy(model).double().train()
+    smaller = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else ()
+    inputs, traced = _first_that_fits(model, double, plan, [*smaller, inputs])
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(
             "the model draws random numbers (dropout): ranks draw others than one device does, so there "
@@ -173,7 +176,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         expected = run_single(
             double, _as_double(inputs), steps, make_optimizer, in_double=True, batches=list(map(_as_double, batches))
         )
-    except RuntimeError as error:
+    except _FAILURES as error:
         raise VerificationError(
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
             "kernels takes no float64 (grouped products of experts don't), verify it with another implementation of "
@@ -196,14 +199,21 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     return report
 
 
-def _first_that_fits(model: nn.Module, plan: Plan, batches: Iterator[ExampleInputs]) -> tuple[ExampleInputs, Traced]:
-    """The first of `batches` that the model takes and the plan fits, and the model traced on it."""
-    problem: AutoparError | None = None
+def _first_that_fits(
+    model: nn.Module, double: nn.Module, plan: Plan, batches: Sequence[ExampleInputs]
+) -> tuple[ExampleInputs, Traced]:
+    """The first of `batches` that the model takes and the plan fits, and the model traced on it.
+
+    All but the last are cut from it, so the model is tried on them: their entries may be places in a dim that was cut.
+    """
+    problem: Exception | None = None
     for inputs in batches:
         try:
             traced = keep_double_program(trace_model(model, inputs))
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
-        except AutoparError as error:
+            if inputs is not batches[-1]:
+                run_single(double, _as_double(inputs), 1, in_double=True)
+        except (AutoparError, *_FAILURES) as error:
             problem = error
             continue
         return inputs, traced

@@ -86,7 +86,7 @@ def _smallest_factor(size: int) -> int:
 
 
 def shrink_inputs(inputs: Inputs, multiple: int) -> Iterator[Inputs]:
-    """Ways to shrink a batch: all dims cut to `multiple`, only the first dims, and `inputs` as they are.
+    """Ways to shrink a batch: all dims cut to `multiple`, and only the first dims.
 
     A dim is cut if it is larger than `multiple` and divides by it.  Which of these batches the model takes, only
     tracing it tells.
@@ -95,7 +95,6 @@ def shrink_inputs(inputs: Inputs, multiple: int) -> Iterator[Inputs]:
         shrunk = _cut_all(inputs, multiple, limit)
         if any(a.shape != b.shape for a, b in zip(_tensors(shrunk), _tensors(inputs), strict=True)):
             yield shrunk
-    yield inputs
 
 
 def _cut(x: Tensor, multiple: int, num_dims: int | None) -> Tensor:
