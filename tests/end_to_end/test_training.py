@@ -113,7 +113,7 @@ def check_plan_of_any_kind(name: str, seed: int, num_microbatches: int = 1) -> N
     model, inputs = make(name)
     plan = random_plan(trace_model(model, inputs).program, dist.get_world_size(), seed, num_microbatches)
     parallel = parallelize(copy.deepcopy(model), inputs, plan=plan)
-    assert parallel.plan == plan
+    assert parallel.plan.decisions == plan.decisions
     check_trained(parallel, model, inputs, ("adamw foreach",))
 
 
