@@ -39,6 +39,12 @@ __all__ = [
     "edge_of",
     "foreach_norm",
     "from_torch_placement",
+    "functional_all_gather",
+    "functional_all_reduce",
+    "functional_all_to_all",
+    "functional_collectives",
+    "functional_reduce_scatter",
+    "functional_wait",
     "gradients_of",
     "is_custom_node",
     "is_random",
@@ -378,3 +384,48 @@ def whole_initializers(note: Callable[..., Tensor]) -> Generator[None]:
         yield
     finally:
         module._no_grad_trunc_normal_ = original
+
+
+def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]:
+    """(kind, name of the process group, bytes of the larger side) of each functional collective in a traced graph."""
+    found: list[tuple[str, str, int]] = []
+    for node in module.graph.nodes:
+        kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
+        if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
+            whole = node if kind == "all_gather" else node.args[0]
+            found.append((kind, node.args[-1], whole.meta["val"].nbytes))
+    return found
+
+
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+_functional: Any = torch.ops._c10d_functional
+
+
+def functional_all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """``[n] -> [size * n]``, to be waited for."""
+    return _functional.all_gather_into_tensor(x, size, group)
+
+
+def functional_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """``[size * n] -> [n]``, the own part of the sum, to be waited for."""
+    return _functional.reduce_scatter_tensor(x, "sum", size, group)
+
+
+def functional_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """The sum or maximum, to be waited for."""
+    return _functional.all_reduce(x, op, group)
+
+
+def functional_all_to_all(stack: Tensor, size: int, group: str) -> Tensor:
+    """``[size, ...] -> [size, ...]``, entry c to and from member c, to be waited for."""
+    return _functional.all_to_all_single(stack, [1] * size, [1] * size, group)
+
+
+def functional_wait(x: Tensor) -> Tensor:
+    """What a functional collective gives, when it has come."""
+    return _functional.wait_tensor(x)

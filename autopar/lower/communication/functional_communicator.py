@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autopar.lower.communication import torch_groups
+from autopar.lower import compat
 from autopar.lower.communication.collectives import BaseCommunicator, Collective, Handle, ReduceOp, TracedCommunicator
 from autopar.placement import Axis
 
@@ -55,7 +55,7 @@ class FunctionalCommunicator(TracedCommunicator):
 
     def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
         """What a graph that was traced with this communicator runs."""
-        found = torch_groups.functional_collectives(module)
+        found = compat.functional_collectives(module)
         return tuple(Collective(kind, self._axes[group], num_bytes) for kind, group, num_bytes in found)
 
     def _order(self, axis: Axis) -> GroupOrder:
@@ -66,24 +66,24 @@ class FunctionalCommunicator(TracedCommunicator):
     def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
         order = self._order(axis)
         sent = self._carried(x)
-        gathered = torch_groups.functional_all_gather(sent.reshape(-1), axis.size, order.name)
+        gathered = compat.functional_all_gather(sent.reshape(-1), axis.size, order.name)
         return self._received(gathered, (axis.size, *sent.shape), x.dtype, order.from_group)
 
     def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
         order = self._order(axis)
         sent = self._carried(stack if order.to_group is None else stack[order.to_group])
-        received = torch_groups.functional_all_to_all(sent.contiguous(), axis.size, order.name)
+        received = compat.functional_all_to_all(sent.contiguous(), axis.size, order.name)
         return self._received(received, tuple(sent.shape), stack.dtype, order.from_group)
 
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
         order = self._order(axis)
         sent = self._summed(stack if order.to_group is None else stack[order.to_group])
-        result = torch_groups.functional_reduce_scatter(sent.reshape(-1), axis.size, order.name)
-        return Handle(lambda: torch_groups.functional_wait(result).view(stack.shape[1:]).to(stack.dtype))
+        result = compat.functional_reduce_scatter(sent.reshape(-1), axis.size, order.name)
+        return Handle(lambda: compat.functional_wait(result).view(stack.shape[1:]).to(stack.dtype))
 
     def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
-        result = torch_groups.functional_all_reduce(self._summed(x), op, self._order(axis).name)
-        return Handle(lambda: torch_groups.functional_wait(result).to(x.dtype))
+        result = compat.functional_all_reduce(self._summed(x), op, self._order(axis).name)
+        return Handle(lambda: compat.functional_wait(result).to(x.dtype))
 
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         raise NotImplementedError("no layer broadcasts")
@@ -105,7 +105,7 @@ class FunctionalCommunicator(TracedCommunicator):
 
     def _received(self, result: Tensor, shape: Sequence[int], dtype: torch.dtype, order: list[int] | None) -> Handle:
         def finish() -> Tensor:
-            buffer = torch_groups.functional_wait(result).view(tuple(shape))
+            buffer = compat.functional_wait(result).view(tuple(shape))
             if buffer.dtype is not dtype:
                 buffer = buffer.view(dtype).squeeze(-1)
             return buffer if order is None else buffer[order]

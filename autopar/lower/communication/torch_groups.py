@@ -1,4 +1,4 @@
-"""Every private or version-dependent API of torch.distributed that `lower` needs, each behind a small function."""
+"""Version-dependent API of torch.distributed that `lower` needs, each behind a small function."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 
 from autopar.errors import MeshError
 
 __all__ = [
-    "functional_all_gather",
-    "functional_all_reduce",
-    "functional_all_to_all",
-    "functional_collectives",
-    "functional_reduce_scatter",
-    "functional_wait",
     "group_name",
     "on_completion",
     "open_group",
@@ -149,51 +142,6 @@ def world_timeout() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]:
-    """(kind, name of the process group, bytes of the larger side) of each functional collective in a traced graph."""
-    found: list[tuple[str, str, int]] = []
-    for node in module.graph.nodes:
-        kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
-        if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
-            whole = node if kind == "all_gather" else node.args[0]
-            found.append((kind, node.args[-1], whole.meta["val"].nbytes))
-    return found
-
-
-_FUNCTIONAL = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-}
-_functional: Any = torch.ops._c10d_functional
-
-
 def group_name(group: dist.ProcessGroup) -> str:
     """What functional collectives call it."""
     return group.group_name
-
-
-def functional_all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """``[n] -> [size * n]``, to be waited for."""
-    return _functional.all_gather_into_tensor(x, size, group)
-
-
-def functional_reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """``[size * n] -> [n]``, the own part of the sum, to be waited for."""
-    return _functional.reduce_scatter_tensor(x, "sum", size, group)
-
-
-def functional_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """The sum or maximum, to be waited for."""
-    return _functional.all_reduce(x, op, group)
-
-
-def functional_all_to_all(stack: Tensor, size: int, group: str) -> Tensor:
-    """``[size, ...] -> [size, ...]``, entry c to and from member c, to be waited for."""
-    return _functional.all_to_all_single(stack, [1] * size, [1] * size, group)
-
-
-def functional_wait(x: Tensor) -> Tensor:
-    """What a functional collective gives, when it has come."""
-    return _functional.wait_tensor(x)
