@@ -58,7 +58,7 @@ class RunningGraph:
         program = self.program
         given = [values[place] for place in graph.places("input")]
         with torch.autocast(self._communicator.device.type, enabled=False):  # the traced program has its casts
-            tensors = executor.executable.flatten_inputs(given, {})
+            tensors = self._compared(executor.executable.flatten_inputs(given, {}))
             seed = agree_base_seed(self._communicator) if executor.is_random else 0
             executor.begin_step()
             found = executor.run(tensors, seed)
@@ -73,6 +73,20 @@ class RunningGraph:
             output if expected is None or place >= 0 else as_expected(output, expected)
             for output, expected, place in zip(outputs, graph.outputs, graph.passed, strict=True)
         )
+
+    def _compared(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`tensors`, when ranks have made sure that they run the same graph on the same batch.
+
+        What another graph computed may differ by a rounding: floating point numbers are compared in training only,
+        where those of another graph require gradients.
+        """
+        calls = self._communicator.calls
+        if calls is None:
+            return tensors
+        named = zip(self.program.inputs, tensors, strict=True)
+        is_training = torch.is_grad_enabled()
+        batch = [(name, x) for name, x in named if not x.is_floating_point() or (is_training and not x.requires_grad)]
+        return calls.enter(f"call {{}} of graph {self.program.fingerprint}", lambda: (tensors, batch))
 
     def _bind(self, values: Sequence[Any]) -> None:
         """Register the arguments of this call under their names."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
 from autopar.lower import ParallelModule
+from tests.backend.models import Mlp, compile_for, make_mesh
 from tests.end_to_end.harness import parallelize
 from tests.ranks import run_ranks
 
@@ -91,6 +92,13 @@ def pass_another_shape(model: ParallelModule, rank: int) -> None:
     train(model, torch.ones(8 - 2 * rank, 8))
 
 
+def pass_another_batch_to_a_compiled_model(model: ParallelModule, rank: int) -> None:
+    torch._dynamo.reset()
+    compiled = compile_for(Mlp(), make_mesh(), "data=2")
+    for number in range(2):
+        compiled(torch.full((4, 8), 1.0 + rank * number)).sum().backward()
+
+
 Mishap = Callable[[ParallelModule, int], None]
 MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
     draw_one_more: ("tensor=2", MeshError, "different batches in training step 3: 'x' of rank"),
@@ -100,6 +108,7 @@ MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
     skip_a_step: ("data=2", MeshError, "different batches in training step 4"),
     skip_a_backward: ("data=2", RankError, "rank 1 came to training step 4 without"),
     clip_alone: ("data=2", RankError, "clip_grad_norm_ 1"),
+    pass_another_batch_to_a_compiled_model: ("data=2", MeshError, "different batches in call 2 of graph"),
     pass_another_shape: ("tensor=2", InputShapeError, r"'x' is \[6, 8\]"),
 }
 
