@@ -120,7 +120,7 @@ def test_an_edited_plan_is_priced_and_compared(capsys: pytest.CaptureFixture[str
     assert same["fits"]
     assert same["step_time_s"][0] == pytest.approx(same["step_time_s"][1], rel=1e-9)
     edited = json.loads(path.read_text())
-    for strategy in edited["strategies"]:
+    for strategy in edited["decisions"]["strategies"]:
         strategy["recompute"] = "full"
     path.write_text(json.dumps(edited))
     found = ask_json(capsys, TARGET, "--cluster", "4xh100", *QUICK, "--check", str(path))
