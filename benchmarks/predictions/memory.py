@@ -273,9 +273,6 @@ def _watch_step(parallel: ParallelModule, inputs: Mapping[str, Any]) -> Usage:
     tracker = AllocationTracker()
     for tensor in (*parallel.parameters(), *parallel.buffers()):
         tracker.add(tensor, "parameters")
-    for runner in parallel.layer_runners:
-        for _, tensor in runner.constants:
-            tracker.add(tensor, "parameters")
     for tensor in inputs.values():
         if isinstance(tensor, Tensor):
             tracker.add(tensor, "saved activations")
@@ -294,7 +291,11 @@ def _train_step(
     parallel: ParallelModule, inputs: Mapping[str, Any], optimizer: torch.optim.Optimizer, tracker: AllocationTracker
 ) -> None:
     optimizer.zero_grad()
-    run_backward(loss_of(parallel(**inputs)))
+    loss = loss_of(parallel(**inputs))
+    for runner in parallel.layer_runners:  # what is computed from buffers is new in every step
+        for _, part in runner.constants:
+            tracker.add(part(), "parameters")
+    run_backward(loss)
     for parameter in parallel.parameters():
         if parameter.grad is not None:
             tracker.add(parameter.grad, "gradients")

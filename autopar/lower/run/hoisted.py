@@ -58,7 +58,7 @@ class HoistedValues:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Compute them from the buffers as they are now; copies, for backward to find what forward read."""
-        self._parts.clear()
+        self._values, self._parts = {}, {}  # those of the step before are gone before their successors come
         if not self._names:
             return
         store = self._store
