@@ -27,7 +27,7 @@ from autopar.lower.kernels.random import generator_state, generators_kept
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws
 from autopar.lower.parameters.original_parameters import watch_optimizers
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_constraints, read_dtype, training_spec
 from autopar.planning.eval_mode import EvalFactories, ExampleInputs, eval_factories, trace_model

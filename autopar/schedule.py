@@ -1,6 +1,6 @@
 """Pipeline schedules as data: which device group runs which action in which order, and when that is.
 
-The action lists themselves come from torch.distributed.pipelining (`lower/run/schedules.py` reads them from its
+The action lists themselves come from torch.distributed.pipelining (`lower/run/schedule_lists.py` reads them from its
 schedule classes); the search simulates them here and the runtime executes the same lists.  No torch.
 """
 
@@ -70,7 +70,7 @@ def parse_action(text: str) -> Action:
 
 
 class ScheduleSource(Protocol):
-    """Where action lists come from: `autopar.lower.run.schedules.schedule_actions`, or a test's table."""
+    """Where action lists come from: `autopar.lower.run.schedule_lists.schedule_actions`, or a test's table."""
 
     def __call__(self, schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> ScheduleActions:
         """Per device group, everything that it does in one step, in order."""

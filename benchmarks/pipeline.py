@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.lower.communication.communicator import Handle, ProcessGroupCommunicator
-from autopar.lower.run.schedules import StageWork, run_schedule, schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.lower.run.schedules import StageWork, run_schedule
 from autopar.placement import Axis
 from autopar.schedule import SCHEDULES, ScheduleActions, StageCost, simulate_schedule, stage_group
 

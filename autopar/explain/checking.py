@@ -19,7 +19,7 @@ from autopar.explain.editing import Edit, apply_edits
 from autopar.explain.planner import Answer, Planner
 from autopar.lower.compat import leaves_of, map_leaves
 from autopar.lower.parameters.materialize import materialize
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict

@@ -9,7 +9,7 @@ from autopar.explain.explanation import Explanation
 from autopar.explain.forced import ForcedRow
 from autopar.explain.planner import Answer
 from autopar.explain.sweep import SweepRow
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.step.simulate import simulate_step
 from autopar.timeline import StepTimeline

@@ -10,7 +10,7 @@ from autopar.cost import ClusterPrices, Profile
 from autopar.errors import QuestionError
 from autopar.explain.asked import Asked
 from autopar.explain.targets import ModelTarget, load_target
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.program import Program

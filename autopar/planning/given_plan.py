@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import MissingPriceError
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.plan_check import check_fit

@@ -30,7 +30,7 @@ from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.simulated_ranks import ThreadCommunicator
 from autopar.lower.compat import run_backward
 from autopar.lower.parameters.layer_parameters import LayerParameters
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.step import StepGradients
 from autopar.planning.arguments import read_dtype, training_spec
 from autopar.search import SearchRequest, search

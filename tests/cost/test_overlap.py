@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedule import StageCost, simulate_schedule
 
 SECONDS = st.floats(0, 100)

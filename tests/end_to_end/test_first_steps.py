@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.lower import ParallelModule
 from autopar.lower.compat import run_backward
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import training_spec
 from autopar.search import SearchRequest, search

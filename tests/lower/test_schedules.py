@@ -13,8 +13,9 @@ import torch
 
 from autopar.errors import InputShapeError, PipelineError
 from autopar.lower.communication.communicator import Communicator, Handle, simulate
-from autopar.lower.run import schedules
-from autopar.lower.run.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
+from autopar.lower.run import schedule_lists
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.lower.run.schedules import StageWork, backward_actions, forward_actions, run_schedule
 from autopar.placement import Axis
 from autopar.schedule import (
     SCHEDULES,
@@ -171,7 +172,7 @@ def test_torch_is_not_heard(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("zbv", 8), ("interleaved_1f1b", 12)])
 def test_what_makes_lists_quick_changes_none(schedule: str, stages: int, monkeypatch: pytest.MonkeyPatch):
     made = schedule_actions.__wrapped__(schedule, 4, stages, 8)
-    monkeypatch.setattr(schedules, "_Upcoming", list)
+    monkeypatch.setattr(schedule_lists, "_Upcoming", list)
     assert schedule_actions.__wrapped__(schedule, 4, stages, 8) == made
 
 

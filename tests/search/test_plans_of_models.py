@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.search import TrainingSpec
 from autopar.step.pricing import predict
 from tests.zoo import plan_for, quick_prices, subject

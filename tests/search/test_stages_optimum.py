@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedule import SCHEDULES, Shape, count_flights, schedule_problem
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.schedule_estimates import estimate_flights

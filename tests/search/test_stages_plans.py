@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.lower.run.schedules import schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import Plan, Stage
 from autopar.prediction import LayerCost

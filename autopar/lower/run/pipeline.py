@@ -24,7 +24,8 @@ from autopar.lower.program.split_backward import SplitBackward
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Lies
 from autopar.lower.run.microbatch import join_microbatches
-from autopar.lower.run.schedules import StageWork, backward_actions, forward_actions, run_schedule, schedule_actions
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.lower.run.schedules import StageWork, backward_actions, forward_actions, run_schedule
 from autopar.lower.run.step import StepGradients, release_later, spread_overflow, trained_parameters
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleActions
