@@ -5,7 +5,8 @@ A schedule lists forwards, backwards, sends and receives by stage and microbatch
 is a forward and a backward for every microbatch.  `StepActions.of` says what such an action is layer by layer:
 
 - Forward: the next layer's parameters are unsharded while a layer computes.  What is unsharded once for several
-  microbatches (ZeRO-0 and 1) is waited for in the first.  With stages all groups unshard at once what they need for the
+  microbatches (ZeRO-0 and 1) is waited for in the first, and resharded in the last backward (outside training in the
+  last forward, with stages at the end of the step).  With stages all groups unshard at once what they need for the
   whole step, before anything else (`begin`): else every stage would when the first microbatch comes by.
 - Backward: the parameters of the layer before are unsharded while a layer computes, where ZeRO-3 needs them anew; a
   layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
@@ -35,7 +36,8 @@ class LayerAction(NamedTuple):
 
     `kind` is ``"UNSHARD"`` (start to gather its parameters), ``"WAIT_UNSHARD"``, ``"F"``, ``"B"``, ``"I"`` or ``"W"``
     (as in `Action`), ``"RESHARD"`` (free the gathered parameters), ``"REDUCE"`` (start to reduce their gradients) or
-    ``"WAIT_REDUCE"``.
+    ``"WAIT_REDUCE"``.  The copies are of no use to any action of the layer behind ``"RESHARD"`` until the next
+    ``"UNSHARD"``.
     """
 
     kind: str
@@ -105,6 +107,10 @@ class StepActions:
         return frozenset(first.values())
 
     @cached_property
+    def _last_forwards(self) -> frozenset[Action]:
+        return frozenset({action.stage: action for action in self._all("F")}.values())
+
+    @cached_property
     def _last_backwards(self) -> frozenset[Action]:
         return frozenset({action.stage: action for action in self._all("BW")}.values())
 
@@ -125,7 +131,8 @@ class StepActions:
 
     def key(self, action: Action) -> tuple[object, ...]:
         """Actions with the same key are the same but for their microbatch."""
-        return action.stage, action.kind, action in self._first_forwards, action in self._last_backwards
+        is_last = action in self._last_forwards or action in self._last_backwards
+        return action.stage, action.kind, action in self._first_forwards, is_last
 
     def own(self, group: int) -> Iterator[int]:
         """The layers that a device group runs, stage by stage."""
@@ -143,6 +150,7 @@ class StepActions:
         waiting: list[LayerAction] = []
         for index in self.own(group) if self.has_stages and self.is_training else ():
             if not self.policies[index].reduces_each:
+                yield LayerAction("RESHARD", index)
                 yield LayerAction("REDUCE", index)
                 yield from waiting
                 waiting = [LayerAction("WAIT_REDUCE", index)]
@@ -152,14 +160,17 @@ class StepActions:
         """What an action is, layer by layer; nothing for sends and receives."""
         layers = self.ranges[action.stage]
         if action.kind == "F":
-            return self._forward(layers, is_first=action in self._first_forwards)
+            is_last = action in self._last_forwards
+            return self._forward(layers, is_first=action in self._first_forwards, is_last=is_last)
+        is_last = action in self._last_backwards
         if action.kind == "B" or (action.kind == "I" and not self.is_split(action.stage)):
-            return self._backward(layers[::-1], is_last=action in self._last_backwards)
+            return self._backward(layers[::-1], is_last=is_last)
         if action.kind in "IW" and self.is_split(action.stage):
-            return self._backward_part(layers[::-1], action.kind)
+            return self._backward_part(layers[::-1], action.kind, is_last=is_last)
         return iter(())
 
-    def _forward(self, layers: Sequence[int], *, is_first: bool) -> Iterator[LayerAction]:
+    def _forward(self, layers: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[LayerAction]:
+        reshards = is_last and not self.is_training
         unshards_now = is_first and not self.unshards_first
         opened = 0
         for position, index in enumerate(layers):
@@ -172,7 +183,7 @@ class StepActions:
                         yield LayerAction("WAIT_UNSHARD", ahead)
             yield LayerAction("WAIT_UNSHARD", index)
             yield LayerAction("F", index)
-            if self.policies[index].unshards_each:
+            if self.policies[index].unshards_each or reshards:
                 yield LayerAction("RESHARD", index)
 
     def _backward(self, layers: Sequence[int], *, is_last: bool) -> Iterator[LayerAction]:
@@ -187,9 +198,12 @@ class StepActions:
             if self.policies[index].unshards_again:
                 yield LayerAction("WAIT_UNSHARD", index)
             yield LayerAction("B", index)
-            if self.policies[index].unshards_again:
+            reduces_now = self.policies[index].reduces_each or reduces_rest
+            if self.policies[index].unshards_again or (
+                is_last and reduces_now and not self.policies[index].unshards_each
+            ):
                 yield LayerAction("RESHARD", index)
-            if self.policies[index].reduces_each or reduces_rest:
+            if reduces_now:
                 yield LayerAction("REDUCE", index)
                 yield from waiting
                 waiting = [LayerAction("WAIT_REDUCE", index)]
@@ -198,11 +212,13 @@ class StepActions:
                 waiting = []
         yield from waiting
 
-    def _backward_part(self, layers: Sequence[int], kind: str) -> Iterator[LayerAction]:
+    def _backward_part(self, layers: Sequence[int], kind: str, *, is_last: bool) -> Iterator[LayerAction]:
         for index in layers:
             yield LayerAction(kind, index)
         for index in layers if kind == "W" else ():
             if self.policies[index].reduces_each:
+                if is_last:
+                    yield LayerAction("RESHARD", index)
                 yield LayerAction("REDUCE", index)
                 yield LayerAction("WAIT_REDUCE", index)
 
