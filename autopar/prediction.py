@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from autopar.schedule import StageCost
@@ -33,6 +34,10 @@ class LayerCost:
     forward_comm_s: float = 0.0
     step_comm_s: float = 0.0
     weight_s: float = 0.0
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        """The cost of both, on the same device."""
+        return LayerCost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def total_s(self) -> float:

@@ -24,7 +24,7 @@ from autopar.search.degree_roles import AxisRoles, allowed_options, meets_degree
 from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import Policy, storage_layout
-from autopar.step.layer_cost import add_storage, own_training, running_costs, storage_cost, stored_collectives
+from autopar.step.layer_cost import own_training, running_costs, storage_cost, stored_collectives
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
 from autopar.step.value_flows import find_flows, time_view
@@ -215,7 +215,7 @@ def _variants(
     training = own_training(settings.program, placed.layer, settings.training)
     for stored in known[key]:
         for recompute, cost in running.items():
-            whole = add_storage(cost, stored.cost)
+            whole = cost + stored.cost
             overlapped = overlapped_s(whole, *stored.transfers, stored.zero, settings.num_microbatches, training)
             yield _Variant(policies, strategy, stored, recompute, whole, overlapped)
 

@@ -29,8 +29,8 @@ from autopar.search.layout_choices import storage_layout
 from autopar.search.variable_elimination import Table, minimise
 from autopar.step.gradient_sums import gradient_sum_s
 from autopar.step.layer_cost import is_rerun, parameter_times, placed_cost, updates
-from autopar.step.layer_memory import parameter_memory
 from autopar.step.local_layer import PlacedLayer, stored_steps
+from autopar.step.parameter_bytes import parameter_bytes
 from autopar.step.value_flows import is_alias
 
 __all__ = ["LayerSolutions", "SolvedVariant", "solve_problem"]
@@ -162,7 +162,8 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
         return times * taken * prices.collective_s(kind, axis, num_bytes)
 
     seconds = 0.0
-    for step in stored_steps(value.name, stored, copy, problem.mesh, shared):
+    steps = stored_steps(value.name, stored, copy, problem.mesh, shared)
+    for step in steps:
         seconds += price(step.forward, step.axis, tensor.num_bytes * step.fraction, gathers)
         seconds += price(step.backward, step.axis, gradient_bytes * step.fraction, reduces if trains else 0)
     if trains:
@@ -171,10 +172,10 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     if value.name in shared:
         return seconds
     elements, copied = (math.prod(local_shape(tensor.shape, layout, problem.mesh)) for layout in (stored, copy))
-    memory = parameter_memory(tensor.dtype, elements, copied, zero, value.requires_grad, training)
+    held = parameter_bytes(tensor.dtype, elements, copied, steps, trains=trains, training=training).held(zero)
     if trains:
         seconds += elements * problem.optimizer_s_per_element[tensor.dtype] + prices.optimizer_tensor_s
-    return seconds + variant.memory_weight_s_per_byte * memory.persistent_bytes
+    return seconds + variant.memory_weight_s_per_byte * held.static_bytes
 
 
 def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:

@@ -9,7 +9,7 @@ Seconds of a step with M microbatches::
     + (M - 1) * sum over params   adding up its gradients (`gradient_sums`)
     +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
 
-Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `layer_memory`.
+Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `parameter_bytes`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Program, Value
 from autopar.step.collective_calls import CollectiveCall, reshard_calls
 from autopar.step.gradient_sums import gradient_sums_s
-from autopar.step.layer_memory import held_memory
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import PlacedLayer, SharedStorage, place
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_states import kernel_runs
+from autopar.step.parameter_bytes import held_cost
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
@@ -38,7 +38,6 @@ __all__ = [
     "PricedCollective",
     "SharedStorage",
     "TrainingSpec",
-    "add_storage",
     "is_differentiable",
     "is_rerun",
     "layer_collectives",
@@ -205,18 +204,7 @@ def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> 
     """As `layer_cost`, of a layer that a strategy has been applied to."""
     running = running_costs(placed, (placed.recompute,), prices, training)[placed.recompute]
     stored = tuple(stored_collectives(placed, own_training(placed.program, placed.layer, training)))
-    return add_storage(running, storage_cost(placed, stored, prices, training))
-
-
-def add_storage(running: LayerCost, storage: LayerCost) -> LayerCost:
-    """The whole cost from its two parts, `running_costs` and `storage_cost`."""
-    return LayerCost(
-        running.forward_s, running.backward_s + storage.backward_s, running.recompute_s, running.activation_comm_s,
-        running.parameter_comm_s + storage.parameter_comm_s, storage.optimizer_s, storage.parameter_bytes,
-        storage.gradient_bytes, storage.optimizer_bytes, running.saved_bytes,
-        running.transient_bytes + storage.transient_bytes, running.forward_comm_s + storage.forward_comm_s,
-        storage.step_comm_s, running.weight_s + storage.weight_s,
-    )  # fmt: skip
+    return running + storage_cost(placed, stored, prices, training)
 
 
 def running_costs(
@@ -282,19 +270,15 @@ def storage_cost(
             weight_s += run.times * each_s
         else:
             once_s += run.times * each_s
-    memory = held_memory(placed, training)
     sums_s = gradient_sums_s(placed, prices, training)
-    return LayerCost(
+    return replace(
+        held_cost(placed, training),
         backward_s=sums_s,
         parameter_comm_s=seconds,
         forward_comm_s=ahead_s,
         step_comm_s=once_s,
         weight_s=weight_s + sums_s,
         optimizer_s=optimizer_s(placed, prices, training),
-        parameter_bytes=memory.parameter_bytes,
-        gradient_bytes=memory.gradient_bytes,
-        optimizer_bytes=memory.optimizer_bytes,
-        transient_bytes=memory.transient_bytes,
     )
 
 

@@ -22,15 +22,14 @@ Gradients are taken not to be there when the step begins (``optimizer.zero_grad(
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.placement import local_shape
 from autopar.schedule import Action, ScheduleSource
 from autopar.step.actions import step_actions
+from autopar.step.layer_bytes import layer_bytes
 from autopar.step.liveness import input_key
-from autopar.step.parameter_bytes import layer_holdings
+from autopar.step.parameter_bytes import shared_parameter_bytes
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec
 from autopar.timeline import Event, MemoryPoint
@@ -77,15 +76,15 @@ def peak_bytes(memory: Iterable[Moment]) -> float:
 
 
 class _Known:
-    """What all groups share: the layers' holdings, and how values cross from layer to layer."""
+    """What all groups share: the layers' bytes, and how values cross from layer to layer."""
 
     def __init__(self, layers: PlannedLayers, training: TrainingSpec) -> None:
         self.program, self.plan, self.training = layers.program, layers.decisions, training
         self.shared, self.strategies = layers.shared, layers.strategies
         self.ranges, self.groups = self.plan.ranges, self.plan.groups
-        # Like each layer, with the names of values in `holdings`.
+        # Like each layer, with the names of values in `sizes`.
         self.like = [placed.layer for placed in layers.placed]
-        self.holdings = layers.find("holdings", lambda placed: layer_holdings(placed, training))
+        self.sizes = layers.find("bytes", lambda placed: layer_bytes(placed, training))
         program = layers.program
         self.producer: dict[str, tuple[int, int]] = {}
         self.last_reader: dict[str, int] = {}
@@ -167,21 +166,19 @@ class _Walk:
         program = self.known.program
         parts: dict[tuple[object, ...], float] = {}
         for index in self.own:
-            layer, holdings = program.layers[index], self.known.holdings[index]
+            layer, sizes = program.layers[index], self.known.sizes[index]
             real = dict(zip(self.known.like[index].held, layer.held, strict=True))
-            for name, num_bytes in holdings.stored:
+            for name, num_bytes in sizes.stored:
                 parts[real[name], num_bytes if program.values[real[name]].role == "constant" else ""] = num_bytes
         parameters = sum(parts.values())
-        optimizer = sum(self.known.holdings[index].optimizer_bytes for index in self.own)
-        for name, (mesh, layout) in self.known.shared.items():
+        optimizer = sum(self.known.sizes[index].optimizer_bytes for index in self.own)
+        for name, where in self.known.shared.items():
             if any(name in program.layers[index].held for index in self.own):
-                value = program.values[name]
-                stored = math.prod(local_shape(value.type.shape, layout, mesh))
-                training, dtype = self.known.training, value.type.dtype
-                parameters += stored * training.storage_itemsize(dtype)
-                if value.requires_grad and training.is_training:
-                    optimizer += stored * training.optimizer_state_bytes_per_element
-                    self.shared_gradients[name] = float(stored * training.gradient_itemsize(dtype))
+                shared = shared_parameter_bytes(program.values[name], where, self.known.training)
+                parameters += shared.stored_bytes
+                optimizer += shared.optimizer_bytes
+                if shared.gradient_bytes:
+                    self.shared_gradients[name] = shared.gradient_bytes
         return parameters, optimizer
 
     # --- one layer after the other
@@ -192,8 +189,8 @@ class _Walk:
         for name in self._arriving(layers):
             self._hold((microbatch, *self._output(name)), f"stage {action.stage}", self._output_bytes(name))
         for index in layers:
-            holdings, layer = known.holdings[index], known.program.layers[index]
-            running = holdings.running
+            sizes, layer = known.sizes[index], known.program.layers[index]
+            running = sizes.running
             where = "forward", action.stage, index, microbatch
             opening, window = self._open(index, index + 1 if index + 1 in layers else -1)
             if opening > window:
@@ -242,7 +239,7 @@ class _Walk:
                 self._drop(index, microbatch)
                 flying = self._reduce(where, index, flying, window, stays=stays, is_last=is_last)
             else:
-                self.branches[microbatch, index] = known.holdings[index].running.branch_bytes
+                self.branches[microbatch, index] = known.sizes[index].running.branch_bytes
             self._note(where, flying, is_after=True)
         for name in leaving:
             self.pending.pop((microbatch, name), None)
@@ -251,12 +248,12 @@ class _Walk:
 
     def _run_back(self, where: tuple[str, int, int, int], index: int, flying: float, window: float) -> bool:
         """The layer's ops; whether the gradients of its parameters stay as they are: nothing reduces or adds them."""
-        holdings = self.known.holdings[index]
-        running = holdings.running
+        sizes = self.known.sizes[index]
+        running = sizes.running
         there = running.saved_bytes + sum(gradient for _, _, gradient in running.outputs)
         above = max(0.0, running.backward_bytes - there)
-        weights = max(0.0, running.weight_bytes - there - above) if holdings.copy_gradient_bytes else 0.0
-        stays = not holdings.reduced_bytes and index not in self.has_sum
+        weights = max(0.0, running.weight_bytes - there - above) if sizes.copy_gradient_bytes else 0.0
+        stays = not sizes.reduced_bytes and index not in self.has_sum
         self._note(
             where, above + flying + (0.0 if stays else weights), window=window, gradients=weights if stays else 0.0
         )
@@ -274,7 +271,7 @@ class _Walk:
 
     def _gradient_bytes(self, name: str) -> float:
         index, position = self.known.producer[name]
-        return self.known.holdings[index].running.outputs[position][2]
+        return self.known.sizes[index].running.outputs[position][2]
 
     def _reduce(
         self, where: tuple[str, int, int, int], index: int, flying: float, window: float, *, stays: bool, is_last: bool
@@ -284,27 +281,27 @@ class _Walk:
         Returns:
             Bytes that are under way while the layer before computes, beside the gradients that they become.
         """
-        holdings = self.known.holdings[index]
+        sizes = self.known.sizes[index]
         goes = self.is_single or self.known.strategies[index].zero >= 2 or (is_last and not self.known.plan.stages)
-        reduces = goes and holdings.reduced_bytes > 0.0
+        reduces = goes and sizes.reduced_bytes > 0.0
         # What comes is a gradient, or a term of one that is there.
-        arriving = holdings.arriving_bytes if reduces else 0.0
+        arriving = sizes.arriving_bytes if reduces else 0.0
         tied = self.has_shared.intersection(self.known.program.layers[index].held) if self.is_single else ()
         term = sum(self.shared_gradients[name] for name in tied) if reduces else 0.0
         if index in self.has_sum and not self._is_new_sum(index):
             term = arriving
         if not stays:
-            packed = holdings.packed_bytes if reduces else 0.0
-            above = flying + holdings.copy_gradient_bytes + packed + term
+            packed = sizes.packed_bytes if reduces else 0.0
+            above = flying + sizes.copy_gradient_bytes + packed + term
             self._note(where, above, window=window, gradients=arriving - term)
         self._settle(index, reduces=reduces)
-        return holdings.scattered_bytes + term if reduces else 0.0
+        return sizes.scattered_bytes + term if reduces else 0.0
 
     def _weights(self, action: Action) -> None:
         for index in reversed(self.known.ranges[action.stage]):
-            holdings = self.known.holdings[index]
+            sizes = self.known.sizes[index]
             # Parameter by parameter, a gradient is added to those that are there.
-            self._note(("backward", action.stage, index, action.microbatch), holdings.largest_bytes)
+            self._note(("backward", action.stage, index, action.microbatch), sizes.largest_bytes)
             self.branches.pop((action.microbatch, index), None)
             self._drop(index, action.microbatch)
             self._settle(index, reduces=False)
@@ -320,23 +317,23 @@ class _Walk:
         """A layer's parameters for its forward: bytes of copies that don't stay and of what comes, while they are taken
         out of the buffer in which they came and while the layer runs.
         """
-        holdings = self.known.holdings[index]
+        sizes = self.known.sizes[index]
         if self.known.strategies[index].zero == 3:
             coming = self._coming(following)
-            own = holdings.copied_bytes
-            return own + holdings.taken_apart_bytes + coming, own + coming
+            own = sizes.copied_bytes
+            return own + sizes.taken_apart_bytes + coming, own + coming
         is_first = index not in self.has_copy
         self._copy(index)
         coming = self._coming(following)
-        return (holdings.taken_apart_bytes if is_first else 0.0) + coming, coming
+        return (sizes.taken_apart_bytes if is_first else 0.0) + coming, coming
 
     def _open_again(self, index: int, following: int) -> tuple[float, float]:
         """The same for its backward: ZeRO-3 gathers anew."""
         if self.known.strategies[index].zero < 3:
             return 0.0, 0.0
-        holdings = self.known.holdings[index]
-        own, coming = holdings.copied_bytes, self._coming(following)
-        return own + holdings.taken_apart_bytes, own + coming
+        sizes = self.known.sizes[index]
+        own, coming = sizes.copied_bytes, self._coming(following)
+        return own + sizes.taken_apart_bytes, own + coming
 
     def _coming(self, index: int) -> float:
         """What is on its way of the layer that runs next, -1 for none."""
@@ -345,33 +342,33 @@ class _Walk:
         if self.known.strategies[index].zero < 2 and not self.is_single:
             self._copy(index)  # once a step, and waited for at once
             return 0.0
-        return self.known.holdings[index].coming_bytes
+        return self.known.sizes[index].coming_bytes
 
     def _copy(self, index: int) -> None:
         """Copies that stay until the end of the step."""
         if index not in self.has_copy and self.known.strategies[index].zero < 3:
             self.has_copy.add(index)
-            self.gathered += self.known.holdings[index].copied_bytes
+            self.gathered += self.known.sizes[index].copied_bytes
 
     def _is_new_sum(self, index: int) -> bool:
         return not self.is_single and self.known.strategies[index].zero < 2
 
     def _settle(self, index: int, *, reduces: bool) -> None:
         """The gradients that a backward leaves."""
-        holdings = self.known.holdings[index]
+        sizes = self.known.sizes[index]
         is_first = index not in self.has_sum
         self.has_sum.add(index)
         if self._is_new_sum(index):
-            self.gradients += holdings.sum_bytes if is_first and not reduces else 0.0
+            self.gradients += sizes.sum_bytes if is_first and not reduces else 0.0
             if reduces:  # the last microbatch's: all of them at once
-                self.gradients += holdings.arriving_bytes - (0.0 if is_first else holdings.sum_bytes)
+                self.gradients += sizes.arriving_bytes - (0.0 if is_first else sizes.sum_bytes)
             return
         if is_first:
             shared = self.shared_gradients.keys() & set(self.known.program.layers[index].held)
             # With microbatches each layer that reads a parameter has a sum of its own.
             new = shared - self.has_shared if self.is_single else shared
             self.has_shared |= new
-            self.gradients += holdings.gradient_bytes + sum(self.shared_gradients[name] for name in new)
+            self.gradients += sizes.gradient_bytes + sum(self.shared_gradients[name] for name in new)
 
     def _finish(self) -> None:
         """What is done once, at the end."""
@@ -384,14 +381,14 @@ class _Walk:
             self._note(end, max(joined, default=0.0))
         if not self.known.training.is_training:
             return
-        holdings = [self.known.holdings[index] for index in self.own]
+        sizes = [self.known.sizes[index] for index in self.own]
         if self.known.plan.stages:
             self._reduce_sums(end)
-        stored = sum(h.gradient_bytes for h in holdings) + sum(self.shared_gradients.values())
+        stored = sum(h.gradient_bytes for h in sizes) + sum(self.shared_gradients.values())
         self.gradients = stored
         self.held.clear()
         self.saved = self.inside = 0.0
-        largest = max((h.largest_bytes for h in holdings), default=0.0)
+        largest = max((h.largest_bytes for h in sizes), default=0.0)
         at_once = self.known.training.steps_at_once
         self.gathered = self.gathered if self.is_single else 0.0
         self._note(end, stored if at_once else 2 * largest)
@@ -401,12 +398,12 @@ class _Walk:
         """Sums become gradients layer by layer, the next one's on their way while one's are waited for."""
         before = 0.0
         for index in self.own:
-            holdings = self.known.holdings[index]
-            if self._is_new_sum(index) and holdings.reduced_bytes:
-                self._note(end, before + holdings.packed_bytes, gradients=holdings.arriving_bytes)
-                self.gradients += holdings.arriving_bytes - holdings.sum_bytes
-                self._note(end, before + holdings.scattered_bytes)
-                before = holdings.scattered_bytes
+            sizes = self.known.sizes[index]
+            if self._is_new_sum(index) and sizes.reduced_bytes:
+                self._note(end, before + sizes.packed_bytes, gradients=sizes.arriving_bytes)
+                self.gradients += sizes.arriving_bytes - sizes.sum_bytes
+                self._note(end, before + sizes.scattered_bytes)
+                before = sizes.scattered_bytes
             else:
                 before = 0.0
 
@@ -429,20 +426,20 @@ class _Walk:
     def _output(self, name: str) -> tuple[int, str]:
         """The tensor in which a value leaves its layer: an earlier one where it only passes through."""
         index, position = self.known.producer[name]
-        return index, self.known.holdings[index].running.outputs[position][0]
+        return index, self.known.sizes[index].running.outputs[position][0]
 
     def _output_bytes(self, name: str) -> float:
         index, position = self.known.producer[name]
-        return self.known.holdings[index].running.outputs[position][1]
+        return self.known.sizes[index].running.outputs[position][1]
 
     def _moved_bytes(self, index: int) -> float:
         """Of a layer's inputs, those that were moved for it."""
-        sizes = self.known.holdings[index].running.inputs.values()  # by position
+        sizes = self.known.sizes[index].running.inputs.values()  # by position
         return sum(size for position, size in enumerate(sizes) if self._identity(0, index, position)[1] == index)
 
     def _keep(self, index: int, microbatch: int) -> None:
         """What a layer saves; by itself what other layers may hold as well."""
-        running = self.known.holdings[index].running
+        running = self.known.sizes[index].running
         firsts = self.known.like[index].inputs
         inputs = {input_key(first): position for position, first in enumerate(firsts)}
         outputs = {key for key, _, _ in running.outputs}
@@ -455,13 +452,13 @@ class _Walk:
 
     def _inside_bytes(self, index: int) -> float:
         """What a layer saves that no other layer can hold."""
-        running = self.known.holdings[index].running
+        running = self.known.sizes[index].running
         firsts = self.known.like[index].inputs
         shared = {input_key(first) for first in firsts} | {key for key, _, _ in running.outputs}
         return running.saved_bytes - sum(size for key, size in running.saved.items() if key in shared)
 
     def _saved_beside_inputs(self, index: int) -> float:
-        running = self.known.holdings[index].running
+        running = self.known.sizes[index].running
         return running.saved_bytes - sum(running.saved.get(input_key(name), 0.0) for name in running.inputs)
 
     def _drop(self, index: int, microbatch: int) -> None:

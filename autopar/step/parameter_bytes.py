@@ -1,148 +1,159 @@
-"""What a layer of a plan holds on one device, part by part: the numbers that a walk through a step adds up."""
+"""The bytes that a parameter takes on one device: the one record that prices, the search and the memory walk read.
+
+Which of them are there at once follows from the ZeRO level (`ParameterBytes.held`)::
+
+    ZeRO   parameters                       gradients                                 optimizer
+    0, 1   stored, and the copy             as the copy's sum, and reduced            stored
+    2      stored, and the copy             reduced (one layer's copy in transit)     stored
+    3      stored (one layer's in transit)  as 2                                      stored
+
+There is a copy to compute with where a parameter is gathered or cast.  What ops compute is in `autopar.step.liveness`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.placement import local_shape
-from autopar.program import Layer, Program, itemsize_bytes
-from autopar.step.layer_cost import own_training
-from autopar.step.liveness import RunningMemory, running_memory
+from autopar.placement import Layout, Step, local_shape
+from autopar.prediction import LayerCost
+from autopar.program import Value, itemsize_bytes
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
 
-__all__ = ["Holdings", "layer_holdings"]
+__all__ = ["ParameterBytes", "held_cost", "layer_parameters", "parameter_bytes", "shared_parameter_bytes"]
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """Bytes of one layer.
+class ParameterBytes:
+    """Bytes of one parameter.
 
     Args:
-        running: what one microbatch takes.
-        stored: per held value (by name in the first layer of the kind), where it is stored between steps; of parameters
-            that several layers share, 0 here.
+        stored_bytes: as it is stored between steps.
+        copied_bytes: of the copy to compute with; 0 where compute reads what is stored.
+        received_bytes: the part of the copy that collectives (or slices) bring.
+        sent_bytes: what they take of the storage.
         optimizer_bytes: of the optimizer's state.
-        largest_bytes: the largest trained parameter as it is stored, for an optimizer that steps one after the other.
-        copied_bytes: the copies to compute with, of parameters that are gathered or cast.
-        received_bytes: the part of them that collectives bring.
-        sent_bytes: of what is put into a buffer of its own to be gathered.
-        taken_apart_bytes: the part of `received_bytes` that is copied out of the buffer in which it came.
-        gradient_bytes: gradients where parameters are stored.
-        copy_gradient_bytes: gradients of what is computed with.
-        sum_bytes: the same, in the dtype in which microbatches add them up.
-        reduced_bytes: the part of `copy_gradient_bytes` that collectives reduce.
-        packed_bytes: the part of that which is put into a buffer of its own to be reduced.
-        scattered_bytes: the part of which every device gets a part; it is there until that has come.
-        arriving_bytes: what comes of reductions.
+        gradient_bytes: of the gradient where the parameter is stored.
+        copy_gradient_bytes: of the gradient of what is computed with.
+        sum_bytes: the same, in the dtype in which microbatches add up.
+        reduced_bytes: `copy_gradient_bytes` where collectives reduce it.
+        arriving_bytes: what comes of that.
+        is_part: whether a device stores fewer elements than it computes with (or more).
+        is_cast: whether it is stored in another dtype than it is computed with.
+        is_reordered: whether what collectives move is not contiguous: slices of inner dims.
+        is_scattered: whether each device gets a part of the reduced gradient.
     """
 
-    running: RunningMemory
-    stored: tuple[tuple[str, float], ...]
-    optimizer_bytes: float = 0.0
-    largest_bytes: float = 0.0
+    stored_bytes: float
     copied_bytes: float = 0.0
     received_bytes: float = 0.0
     sent_bytes: float = 0.0
-    taken_apart_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
     gradient_bytes: float = 0.0
     copy_gradient_bytes: float = 0.0
     sum_bytes: float = 0.0
     reduced_bytes: float = 0.0
-    packed_bytes: float = 0.0
-    scattered_bytes: float = 0.0
     arriving_bytes: float = 0.0
-
-    @property
-    def coming_bytes(self) -> float:
-        """What its gathers take while they are under way."""
-        return self.sent_bytes + self.received_bytes
-
-
-def layer_holdings(placed: PlacedLayer, training: TrainingSpec) -> Holdings:
-    """What the layer of `placed` holds."""
-    training = own_training(placed.program, placed.layer, training)
-    running = running_memory(placed, (placed.recompute,), training)[placed.recompute]
-    parts = [_parameter(placed, flow, training) for flow in placed.flows.values() if flow.is_parameter]
-    gathered = [part for part in parts if part.received]
-    reduced = [part for part in parts if part.reduced]
-    others = [
-        (flow.value.name, float(flow.value.type.num_bytes if flow.value.role == "buffer" else _local(placed, flow)))
-        for flow in placed.flows.values()
-        if flow.source == "held" and not flow.is_parameter
-    ]
-    return Holdings(
-        running,
-        (*((part.name, part.stored) for part in parts if part.name not in placed.shared), *others),
-        sum(part.optimizer for part in parts if part.name not in placed.shared),
-        max((part.stored for part in parts if part.optimizer), default=0.0),
-        sum(part.copied for part in parts),
-        sum(part.received for part in parts),
-        sum(part.sent for part in gathered if len(gathered) > 1 or part.is_cast),
-        sum(part.received for part in gathered if len(gathered) > 1 or part.is_reordered),
-        sum(part.gradient for part in parts if part.name not in placed.shared),
-        sum(part.copy_gradient for part in parts),
-        sum(part.total for part in parts),
-        sum(part.reduced for part in parts),
-        sum(part.reduced for part in reduced if len(reduced) > 1 or part.is_reordered),
-        sum(part.reduced for part in reduced if part.is_scattered),
-        sum(part.arriving for part in reduced),
-    )
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    name: str
-    stored: float
-    copied: float
-    received: float
-    sent: float
-    is_cast: bool
-    is_reordered: bool
-    optimizer: float = 0.0
-    gradient: float = 0.0
-    copy_gradient: float = 0.0
-    total: float = 0.0
-    reduced: float = 0.0
+    is_part: bool = False
+    is_cast: bool = False
+    is_reordered: bool = False
     is_scattered: bool = False
-    arriving: float = 0.0
+
+    def held(self, zero: int) -> LayerCost:
+        """The bytes that a search counts at this ZeRO level: always, and (`transient_bytes`) while the layer runs."""
+        # A copy of as many elements as are stored, cut in another dim, is counted by the walk alone.
+        copied_bytes = self.copied_bytes if self.is_part or self.is_cast else 0.0
+        own_bytes = self.sum_bytes if self.is_part else 0.0
+        return LayerCost(
+            parameter_bytes=self.stored_bytes + (copied_bytes if zero < 3 else 0.0),
+            gradient_bytes=self.gradient_bytes + (own_bytes if zero < 2 else 0.0),
+            optimizer_bytes=self.optimizer_bytes,
+            transient_bytes=(copied_bytes if zero == 3 else 0.0) + (own_bytes if zero >= 2 else 0.0),
+        )
 
 
-def _local(placed: PlacedLayer, flow: Flow) -> float:
-    layout = placed.copies[flow.value.name] if flow.readers else placed.storage[flow.producer]
-    return placed.local_bytes(flow.value.type, layout)
+def parameter_bytes(
+    dtype: str, stored: float, copied: float, steps: Sequence[Step], *, trains: bool, training: TrainingSpec
+) -> ParameterBytes:
+    """The bytes of a parameter.
 
-
-def _parameter(placed: PlacedLayer, flow: Flow, training: TrainingSpec) -> _Parameter:
-    value, dtype = flow.value, flow.value.type.dtype
-    mesh, layout = placed.shared.get(value.name, (placed.mesh, placed.storage[flow.producer]))
-    stored = math.prod(local_shape(value.type.shape, layout, mesh))
-    copied = (
-        math.prod(local_shape(value.type.shape, placed.copies[value.name], placed.mesh)) if flow.readers else stored
-    )
-    steps = placed.to_copy(flow) if flow.readers else ()
-    storage, compute = training.storage_itemsize(dtype), itemsize_bytes(dtype)
+    Args:
+        dtype: that it is computed with.
+        stored: elements that a device stores.
+        copied: elements that it computes with.
+        steps: the reshard from the former to the latter.
+        trains: whether it has a gradient.
+        training: how it is trained.
+    """
+    compute, storage = itemsize_bytes(dtype), training.storage_itemsize(dtype)
+    gradient, computed = (training.gradient_itemsize(dtype), compute) if trains else (0, 0)
     moves = any(step.forward != "none" for step in steps)
-    copy_bytes = float(copied * compute) if moves or storage != compute else 0.0
-    moved = (
-        copy_bytes if moves else 0.0,
-        float(stored * compute) if moves else 0.0,
-        storage != compute,
-        any(max(step.src.dim, step.dst.dim) > 0 for step in steps),
-    )
-    if not (value.requires_grad and training.is_training):
-        return _Parameter(value.name, stored * storage, copy_bytes, *moved)
-    itemsize = training.gradient_itemsize(dtype)
     reduces = any(step.backward != "none" for step in steps)
-    return _Parameter(
-        value.name, stored * storage, copy_bytes, *moved, stored * training.optimizer_state_bytes_per_element,
-        stored * itemsize, copied * compute, copied * max(itemsize, compute), copied * compute if reduces else 0.0,
-        any(step.backward == "reduce_scatter" for step in steps), stored * compute if reduces else 0.0,
-    )  # fmt: skip
+    return ParameterBytes(
+        stored_bytes=float(stored * storage),
+        copied_bytes=float(copied * compute) if moves or storage != compute else 0.0,
+        received_bytes=float(copied * compute) if moves else 0.0,
+        sent_bytes=float(stored * compute) if moves else 0.0,
+        optimizer_bytes=stored * training.optimizer_state_bytes_per_element if trains else 0.0,
+        gradient_bytes=float(stored * gradient),
+        copy_gradient_bytes=float(copied * computed),
+        sum_bytes=float(copied * max(gradient, computed)),
+        reduced_bytes=float(copied * computed) if reduces else 0.0,
+        arriving_bytes=float(stored * computed) if reduces else 0.0,
+        is_part=stored != copied,
+        is_cast=storage != compute,
+        is_reordered=any(max(step.src.dim, step.dst.dim) > 0 for step in steps),
+        is_scattered=trains and any(step.backward == "reduce_scatter" for step in steps),
+    )
 
 
-def first_of_kind(program: Program, layer: Layer) -> Layer:
-    """The first layer that is like `layer`."""
-    return program.kinds[layer.kind]
+def shared_parameter_bytes(
+    value: Value, where: tuple[tuple[int, ...], Layout], training: TrainingSpec
+) -> ParameterBytes:
+    """Of a parameter in shared storage, what its storage takes: without the copies of the layers that read it."""
+    stored = math.prod(local_shape(value.type.shape, where[1], where[0]))
+    trains = value.requires_grad and training.is_training
+    return parameter_bytes(value.type.dtype, stored, stored, (), trains=trains, training=training)
+
+
+def layer_parameters(placed: PlacedLayer, training: TrainingSpec) -> Iterator[tuple[Flow, ParameterBytes]]:
+    """The parameters of a layer, those in shared storage too; `training` is the layer's own."""
+    for flow in placed.flows.values():
+        if flow.is_parameter:
+            value, shape = flow.value, flow.value.type.shape
+            mesh, layout = placed.shared.get(value.name, (placed.mesh, placed.storage[flow.producer]))
+            stored = copied = math.prod(local_shape(shape, layout, mesh))
+            if flow.readers:
+                copied = math.prod(local_shape(shape, placed.copies[value.name], placed.mesh))
+            steps = placed.to_copy(flow) if flow.readers else ()
+            trains = value.requires_grad and training.is_training
+            yield flow, parameter_bytes(value.type.dtype, stored, copied, steps, trains=trains, training=training)
+
+
+def held_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
+    """The bytes of what the layer holds, as a search counts them; `training` is the layer's own.
+
+    Buffers and constants are counted as they are stored.  Of parameters in shared storage, which the plan counts once,
+    only what the layer's copy takes besides is counted.
+    """
+    others = (flow for flow in placed.flows.values() if flow.source == "held" and not flow.is_parameter)
+    sizes = (placed.local_bytes(flow.value.type, placed.storage[flow.producer]) for flow in others)
+    costs = [LayerCost(parameter_bytes=sum(sizes))]
+    for flow, part in layer_parameters(placed, training):
+        cost = part.held(placed.zero)
+        if flow.value.name in placed.shared:
+            where = placed.shared[flow.value.name]
+            cost = _besides(cost, shared_parameter_bytes(flow.value, where, training).held(0))
+        costs.append(cost)
+    return sum(costs, LayerCost())
+
+
+def _besides(cost: LayerCost, shared: LayerCost) -> LayerCost:
+    return LayerCost(
+        parameter_bytes=max(0.0, cost.parameter_bytes - shared.parameter_bytes),
+        gradient_bytes=max(0.0, cost.gradient_bytes - shared.gradient_bytes),
+        transient_bytes=cost.transient_bytes,
+    )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.placement import REPLICATE, Axis, local_shape, reshard, tidy
+from autopar.placement import REPLICATE, Axis, reshard, tidy
 from autopar.plan import Decisions, LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.step.boundary_values import boundary_values, transfer_steps
 from autopar.step.collective_calls import reshard_calls
 from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives, priced
+from autopar.step.parameter_bytes import shared_parameter_bytes
 from autopar.step.prices import Prices
 from autopar.step.sent_values import sent_values
 from autopar.step.value_flows import find_flows, time_view
@@ -157,8 +157,7 @@ def stage_collectives(
             if any(value.name in program.layers[layer].held for layer in range(stage.start, stage.stop))
         }
         if group in readers and len(readers) > 1 and value.requires_grad and training.is_training:
-            stored = math.prod(local_shape(value.type.shape, layout, plan.shared_mesh))
-            num_bytes = float(stored * training.gradient_itemsize(value.type.dtype))
+            num_bytes = shared_parameter_bytes(value, (plan.shared_mesh, layout), training).gradient_bytes
             yield PricedCollective(value.name, "send", axis, num_bytes, len(readers) - 1, "backward", "tied")
     for name in told_outputs(program):
         yield PricedCollective(name, "broadcast", axis, float(program.type_of(name).num_bytes), 1, "forward", "output")

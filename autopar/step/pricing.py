@@ -27,7 +27,7 @@ from autopar.step.plan_collectives import broadcast_s
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.sent_values import sent_values
-from autopar.step.shared_parameters import SharedCost, shared_costs
+from autopar.step.shared_parameters import shared_costs
 from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
 from autopar.step.training import TrainingSpec
@@ -92,16 +92,14 @@ def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -
     """The cost of every layer, with moves to it and the parameters that it shares."""
     costs = layers.find("cost", lambda placed: placed_cost(placed, prices, training))
     for index, (ahead_s, back_s) in _arrival_seconds(layers, prices, training).items():
-        costs[index] = replace(
-            costs[index],
-            activation_comm_s=costs[index].activation_comm_s + ahead_s + back_s,
-            forward_comm_s=costs[index].forward_comm_s + ahead_s,
-        )
+        costs[index] += LayerCost(activation_comm_s=ahead_s + back_s, forward_comm_s=ahead_s)
     size, groups = layers.decisions.group_size, layers.decisions.num_groups
     for name, shared in shared_costs(layers.program, layers.shared, prices, training, size, groups).items():
         readers = layers.first_readers(name).values()
+        exchange_s = (len(readers) - 1) * shared.exchange_s
+        own = LayerCost(optimizer_s=shared.step_s, parameter_comm_s=exchange_s, step_comm_s=exchange_s) + shared.memory
         for index in readers:
-            costs[index] = _add_shared(costs[index], shared, len(readers) - 1)
+            costs[index] += own
     return tuple(costs)
 
 
@@ -121,19 +119,6 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
         before = found.get(crossing.reader, (0.0, 0.0))
         found[crossing.reader] = before[0] + ahead_s, before[1] + back_s
     return found
-
-
-def _add_shared(cost: LayerCost, shared: SharedCost, num_others: int) -> LayerCost:
-    exchange_s = num_others * shared.exchange_s
-    return replace(
-        cost,
-        optimizer_s=cost.optimizer_s + shared.step_s,
-        parameter_comm_s=cost.parameter_comm_s + exchange_s,
-        step_comm_s=cost.step_comm_s + exchange_s,
-        parameter_bytes=cost.parameter_bytes + shared.memory.parameter_bytes,
-        gradient_bytes=cost.gradient_bytes + shared.memory.gradient_bytes,
-        optimizer_bytes=cost.optimizer_bytes + shared.memory.optimizer_bytes,
-    )
 
 
 def _stage_costs(

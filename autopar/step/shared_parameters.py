@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from autopar.placement import Axis, local_shape
+from autopar.prediction import LayerCost
 from autopar.program import Program
 from autopar.step.layer_cost import TrainingSpec, optimizer_s_per_element
-from autopar.step.layer_memory import ParameterMemory, parameter_memory
 from autopar.step.local_layer import SharedStorage
+from autopar.step.parameter_bytes import shared_parameter_bytes
 from autopar.step.prices import Prices
 
 __all__ = ["SharedCost", "shared_costs"]
@@ -22,7 +23,7 @@ class SharedCost:
     """
 
     step_s: float
-    memory: ParameterMemory
+    memory: LayerCost
     exchange_s: float
 
 
@@ -35,13 +36,13 @@ def shared_costs(
         value = program.values[name]
         dtype = value.type.dtype
         stored = math.prod(local_shape(value.type.shape, layout, mesh))
-        memory = parameter_memory(dtype, stored, stored, 0, value.requires_grad, training)
+        trains = value.requires_grad and training.is_training
+        own = shared_parameter_bytes(value, (mesh, layout), training)
         step_s = exchange_s = 0.0
-        if value.requires_grad and training.is_training:
+        if trains:
             step_s = stored * optimizer_s_per_element(program, dtype, num_devices, prices, training)
             step_s += prices.optimizer_tensor_s
             if num_groups > 1:
-                num_bytes = stored * training.gradient_itemsize(dtype)
-                exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), num_bytes)
-        found[name] = SharedCost(step_s, memory, exchange_s)
+                exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
+        found[name] = SharedCost(step_s, own.held(0), exchange_s)
     return found

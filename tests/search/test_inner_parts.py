@@ -38,7 +38,7 @@ from autopar.search.layout_choices import (
 )
 from autopar.search.reshard_prices import collective_counts, reshard_tables
 from autopar.step.layer_cost import TrainingSpec, layer_cost, parameter_times
-from autopar.step.layer_memory import parameter_memory
+from autopar.step.parameter_bytes import parameter_bytes
 from tests.search.inner_programs import Builder, TablePrices, build_problem, decoder_layer
 
 
@@ -139,7 +139,8 @@ def test_reshard_tables_price_exactly_what_reshard_lists(mesh: tuple[int, ...]) 
 ])  # fmt: skip
 def test_zero_levels_hold_what_they_say(zero: int, parameter: float, gradient: float, transient: float) -> None:
     stored = 400 if zero == 0 else 50
-    memory = parameter_memory("bfloat16", stored, 400, zero, True, TrainingSpec())
+    steps = reshard((shard(0) if zero else REPLICATE,), (REPLICATE,), (8,))
+    memory = parameter_bytes("bfloat16", stored, 400, steps, trains=True, training=TrainingSpec()).held(zero)
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.transient_bytes) == (
         parameter,
         gradient,
@@ -149,13 +150,15 @@ def test_zero_levels_hold_what_they_say(zero: int, parameter: float, gradient: f
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_optimizer() -> None:
-    memory = parameter_memory("bfloat16", 50, 400, 3, False, TrainingSpec())
+    steps = reshard((shard(0),), (REPLICATE,), (8,))
+    memory = parameter_bytes("bfloat16", 50, 400, steps, trains=False, training=TrainingSpec()).held(3)
     assert (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes) == (100.0, 0.0, 0.0)
     assert memory.transient_bytes == 800.0
 
 
 def test_storage_in_another_precision_keeps_a_copy_to_compute_with() -> None:
-    memory = parameter_memory("bfloat16", 400, 400, 0, True, TrainingSpec(storage_itemsize_bytes=4))
+    mixed = TrainingSpec(storage_itemsize_bytes=4)
+    memory = parameter_bytes("bfloat16", 400, 400, (), trains=True, training=mixed).held(0)
     assert memory.parameter_bytes == 400 * 4 + 400 * 2
 
 
