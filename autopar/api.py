@@ -20,9 +20,10 @@ from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, pro
 from autopar.cost.profile_file import keep
 from autopar.errors import MeshError, ProfileError
 from autopar.lower import ParallelModule, lower
-from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
+from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.kernels.random import generator_state, generators_kept
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, record_draws

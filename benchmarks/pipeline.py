@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.lower.communication.communicator import Handle, ProcessGroupCommunicator
+from autopar.lower.communication.collectives import Handle
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.schedules import StageWork, run_schedule
 from autopar.placement import Axis

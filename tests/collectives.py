@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.lower.communication.communicator import Collective
+from autopar.lower.communication.collectives import Collective
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program

@@ -16,7 +16,7 @@ from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower import ParallelModule
-from autopar.lower.communication.communicator import Collective
+from autopar.lower.communication.collectives import Collective
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.search import SearchRequest, search

@@ -14,7 +14,7 @@ from autopar.api import mesh_prices, mesh_ranks
 from autopar.backend.options import Options
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError, BackendError
-from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.torch_groups import open_group
 from autopar.plan import Plan
 

@@ -1,48 +1,40 @@
 """Closed forms: the seconds and bytes of a layer's ops as formulas of microbatches and of the degrees of mesh axes.
 
 Which dim of which tensor an axis cuts is what a strategy's factors say; here the axes' sizes stay symbols, ``d0`` for
-the outermost axis, ``d1`` ..., and so does the number of microbatches, ``m``.  The formulas are those of `work` and
-`roofline` themselves, run on `Quantity`.  They hold as long as every decision in there comes out alike (rows stay
-aligned, a result stays larger than an operand ...); `OpForm.seconds` takes another formula where one does not, so that
-values computed in one go are those of one after the other.
+the outermost axis, ``d1`` ..., and so does the number of microbatches, ``m``.  The formulas are those of
+`autopar.ops.work` and `roofline` themselves, run on `Quantity`.  They hold as long as every decision in there comes out
+the same (rows stay aligned, a result stays larger than an operand ...).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from autopar.cluster import Cluster, Device
 from autopar.cost.collectives import collective_terms
-from autopar.cost.curves import Curve
-from autopar.cost.quantities import Guard, Quantity, Trail, evaluate, larger
+from autopar.cost.quantities import Quantity, larger
 from autopar.cost.roofline import Roofline
 from autopar.ops import Work, count_work
 from autopar.placement import REPLICATE, Axis, Placement
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Program, TensorType
 
-__all__ = ["Form", "OpForm", "collective_form", "curve_seconds", "describe", "formula_text", "layer_forms"]
+__all__ = ["Form", "OpForm", "collective_form", "describe", "formula_text", "layer_forms"]
 
-Array = npt.NDArray[np.float64]
 _Cuts = tuple[tuple[Placement, ...], ...]  # per tensor, its placement on each axis
 
 
 @dataclass(frozen=True)
 class Form:
-    """Formulas (sympy) of one op on one device for one microbatch, and where they hold."""
+    """Formulas (sympy) of one op on one device for one microbatch."""
 
     flops: Any
     num_bytes: Any
     forward_s: Any
     backward_s: Any
-    guards: tuple[Guard, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +58,6 @@ class OpForm:
     device: Device
     point: tuple[int, ...]
     differentiable: bool
-    _known: list[Form] = field(default_factory=list[Form], repr=False)
 
     @cached_property
     def form(self) -> Form:
@@ -75,36 +66,7 @@ class OpForm:
         Raises:
             MissingPriceError: the device has no rate for the op's dtype.
         """
-        return self._trace(self.point)
-
-    def seconds(self, columns: Mapping[str, Array]) -> tuple[Array, Array]:
-        """Seconds forward and backward for all values of the symbols at once.
-
-        Raises:
-            MissingPriceError: the device has no rate for the op's dtype.
-        """
-        known = {name: np.asarray(columns[name], dtype=np.float64) for name in self.names}
-        count = len(known[self.names[0]])
-        forward_s, backward_s = np.zeros((2, count))
-        left = np.arange(count)
-        forms = iter(self._known or [self.form])
-        while len(left):
-            form = next(forms, None)
-            here = {name: column[left] for name, column in known.items()}
-            if form is None:
-                form = self._trace(tuple(int(here[name][0]) for name in self.names))
-            kept = np.ones(len(left), dtype=bool)
-            for guard in form.guards:
-                kept &= guard.is_kept(here)
-            at = {name: column[kept] for name, column in here.items()}
-            forward_s[left[kept]] = evaluate(form.forward_s, at)
-            backward_s[left[kept]] = evaluate(form.backward_s, at)
-            left = left[~kept]
-        return forward_s, backward_s
-
-    def _trace(self, point: Sequence[int]) -> Form:
-        trail = Trail()
-        symbols = [trail.symbol(name, value) for name, value in zip(self.names, point, strict=True)]
+        symbols = [Quantity.symbol(name, value) for name, value in zip(self.names, self.point, strict=True)]
         operands, results = (
             tuple(_local(tensor, cuts, symbols) for tensor, cuts in each) for each in (self.operands, self.results)
         )
@@ -113,10 +75,7 @@ class OpForm:
         if not self.differentiable:
             backward_s = 0.0
         parts = (work.flops, work.num_bytes, forward_s, backward_s)
-        flops, num_bytes, ahead, back = (each.expression if isinstance(each, Quantity) else each for each in parts)
-        found = Form(flops, num_bytes, ahead, back, tuple(trail.guards))
-        self._known.append(found)
-        return found
+        return Form(*(each.expression if isinstance(each, Quantity) else each for each in parts))
 
 
 def _local(tensor: TensorType, cuts: tuple[Placement, ...], symbols: list[Quantity]) -> TensorType:
@@ -173,18 +132,9 @@ def collective_form(cluster: Cluster, kind: str, axis: Axis) -> Any:
     Raises:
         MissingPriceError: this kind has no price.
     """
-    size = Trail().symbol("n", 1)
+    size = Quantity.symbol("n", 1)
     seconds: Any = collective_terms(cluster, kind, axis).seconds(cast("float", size))
     return seconds.expression if isinstance(seconds, Quantity) else seconds
-
-
-def curve_seconds(curve: Curve, amounts: Array) -> Array:
-    """`Curve.seconds` of many amounts of work at once."""
-    at = np.log(np.maximum(amounts, curve.points[0].amount))
-    amount_logs = np.log([point.amount for point in curve.points])
-    second_logs = np.maximum.accumulate(np.log([point.seconds for point in curve.points]))
-    beyond = np.maximum(at - amount_logs[-1], 0.0)
-    return np.exp(np.interp(at, amount_logs, second_logs) + beyond)
 
 
 def describe(program: Program, layer: Layer, strategy: LayerStrategy, device: Device, num_microbatches: int = 1) -> str:

@@ -14,8 +14,6 @@ The keys of `Profile.curves`, seconds over an amount of work:
 ``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
 ``optimizer``                      seconds over bytes moved
 ``optimizer/tensor``               one point: seconds for each parameter, in addition to those for its bytes
-``memory/<how>``                   seconds over bytes: ``read``, ``write``, ``copy``
-``launch``                         one point: seconds for the host to ask a device for the smallest op
 ``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
 =================================  ====================================================
 
@@ -24,7 +22,6 @@ The keys of `Profile.readings`, other values over an amount:
 ===================================  ====================================================
 ``interference/<kind>/<n>/<stride>`` over bytes of a collective: by how many seconds compute gets slower for each second
                                      of the collective, in [0, 1]; its spread is the quartiles' distance
-``allocator/<what>``                 bytes of a device's allocator: `autopar.cost.measure.memory`
 ===================================  ====================================================
 
 `Profile.layers` holds whole layers, by whatever text identifies them to who stores them.  To change a file of a profile

@@ -32,7 +32,7 @@ _NUM_NAMED = 5
 _NOISY = 0.5  # spread of a curve that is named as noisy
 _EPILOG = """
 examples:
-  python -m autopar.profile                                            ops and memory of this device
+  python -m autopar.profile                                            ops of this device
   torchrun --nproc-per-node 4 -m autopar.profile                       and collectives between 4 processes
   torchrun --nproc-per-node 4 -m autopar.profile --budget 60           stop after a minute; the next run goes on
   python -m autopar.profile --device cuda --output profiles/h200.json  keep it somewhere else

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ProfileError
-from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 
 __all__ = ["choose_device", "is_first_here", "open_processes"]
 

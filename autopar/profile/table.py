@@ -14,8 +14,6 @@ from autopar.cost.profile import Profile, Readings
 
 __all__ = ["print_probes", "print_profile"]
 
-_PLAIN = ("view", "launch")
-"""Kinds of curves whose amount is no work."""
 _IN_FLOPS = ("matmul", "batched", "convolution", "attention")
 
 
@@ -30,7 +28,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     if profile.readings:
         table = _table("reading", "points", "amount", "value", "spread")
         for key, found in sorted(profile.readings.items()):
-            table.add_row(key, *_cells(found, "B" if key.startswith("allocator/") else ""))
+            table.add_row(key, *_cells(found))
         console.print(table)
     if profile.layers:
         table = _table("layer", "forward", "backward", "spread")
@@ -54,7 +52,7 @@ def _print_curves(profile: Profile, console: Console) -> None:
     for key, curve in sorted(profile.curves.items()):
         least, most = curve.points[0], curve.points[-1]
         takes = _range(_seconds(min(p.seconds for p in curve.points)), _seconds(max(p.seconds for p in curve.points)))
-        is_work = key.split("/")[0] not in _PLAIN
+        is_work = key.split("/")[0] != "view"
         unit = "flop" if key.startswith(("matmul/", "batched/", "convolution/", "attention/")) else "B"
         work = _range(_scaled(least.amount), _scaled(most.amount)) + f" {unit}" if is_work else ""
         rate = f"{_scaled(max(p.amount / p.seconds for p in curve.points))}{unit}/s" if is_work else ""
@@ -62,11 +60,11 @@ def _print_curves(profile: Profile, console: Console) -> None:
     console.print(table)
 
 
-def _cells(found: Readings, unit: str) -> tuple[str, ...]:
+def _cells(found: Readings) -> tuple[str, ...]:
     amounts = _range(_scaled(found.points[0].amount), _scaled(found.points[-1].amount))
     values = [point.value for point in found.points]
     spread = statistics.median(point.spread for point in found.points)
-    between = _range(_scaled(min(values)), _scaled(max(values))) + unit
+    between = _range(_scaled(min(values)), _scaled(max(values)))
     return str(len(values)), amounts, between, f"{spread:.2g}"
 
 

@@ -5,7 +5,7 @@ one does (`autopar.step.simulate` has the order).  Layers come in runs of equal 
 collectives of each overlap with its own compute: of t seconds of collectives and c of compute, from which they take a
 part, are saved
 
-``min((1 - taken) * t, c)``      (`autopar.cost.overlap.both_s`, less c and t)
+``min((1 - taken) * t, c)``      (`benchmarks.published.overlap.both_s`, less c and t)
 
 A search minimises sums of seconds; with these estimates it also finds paths whose sums are larger, but not their steps.
 """

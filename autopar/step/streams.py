@@ -2,7 +2,7 @@
 
 What computing waits for runs at once, as soon as the collective that is under way has ended; what it does not wait for
 runs in the order in which it was started.  A collective takes what it takes alone; computing beside it goes on at
-``1 - taken`` of its speed (`autopar.cost.overlap.both_s` is the closed form of one such pair).
+``1 - taken`` of its speed (`benchmarks.published.overlap.both_s` is the closed form of one such pair).
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.api import ExampleInputs, build, evaluation_of
 from autopar.errors import AutoparError, VerificationError
 from autopar.lower import ParallelModule
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.overlap import TAKEN
+from autopar.cost.prices import DEFAULT_INTERFERENCE
 
 __all__ = ["BETWEEN_STEPS_S", "CALIBRATED", "OF_INFINIBAND", "PRIORS", "QUANTISING_S", "Calibration"]
 
@@ -28,7 +28,7 @@ class Calibration:
         sustained: per preset, instead of its own `Device.sustained_fraction`.
     """
 
-    taken: float = TAKEN
+    taken: float = DEFAULT_INTERFERENCE
     hidden_tensor: float = 0.5
     omni_path: float = 0.25
     row_scaled: float = 0.75

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.cost.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 from autopar.placement import Axis
 from benchmarks.published.calibration import BETWEEN_STEPS_S, CALIBRATED, Calibration
 from benchmarks.published.clusters import prices_of
 from benchmarks.published.layers import Pricer
+from benchmarks.published.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 from benchmarks.published.recomputation import recomputed_s
 from benchmarks.published.runs import Run, num_parameters
 from benchmarks.published.stacks import stack_of

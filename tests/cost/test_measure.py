@@ -15,7 +15,7 @@ from autopar.cost.measure import measure_profile
 from autopar.cost.measure.collectives import default_axes
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.measure.ranks import max_over_ranks, share_text
-from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.placement import Axis
 from tests.cost.ops import LINEAR, op, tensor
 from tests.ranks import run_ranks

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedule import StageCost, simulate_schedule
+from benchmarks.published.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 
 SECONDS = st.floats(0, 100)
 TAKEN = st.floats(0, 0.9)

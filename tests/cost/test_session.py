@@ -10,12 +10,11 @@ import torch
 from autopar.cost import Curve, Point, Profile, measure
 from autopar.cost.measure import Alone, measure_profile
 from autopar.cost.measure.machine import describe_software
-from autopar.cost.measure.memory import memory_probes
 from autopar.cost.measure.probe import Measurement, Probe, Sample
 from autopar.cost.measure.ranks import max_over_ranks
 from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
 from autopar.errors import ProfileError
-from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -97,14 +96,6 @@ def test_ranks_with_different_files_measure_the_same_and_agree(tmp_path) -> None
     assert refused == second[4]
     assert Profile.load(tmp_path / "0.json") == profile
     assert set(Profile.load(tmp_path / "1.json").curves) == set("cdef"), "only rank 0 writes"
-
-
-@pytest.mark.slow
-def test_memory_is_measured_as_promised() -> None:
-    probes = memory_probes(CPU)
-    profile = measure_missing(Alone(CPU), probes, None, 0.5)
-    assert missing_probes(probes, profile) == []
-    assert profile.curves["memory/read"].seconds(2**28) > 10 * profile.curves["memory/read"].seconds(2**20)
 
 
 def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path) -> None:

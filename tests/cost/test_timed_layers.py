@@ -7,8 +7,8 @@ from autopar.api import trace_model
 from autopar.cost import ClusterPrices
 from autopar.cost.measure.layers import time_layer
 from autopar.cost.profile import LayerTime
-from autopar.lower.communication.communicator import simulate
-from autopar.lower.communication.null_communicator import SilentCommunicator
+from autopar.lower.communication.null_communicator import NullCommunicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.program.single_layer import LoneLayer
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
@@ -34,7 +34,7 @@ def test_nobody_answers_with_the_shapes_and_records_of_real_ranks():
         with communicator.recording() as record:
             return [(y.shape, y.dtype) for y in _collectives(communicator, x)], record
 
-    assert run(SilentCommunicator(4)) == simulate(4, run)[0]
+    assert run(NullCommunicator(4)) == simulate(4, run)[0]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.lower import ParallelModule
-from autopar.lower.communication.communicator import Collective
+from autopar.lower.communication.collectives import Collective
 from autopar.plan import Plan
 from autopar.search import SearchRequest, search
 from autopar.step.plan_collectives import plan_collectives

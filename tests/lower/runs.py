@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.lower import ParallelModule, lower
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import make_mesh
 from autopar.plan import Plan
 from autopar.trace import Traced

@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from autopar.errors import MeshError
-from autopar.lower.communication.communicator import (
-    Collective,
-    CollectiveMismatchError,
-    Communicator,
-    ProcessGroupCommunicator,
-    simulate,
-)
+from autopar.lower.communication.collectives import Collective
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
+from autopar.lower.communication.simulated_ranks import CollectiveMismatchError, simulate
 from autopar.placement import Axis, mesh_axes
 from tests.ranks import run_ranks
 

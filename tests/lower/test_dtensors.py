@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import local_tensor, make_dtensor, make_mesh
 from autopar.placement import BROADCAST, REPLICATE, Layout, local_shape, mesh_axes, shard
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from autopar.errors import GradientNormError
 from autopar.lower import ParallelModule
-from autopar.lower.communication.communicator import simulate
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.trace import Traced, trace
 from tests.lower.runs import build, loss_of
 from tests.models import make

@@ -11,7 +11,10 @@ from torch.nn.functional import batch_norm as torch_batch_norm
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
 from autopar.errors import PlanMismatchError
-from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator, simulate
+from autopar.lower.communication.collectives import Collective
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, OPS, resolve_target
 from autopar.placement import Axis
 from tests.ranks import run_ranks

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 import autopar
 from autopar.api import Setup, build, trace_model
 from autopar.errors import MaterializationError
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import local_tensor, make_mesh
 from autopar.lower.parameters.materialize import record_draws
 from tests import models

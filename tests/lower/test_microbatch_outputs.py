@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.api import build, trace_model
-from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.search import SearchRequest, search
 from tests.models import make
 from tests.ranks import run_ranks

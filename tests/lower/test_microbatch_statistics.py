@@ -15,7 +15,8 @@ from torch.nn import functional
 import autopar
 from autopar.api import trace_model
 from autopar.errors import ConstraintError, VerificationError
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
 from autopar.trace import Traced
 from autopar.verify.rehearsal import loss_of

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, InputShapeError, PlanMismatchError
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.observe.predictions import Predictions
 from autopar.plan import Plan
 from autopar.timeline import StepTimeline

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import trace_model
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
 from autopar.schedule import SCHEDULES
 from autopar.trace import Traced

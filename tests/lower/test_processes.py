@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.lower import lower
-from autopar.lower.communication.communicator import ProcessGroupCommunicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.trace import trace
 from tests.lower.runs import Run, assert_same, loss_of, train_single
 from tests.models import make

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.lower.communication.communicator import Communicator, simulate
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels.random import RandomState, agree_base_seed, derive_seed, random_scope
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.lower.communication.communicator import simulate
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.program.recompute import _Box
 from autopar.ops import is_cheap
 from autopar.placement import REPLICATE, shard

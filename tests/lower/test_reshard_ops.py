@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.lower.communication.communicator import Collective, Communicator, ProcessGroupCommunicator, simulate
+from autopar.lower.communication.collectives import Collective
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import (
     apply_backward,
     apply_forward,
@@ -18,6 +20,7 @@ from autopar.lower.communication.reshard_ops import (
     start_gather_bucket,
     time_slice,
 )
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.placement import (
     BROADCAST,
     PARTIAL,

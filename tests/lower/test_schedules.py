@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from autopar.errors import InputShapeError, PipelineError
-from autopar.lower.communication.communicator import Communicator, Handle, simulate
+from autopar.lower.communication.collectives import Handle
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.run import schedule_lists
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.schedules import StageWork, backward_actions, forward_actions, run_schedule

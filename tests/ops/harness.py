@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.lower.communication.communicator import simulate
+from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.ops import RuleMatch, options_for
 from autopar.placement import Axis, Placement

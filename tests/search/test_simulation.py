@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.overlap import both_s, gathered_ahead_s
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import Plan
@@ -23,6 +22,7 @@ from autopar.step.planned_layers import PlannedLayers
 from autopar.step.simulate import simulate_step, step_seconds
 from autopar.step.streams import Streams
 from autopar.timeline import StepTimeline
+from benchmarks.published.overlap import both_s, gathered_ahead_s
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

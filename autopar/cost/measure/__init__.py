@@ -1,6 +1,6 @@
 """Measures this machine: `measure_profile`.  The only part of `autopar.cost` that loads torch.
 
-What is measured, in which file: `ops` (of the `op_calls` that it lists), `optimizer`, `memory`: on one device;
+What is measured, in which file: `ops` (of the `op_calls` that it lists), `optimizer`: on one device;
 `collectives`, `interference`: between `ranks`; `layers`: whole layers of a plan.  Each gives a few probes (`probe`),
 timed on the device's clock (`timing`); `session` runs those whose numbers the profile of this `machine` lacks.
 """
@@ -16,7 +16,6 @@ import torch
 from autopar.cost.measure.collectives import Collectives, collective_probes, default_axes
 from autopar.cost.measure.interference import interference_probes
 from autopar.cost.measure.machine import CACHE_DIR, profile_path
-from autopar.cost.measure.memory import communicator_probes, memory_probes
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.measure.optimizer import optimizer_probes
 from autopar.cost.measure.probe import Probe
@@ -107,14 +106,12 @@ def quick_probes(
 def dense_probes(
     device: torch.device, communicator: Collectives | None, axes: Sequence[Axis], dtypes: tuple[str, ...]
 ) -> tuple[Probe, ...]:
-    """What ``python -m autopar.profile`` measures: dense sweeps, memory, and what collectives do to compute."""
-    optimizer = optimizer_probes(communicator or Alone(device))
-    own = (*op_probes(device, dtypes, is_dense=True), *optimizer, *memory_probes(device))
+    """What ``python -m autopar.profile`` measures: dense sweeps, and by how much collectives slow compute down."""
+    own = (*op_probes(device, dtypes, is_dense=True), *optimizer_probes(communicator or Alone(device)))
     if communicator is None or communicator.world_size == 1:
         return own
     return (
         *own,
-        *communicator_probes(communicator, axes),
         *collective_probes(communicator, axes, is_dense=True),
         *interference_probes(communicator, axes, is_dense=True),
     )

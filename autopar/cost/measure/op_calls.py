@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -92,18 +92,21 @@ def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool)
             sweeps[f"attention/{dtype}/{how}/{head}/{length}"] = [
                 partial(_attention, dtype, (1, count, length, head), how) for count in counts
             ]
-    for target, make in _BY_ELEMENTS.items():
+    rows, widths, dtype = _ROWS[kind][dense], _WIDTHS[kind][dense], dtypes[0]
+    for target, recipe in _BY_ELEMENTS.items():
         name = "elementwise" if target == "aten.mul.Tensor" else f"op/{packet_name(target)}"
-        sweeps[name] = [partial(make, target, rows, dtypes[0]) for rows in _ROWS[kind][dense]]
+        sweeps[name] = [partial(recipe.make, target, count, _WIDTH, dtype) for count in rows]
     for target in _WITH_NUMBER:
-        rows = _ROWS[kind][dense]
-        sweeps[f"op/{packet_name(target)}/number"] = [partial(_with_number, target, each, dtypes[0]) for each in rows]
-    for target, make in _BY_ROW.items():
-        for width in _WIDTHS[kind][dense]:
-            rows = [max(1, count * _WIDTH // width) for count in _ROWS[kind][dense]]
-            sweeps[f"op/{packet_name(target)}/{width}"] = [partial(make, target, n, width, dtypes[0]) for n in rows]
-    for target in _VIEWS:
-        sweeps["view" if target == "aten.transpose.int" else f"op/{packet_name(target)}"] = [partial(_view, target)]
+        recipe = _Recipe((3.0,))
+        name = f"op/{packet_name(target)}/number"
+        sweeps[name] = [partial(recipe.make, target, count, _WIDTH, dtype) for count in rows]
+    for (target, recipe), width in itertools.product(_BY_ROW.items(), widths):
+        counts = [max(1, count * _WIDTH // width) for count in rows]
+        name = f"op/{packet_name(target)}/{width}"
+        sweeps[name] = [partial(recipe.make, target, count, width, dtype) for count in counts]
+    for target, recipe in _VIEWS.items():
+        name = "view" if target == "aten.transpose.int" else f"op/{packet_name(target)}"
+        sweeps[name] = [partial(replace(recipe, is_view=True).make, target, 8, _WIDTH, "float32")]
     return sweeps
 
 
@@ -169,176 +172,137 @@ def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=getattr(torch, dtype), device=device)
 
 
-_VIEWS: dict[str, tuple[Any, ...]] = {
-    "aten.transpose.int": (0, 1),
-    "aten.reshape.default": ([16, -1],),
-    "aten.permute.default": ([1, 0],),
-    "aten.unsqueeze.default": (1,),
-    "aten.squeeze.dim": (0,),
-    "aten.t.default": (),
-}
-"""What they are called with after their operand."""
-
-
-def _view(target: str, device: torch.device) -> Call:
-    view, more = aten(target), _VIEWS[target]
-    return Call(target, _then(view, *more), (torch.randn(8, _WIDTH, device=device),), is_view=True)
-
-
 def _dropout(x: Tensor) -> Tensor:
     """Draws a mask from a generator of its own, as every draw of a plan does, and scales what is kept."""
     keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(0.9, generator=torch.Generator(x.device).manual_seed(0))
     return x * keep.to(x.dtype).mul_(1 / 0.9)
 
 
-# Target: what it is called with after its operand, and what autograd saves (0: the operand, 1: the result).
-_UNARY: dict[str, tuple[tuple[Any, ...], tuple[int, ...]]] = {
-    "aten.gelu.default": ((), (0,)),
-    "aten.silu.default": ((), (0,)),
-    "aten.relu.default": ((), (1,)),
-    "aten.tanh.default": ((), (1,)),
-    "aten.exp.default": ((), (1,)),
-    "aten.rsqrt.default": ((), (1,)),
-    "aten.pow.Tensor_Scalar": ((2,), (0,)),
-    "aten.clone.default": ((), ()),
-    "aten.neg.default": ((), ()),
-    "aten._to_copy.default": ((), ()),
-    "aten.clamp_min.default": ((0.0,), (0,)),
-    "aten.pad.default": (([0, 1],), ()),
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    flat = torch.movedim(logits, 1, -1).reshape(-1, logits.shape[-1])
+    return torch.nn.functional.cross_entropy(flat, target.reshape(-1), reduction="sum")
+
+
+def _cat(x: Tensor, y: Tensor) -> Tensor:
+    return aten("aten.cat.default")([x, y], -1)
+
+
+def _index(x: Tensor, ids: Tensor) -> Tensor:
+    return aten("aten.index.Tensor")(x, [ids])
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return aten("aten.layer_norm.default")(x, [x.shape[-1]], weight, bias, 1e-5)
+
+
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return aten("aten.group_norm.default")(x, 4, weight, bias)
+
+
+def _count_classes(ids: Tensor) -> Tensor:
+    return (ids != -100).sum(dtype=torch.float32)
+
+
+# What ops are called on: of rows, width, dtype and device.
+
+
+def _one(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return (_random((rows, width), dtype, device),)
+
+
+def _two(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(_random((rows, width), dtype, device) for _ in range(2))
+
+
+def _and_mask(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return _random((rows, width), dtype, device), torch.ones(rows, width, dtype=torch.bool, device=device)
+
+
+def _mask_first(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return _and_mask(rows, width, dtype, device)[::-1]
+
+
+def _and_rows(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return _random((rows, width), dtype, device), torch.randint(rows, (rows,), device=device)
+
+
+def _classes(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return (torch.randint(width, (rows,), device=device),)
+
+
+def _and_classes(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return _random((rows, width), dtype, device), *_classes(rows, width, dtype, device)
+
+
+def _for_layer_norm(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(_random(shape, dtype, device) for shape in ((rows, width), (width,), (width,)))
+
+
+def _for_group_norm(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(_random(shape, dtype, device) for shape in ((rows, 8, width // 8), (8,), (8,)))
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A call of an op on a matrix, or several.
+
+    Args:
+        more: arguments after its tensors.
+        saves: what autograd saves, as `Op.saves` (0: the first operand, ...; after the operands the result).
+        inputs: makes its tensors of rows, width, dtype and device.
+        run: what is called where that is not the op itself.
+        is_view: as `Op.is_view`.
+    """
+
+    more: tuple[Any, ...] = ()
+    saves: tuple[int, ...] = ()
+    inputs: Callable[[int, int, str, torch.device], tuple[Tensor, ...]] = _one
+    run: Callable[..., Tensor] | None = None
+    is_view: bool = False
+
+    def make(self, target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
+        run = self.run or _then(aten(target), *self.more)
+        return Call(target, run, self.inputs(rows, width, dtype, device), self.saves, is_view=self.is_view)
+
+
+_VIEWS = {
+    "aten.transpose.int": _Recipe((0, 1)),
+    "aten.reshape.default": _Recipe(([16, -1],)),
+    "aten.permute.default": _Recipe(([1, 0],)),
+    "aten.unsqueeze.default": _Recipe((1,)),
+    "aten.squeeze.dim": _Recipe((0,)),
+    "aten.t.default": _Recipe(),
 }
-_BINARY: dict[str, tuple[int, ...]] = {"aten.mul.Tensor": (0, 1), "aten.add.Tensor": (), "aten.div.Tensor": (0, 1)}
-
-
-def _on_one(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    more, saves = _UNARY[target]
-    run = aten(target)
-    return Call(target, _then(run, *more), (_random((rows, _WIDTH), dtype, device),), saves)
-
-
-def _on_two(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    inputs = tuple(_random((rows, _WIDTH), dtype, device) for _ in range(2))
-    return Call(target, aten(target), inputs, _BINARY[target])
-
-
-def _joined(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    join = aten(target)
-    inputs = tuple(_random((rows, _WIDTH), dtype, device) for _ in range(2))
-
-    def run(x: Tensor, y: Tensor) -> Tensor:
-        return join([x, y], -1)
-
-    return Call(target, run, inputs)
-
-
-def _dropped(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    return Call(target, _dropout, (_random((rows, _WIDTH), dtype, device),))
-
-
-def _with_number(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    run = aten(target)
-    return Call(target, _then(run, 3.0), (_random((rows, _WIDTH), dtype, device),))
-
-
-def _where(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    choose = aten(target)
-    condition = torch.ones(rows, _WIDTH, dtype=torch.bool, device=device)
-    return Call(target, _then(choose, 0.0), (condition, _random((rows, _WIDTH), dtype, device)), (0,))
-
-
-def _filled(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    fill = aten(target)
-    mask = torch.ones(rows, _WIDTH, dtype=torch.bool, device=device)
-    return Call(target, _then(fill, 0.0), (_random((rows, _WIDTH), dtype, device), mask), (1,))
-
-
-def _chosen(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    choose = aten(target)
-    inputs = (_random((rows, _WIDTH), dtype, device), torch.randint(rows, (rows,), device=device))
-
-    def run(x: Tensor, ids: Tensor) -> Tensor:
-        return choose(x, [ids])
-
-    return Call(target, run, inputs, (1,))
-
-
-def _normalised(target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
-    norm = aten(target)
-    inputs = tuple(_random(shape, dtype, device) for shape in ((rows, width), (width,), (width,)))
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return norm(x, [width], weight, bias, 1e-5)
-
-    return Call(target, run, inputs, (0, 1))
-
-
-def _softmax(target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
-    run = aten(target)
-    return Call(target, _then(run, -1), (_random((rows, width), dtype, device),), (1,))
-
-
-def _summed(target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
-    run = aten(target)
-    return Call(target, _then(run, [-1], True), (_random((rows, width), dtype, device),))
-
-
-def _grouped(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    norm = aten(target)
-    inputs = tuple(_random(shape, dtype, device) for shape in ((rows, 8, _WIDTH // 8), (8,), (8,)))
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return norm(x, 4, weight, bias)
-
-    return Call(target, run, inputs, (0, 1))
-
-
-def _embedded(target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
-    look_up = aten(target)
-    inputs = (_random((rows, width), dtype, device), torch.randint(rows, (rows,), device=device))
-    return Call(target, look_up, inputs, (1,))
-
-
-def _sliced(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    cut = aten(target)
-    return Call(target, _then(cut, -1, 0, _WIDTH // 2), (_random((rows, _WIDTH), dtype, device),), is_view=True)
-
-
-def _compared(target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
-    def compare(logits: Tensor, target: Tensor) -> Tensor:
-        flat = torch.movedim(logits, 1, -1).reshape(-1, width)
-        return torch.nn.functional.cross_entropy(flat, target.reshape(-1), reduction="sum")
-
-    ids = torch.randint(width, (rows,), device=device)
-    return Call(target, compare, (_random((rows, width), dtype, device), ids), (0, 1))
-
-
-def _counted(target: str, rows: int, dtype: str, device: torch.device) -> Call:
-    def run(ids: Tensor) -> Tensor:
-        return (ids != -100).sum(dtype=torch.float32)
-
-    return Call(target, run, (_ids(rows, device),))
-
-
-def _ids(rows: int, device: torch.device) -> Tensor:
-    return torch.randint(_WIDTH, (rows,), device=device)
-
-
 _WITH_NUMBER = ("aten.mul.Tensor", "aten.add.Tensor", "aten.div.Tensor")
-_BY_ELEMENTS: dict[str, Callable[[str, int, str, torch.device], Call]] = {
-    **dict.fromkeys(_BINARY, _on_two),
-    **dict.fromkeys(_UNARY, _on_one),
-    "aten.cat.default": _joined,
-    "aten.slice.Tensor": _sliced,
-    "aten.where.ScalarOther": _where,
-    "aten.masked_fill.Scalar": _filled,
-    "aten.index.Tensor": _chosen,
-    "autopar.dropout": _dropped,
-    "aten.group_norm.default": _grouped,
-    "autopar.cross_entropy_denominator": _counted,
+_BY_ELEMENTS = {
+    "aten.mul.Tensor": _Recipe((), (0, 1), _two),
+    "aten.add.Tensor": _Recipe((), (), _two),
+    "aten.div.Tensor": _Recipe((), (0, 1), _two),
+    "aten.gelu.default": _Recipe((), (0,)),
+    "aten.silu.default": _Recipe((), (0,)),
+    "aten.relu.default": _Recipe((), (1,)),
+    "aten.tanh.default": _Recipe((), (1,)),
+    "aten.exp.default": _Recipe((), (1,)),
+    "aten.rsqrt.default": _Recipe((), (1,)),
+    "aten.pow.Tensor_Scalar": _Recipe((2,), (0,)),
+    "aten.clone.default": _Recipe(),
+    "aten.neg.default": _Recipe(),
+    "aten._to_copy.default": _Recipe(),
+    "aten.clamp_min.default": _Recipe((0.0,), (0,)),
+    "aten.pad.default": _Recipe(([0, 1],)),
+    "aten.cat.default": _Recipe((), (), _two, _cat),
+    "aten.slice.Tensor": _Recipe((-1, 0, _WIDTH // 2), is_view=True),
+    "aten.where.ScalarOther": _Recipe((0.0,), (0,), _mask_first),
+    "aten.masked_fill.Scalar": _Recipe((0.0,), (1,), _and_mask),
+    "aten.index.Tensor": _Recipe((), (1,), _and_rows, _index),
+    "autopar.dropout": _Recipe(run=_dropout),
+    "aten.group_norm.default": _Recipe((), (0, 1), _for_group_norm, _group_norm),
+    "autopar.cross_entropy_denominator": _Recipe((), (), _classes, _count_classes),
 }
-_BY_ROW: dict[str, Callable[[str, int, int, str, torch.device], Call]] = {
-    "aten.layer_norm.default": _normalised,
-    "aten.softmax.int": _softmax,
-    "aten.sum.dim_IntList": _summed,
-    "aten.embedding.default": _embedded,
-    "autopar.cross_entropy": _compared,
+_BY_ROW = {
+    "aten.layer_norm.default": _Recipe((), (0, 1), _for_layer_norm, _layer_norm),
+    "aten.softmax.int": _Recipe((-1,), (1,)),
+    "aten.sum.dim_IntList": _Recipe(([-1], True)),
+    "aten.embedding.default": _Recipe((), (1,), _and_rows),
+    "autopar.cross_entropy": _Recipe((), (0, 1), _and_classes, _cross_entropy),
 }

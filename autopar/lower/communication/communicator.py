@@ -1,36 +1,33 @@
-"""What a lowered program may ask of the other devices: the `Communicator` protocol, implemented twice.
+"""What a lowered program may ask of the other devices: the class `Communicator`.
 
-`ProcessGroupCommunicator` talks through torch.distributed; `simulate` runs every rank as a thread of this
-process.  Both know `Axis` objects, never process groups by name, so a program is the same on either.
+`ProcessGroupCommunicator` talks through torch.distributed; `simulate` runs every rank as a thread of this process.
+Both know `Axis` objects, never process groups by name, so a program is the same on either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from autopar.lower.communication.call_consensus import CallConsensus
-from autopar.lower.communication.collectives import Collective, Handle, TracedCommunicator, Watch
-from autopar.lower.communication.process_groups import ProcessGroupCommunicator
-from autopar.lower.communication.simulated_ranks import CollectiveMismatchError, ThreadCommunicator, simulate
+from autopar.lower.communication.collectives import (
+    Collective,
+    Handle,
+    ReduceOp,
+    Watch,
+    merge_stack,
+    split_stack,
+)
 from autopar.placement import Axis
 
-__all__ = [
-    "Collective",
-    "CollectiveMismatchError",
-    "Communicator",
-    "Handle",
-    "ProcessGroupCommunicator",
-    "ThreadCommunicator",
-    "simulate",
-]
+__all__ = ["Communicator", "TracedCommunicator"]
 
 
-class Communicator(Protocol):
+class Communicator(ABC):
     """Collectives on local tensors, along mesh axes, for one rank.
 
     The members of a collective are ``axis.group(rank)``, in coordinate order.  Operands may be non-contiguous
@@ -38,91 +35,133 @@ class Communicator(Protocol):
     happens, nothing is recorded, and the operand itself may come back.  Sums of 16-bit floats accumulate in
     float32.  ``bool`` sums are "any".  Every ``start_*`` returns at once (where the backend can) and
     ``wait()`` gives the result; all members must start their collectives in the same order.
+
+    A backend adds the transport of buffers that are stacked along a new leading dim.
     """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        """`rank` is logical: the position among the ranks that the program runs on."""
+        self._rank = rank
+        self._world_size = world_size
+        self._device = device
+        self._records: list[list[Collective]] = []
+        self._watch: Watch | None = None
+        self._purpose = ("", "")
+        self.calls: CallConsensus | None = None
 
     @property
     def rank(self) -> int:
         """This device's logical rank, 0 <= rank < world_size."""
-        ...
+        return self._rank
 
     @property
     def world_size(self) -> int:
         """Number of devices that the program runs on."""
-        ...
+        return self._world_size
 
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
-        ...
+        return self._device
 
-    @property
-    def calls(self) -> CallConsensus | None:
-        """Compares what ranks do, where they are processes of their own."""
-        ...
+    @contextmanager
+    def recording(self) -> Generator[list[Collective]]:
+        """A context in which every collective of this rank is appended to the list that it yields.
 
-    def prepare(self, axes: Iterable[Axis]) -> None:
-        """Create what collectives on `axes` need; every rank calls it with the same axes, in one order."""
-        ...
+        Contexts nest, and each sees all collectives inside it.
+        """
+        record: list[Collective] = []
+        self._records.append(record)
+        try:
+            yield record
+        finally:
+            # by identity: two records may be equal
+            self._records = [other for other in self._records if other is not record]
 
-    def recording(self) -> AbstractContextManager[list[Collective]]:
-        """A context in which every collective of this rank is appended to the list that it yields."""
-        ...
-
-    def note(self, collectives: Iterable[Collective]) -> None:
-        """Record collectives that a compiled program runs by itself."""
-        ...
-
-    def watching(self, watch: Watch) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self, watch: Watch) -> Generator[None]:
         """A context in which `watch` gets every collective before it starts, but those of compiled layers."""
-        ...
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
-    def serving(self, category: str, layer: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def serving(self, category: str, layer: str) -> Generator[None]:
         """A context whose collectives serve parameters of `layer`: ``"gather"`` or ``"reduce"``; for `watching`."""
-        ...
+        before, self._purpose = self._purpose, (category, layer)
+        try:
+            yield
+        finally:
+            self._purpose = before
 
     def traced(self) -> TracedCommunicator:
         """A communicator for the time in which a program is traced, to be compiled."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} can't be part of a compiled program")
+
+    def note(self, collectives: Iterable[Collective]) -> None:
+        """Record collectives that a compiled program runs by itself."""
+        for record in self._records:
+            record.extend(collectives)
 
     def all_gather(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """The members' `x` joined along `dim`."""
-        ...
+        return self.start_all_gather(x, axis, dim).wait()
 
     def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
         """This coordinate's equal slice along `dim` of the members' sum."""
-        ...
+        return self.start_reduce_scatter(x, axis, dim).wait()
 
-    def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Tensor:
         """The members' sum or elementwise maximum."""
-        ...
+        return self.start_all_reduce(x, axis, op).wait()
 
     def all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         """Slice c of `split_dim` goes to coordinate c; the slices received are joined along `concat_dim`."""
-        ...
+        return self.start_all_to_all(x, axis, split_dim, concat_dim).wait()
 
     def broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Tensor:
         """The `x` of coordinate `source`; shape and dtype must be equal on all members."""
-        ...
+        return self.start_broadcast(x, axis, source).wait()
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """`all_gather`, not waited for."""
-        ...
+        if axis.size == 1:
+            return _unmoved(x)
+        gathered = self._begin(
+            "all_gather", axis, x.nbytes * axis.size, lambda: self._start_gather(x.detach().contiguous(), axis)
+        )
+        return gathered.then(lambda stack: merge_stack(stack, dim % x.ndim))
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """`reduce_scatter`, not waited for."""
-        ...
+        if axis.size == 1:
+            return _unmoved(x)
+        stack = split_stack(x.detach(), axis.size, dim % x.ndim)
+        return self._begin("reduce_scatter", axis, x.nbytes, lambda: self._start_scatter_sum(stack, axis))
 
-    def start_all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Handle:
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
         """`all_reduce`, not waited for."""
-        ...
+        if axis.size == 1:
+            return _unmoved(x)
+        return self._begin("all_reduce", axis, x.nbytes, lambda: self._start_reduce(x.detach().contiguous(), axis, op))
 
     def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle:
         """`all_to_all`, not waited for."""
-        ...
+        if axis.size == 1:
+            return _unmoved(x)
+        stack = split_stack(x.detach(), axis.size, split_dim % x.ndim)
+        exchanged = self._begin("all_to_all", axis, x.nbytes, lambda: self._start_exchange(stack, axis))
+        return exchanged.then(lambda got: merge_stack(got, concat_dim % x.ndim))
 
     def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
         """`broadcast`, not waited for."""
-        ...
+        if axis.size == 1:
+            return _unmoved(x)
+        return self._begin(
+            "broadcast", axis, x.nbytes, lambda: self._start_broadcast(x.detach().contiguous(), axis, source)
+        )
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         """Send `x` to coordinate `to`, whose next receive from here along `axis` gets it.
@@ -131,8 +170,75 @@ class Communicator(Protocol):
         directions together (with NCCL they run one after the other).  `x` must not be written to until the handle has
         been waited for, which must happen some time; its result is `x`.
         """
-        ...
+        self._check_peer(axis, to)
+        return self._begin("send", axis, x.nbytes, lambda: self._start_send(x.detach().contiguous(), axis, to))
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         """Receive what coordinate `source` sends here next along `axis`, of that shape and dtype."""
-        ...
+        self._check_peer(axis, source)
+        return self._guard("receive", axis, lambda: self._start_receive(tuple(shape), dtype, axis, source))
+
+    def _check_peer(self, axis: Axis, coordinate: int) -> None:
+        if not 0 <= coordinate < axis.size or coordinate == axis.coordinate(self.rank):
+            raise ValueError(
+                f"rank {self.rank}, coordinate {axis.coordinate(self.rank)} of {axis}, can't exchange messages with "
+                f"coordinate {coordinate}"
+            )
+
+    def _note(self, kind: str, axis: Axis, num_bytes: int) -> None:
+        self.note([Collective(kind, axis, num_bytes)])
+
+    def _begin(self, kind: str, axis: Axis, num_bytes: int, start: Callable[[], Handle]) -> Handle:
+        """Note a collective, and start it."""
+        self._note(kind, axis, num_bytes)
+        if self._watch is None:
+            return self._guard(kind, axis, start)
+        return self._watch(Collective(kind, axis, num_bytes), self._purpose)(self._guard(kind, axis, start))
+
+    def _guard(self, kind: str, axis: Axis, start: Callable[[], Handle]) -> Handle:
+        """Start a collective, of which a backend may say more where it fails."""
+        return start()
+
+    @abstractmethod
+    def prepare(self, axes: Iterable[Axis]) -> None:
+        """Create what collectives on `axes` need; every rank calls it with the same axes, in one order."""
+
+    @abstractmethod
+    def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
+        """``[...] -> [size, ...]``, the members' tensors in coordinate order."""
+
+    @abstractmethod
+    def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
+        """``[size, ...] -> [...]``, this coordinate's entry of the sum of the members' stacks."""
+
+    @abstractmethod
+    def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
+        """``[...] -> [...]``, reduced over the members; must not write to `x`."""
+
+    @abstractmethod
+    def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
+        """``[size, ...] -> [size, ...]``, entry c to and from coordinate c."""
+
+    @abstractmethod
+    def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
+        """``[...] -> [...]``, the tensor of coordinate `source`; must not write to `x`."""
+
+    @abstractmethod
+    def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
+        """Send `x` to coordinate `to`; keeps it until it is sent, also if nobody keeps the handle."""
+
+    @abstractmethod
+    def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
+        """``[...]``, what coordinate `source` sends next."""
+
+
+class TracedCommunicator(Communicator):
+    """Whose collectives become ops of the graph that is traced."""
+
+    @abstractmethod
+    def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
+        """What a graph that was traced with this communicator runs, each time."""
+
+
+def _unmoved(x: Tensor) -> Handle:
+    return Handle(x.detach().contiguous)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from autopar.lower import compat
-from autopar.lower.communication.collectives import BaseCommunicator, Collective, Handle, ReduceOp, TracedCommunicator
+from autopar.lower.communication.collectives import Collective, Handle, ReduceOp
+from autopar.lower.communication.communicator import Communicator, TracedCommunicator
 from autopar.placement import Axis
 
 __all__ = ["FunctionalCommunicator", "GroupOrder"]
@@ -40,7 +41,7 @@ class FunctionalCommunicator(TracedCommunicator):
     """
 
     def __init__(
-        self, like: BaseCommunicator, order_of: Callable[[Axis], GroupOrder], carries: Iterable[torch.dtype] = ()
+        self, like: Communicator, order_of: Callable[[Axis], GroupOrder], carries: Iterable[torch.dtype] = ()
     ) -> None:
         """See the class."""
         super().__init__(like.rank, like.world_size, like.device)

@@ -11,26 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autopar.lower.communication.collectives import (
-    Collective,
-    Handle,
-    ReduceOp,
-    TracedCommunicator,
-    merge_stack,
-    split_stack,
-)
+from autopar.lower.communication.collectives import Collective, Handle, ReduceOp, merge_stack, split_stack
+from autopar.lower.communication.communicator import TracedCommunicator
 from autopar.placement import Axis
 
-__all__ = ["SilentCommunicator"]
+__all__ = ["NullCommunicator"]
 
 
-class SilentCommunicator(TracedCommunicator):
+class NullCommunicator(TracedCommunicator):
     """A `Communicator` whose other ranks always had what this one has.
 
     What a collective gives is kept for the next of its kind with operands of that shape and dtype, whatever their
     values: time a program that doesn't write to it.
 
-    >>> SilentCommunicator(8).all_gather(torch.ones(2, 3), Axis(8, 1), 0).shape
+    >>> NullCommunicator(8).all_gather(torch.ones(2, 3), Axis(8, 1), 0).shape
     torch.Size([16, 3])
     """
 
@@ -45,12 +39,12 @@ class SilentCommunicator(TracedCommunicator):
     def prepare(self, axes: Iterable[Axis]) -> None:
         """Nothing to prepare."""
 
-    def traced(self) -> SilentCommunicator:
+    def traced(self) -> NullCommunicator:
         """See `Communicator.traced`.
 
         A program is traced several times over: what one pass made would be a constant to the next.
         """
-        return SilentCommunicator(self.world_size, self.device, self.rank, is_keeping=False)
+        return NullCommunicator(self.world_size, self.device, self.rank, is_keeping=False)
 
     def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
         """None: what a collective gives is made up."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from autopar.errors import AutoparError, MeshError
 from autopar.lower.communication import torch_groups
 from autopar.lower.communication.call_consensus import POLL_S, CallConsensus
-from autopar.lower.communication.collectives import BaseCommunicator, Handle, ReduceOp, reduce_stack
+from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack
+from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.functional_communicator import FunctionalCommunicator, GroupOrder
 from autopar.placement import Axis
 
@@ -42,7 +43,7 @@ class _Group:
         self.to_group = None if is_sorted else [list(members).index(member) for member in in_group]
 
 
-class ProcessGroupCommunicator(BaseCommunicator):
+class ProcessGroupCommunicator(Communicator):
     """See `Communicator`.  Logical rank i is process ``ranks[i]``; all processes in `ranks` take part.
 
     Example:

@@ -18,7 +18,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from autopar.lower.communication.collectives import BaseCommunicator, Handle, ReduceOp, reduce_stack
+from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack
+from autopar.lower.communication.communicator import Communicator
 from autopar.placement import Axis
 
 __all__ = ["CollectiveMismatchError", "ThreadCommunicator", "simulate"]
@@ -195,7 +196,7 @@ class _Room:
             raise _AbortedError
 
 
-class ThreadCommunicator(BaseCommunicator):
+class ThreadCommunicator(Communicator):
     """The communicator of one simulated rank; `simulate` makes them.  ``start_*`` meets at once."""
 
     def __init__(self, rank: int, room: _Room, device: torch.device) -> None:

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import PlanMismatchError
-from autopar.lower.communication.communicator import Communicator, ProcessGroupCommunicator
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import make_dtensor, make_mesh, module_tables
 from autopar.lower.parameters.materialize import Draws

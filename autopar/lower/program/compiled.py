@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.lower.communication.communicator import Collective, Communicator
+from autopar.lower.communication.collectives import Collective
+from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import compile_graph, split_graph
 from autopar.lower.program.layer_ops import LayerContext, draw, microbatch_slice
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.lower.communication.null_communicator import SilentCommunicator
+from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.compat import run_twice
 from autopar.lower.kernels.random import RandomState
 from autopar.lower.program.compiled import compile_program
@@ -65,7 +65,7 @@ class LoneLayer:
         keeps_less = strategy.recompute == "selective" and not compiled
         self._keeping = KeepingProgram(lowered) if keeps_less else None
         random = RandomState(0, self.device) if any(op.is_random for op in layer.ops) else None
-        self._context = LayerContext(SilentCommunicator(math.prod(strategy.mesh), self.device), random=random)
+        self._context = LayerContext(NullCommunicator(math.prod(strategy.mesh), self.device), random=random)
         maker = _Maker(program, layer, self.device, constants or {})
         local = lowered.local
         self._inputs = [maker.make(local.values[index]) for index in local.inputs]

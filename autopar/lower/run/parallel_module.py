@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanMismatchError
-from autopar.lower.communication.communicator import Collective, Communicator
+from autopar.lower.communication.collectives import Collective
+from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import after_backward, local_tensor, make_dtensor, on_gradient
 from autopar.lower.kernels.random import agree_base_seed

@@ -1,7 +1,8 @@
 """What communication and computation take when they run at the same time, and what stays visible.
 
-A collective that runs beside kernels takes cores and memory bandwidth from them: compute goes on at ``1 - taken`` of
-its speed as long as the collective lasts.  With c seconds of compute and t of communication that start together:
+A collective that runs at the same time as kernels takes cores and memory bandwidth from them: compute goes on at
+``1 - taken`` of its speed as long as the collective lasts.  With c seconds of compute and t of communication that start
+together:
 
 ``both(c, t) = c + taken * t   if (1 - taken) * t <= c   else   t``
 
@@ -13,11 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["TAKEN", "both_s", "exposed_s", "gathered_ahead_s", "pipeline_s"]
-
-TAKEN = 0.2
-"""Part of a device's speed that a collective takes from kernels beside it.  Calibrated on published training runs (one
-value for all); NCCL's default of up to 24 blocks on the 108 to 132 cores of these devices is 0.18 to 0.22."""
+__all__ = ["both_s", "exposed_s", "gathered_ahead_s", "pipeline_s"]
 
 
 def both_s(compute_s: float, communication_s: float, taken: float) -> float:
@@ -44,7 +41,7 @@ def exposed_s(compute_s: float, communication_s: float, taken: float) -> float:
 def gathered_ahead_s(layers: Iterable[tuple[float, float]], taken: float) -> float:
     """Seconds of a chain of layers, each ``(compute, communication it needs before)``.
 
-    The first layer's communication is waited for; every other layer's runs beside the layer before it.
+    The first layer's communication is waited for; every other layer's overlaps with the layer before it.
 
     >>> gathered_ahead_s([(3.0, 1.0), (3.0, 1.0), (3.0, 1.0)], 0.0)
     10.0
