@@ -69,6 +69,18 @@ class LayerStrategy:
         """
         return self.zero < 3 and self.recompute != "full"
 
+    @property
+    def axes(self) -> str:
+        """What the mesh axes do, for people: ``"8 data x 4 tensor"``."""
+        labels = self.labels or ("?",) * len(self.mesh)
+        parts = [f"{size} {label}" for size, label in zip(self.mesh, labels, strict=True) if size > 1]
+        return " x ".join(parts) or "one device"
+
+    @property
+    def storage_name(self) -> str:
+        """How parameters are stored between steps, for people: ``"whole"``, ``"ZeRO-1"``, ..."""
+        return f"ZeRO-{self.zero}" if self.zero else "whole"
+
 
 @dataclass(frozen=True)
 class PlannedLayer:

@@ -24,7 +24,6 @@ __all__ = ["format_plan"]
 _WIDTH = 110
 _FEW_STAGES = 16
 _FEW_NAMES = 4
-_STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def format_plan(plan: Plan) -> str:
@@ -115,9 +114,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
-    labels = strategy.labels or ("?",) * len(strategy.mesh)
-    axes = " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True))
-    return axes, _STORAGE.get(strategy.zero, str(strategy.zero)), strategy.recompute
+    return strategy.axes, strategy.storage_name, strategy.recompute
 
 
 def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:

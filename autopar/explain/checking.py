@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import MaterializationError, QuestionError
-from autopar.explain.asked import Asked
 from autopar.explain.documents import describe_plan
 from autopar.explain.editing import Edit, apply_edits
 from autopar.explain.planner import Answer, Planner
+from autopar.explain.question import Question
 from autopar.lower.compat import leaves_of, map_leaves
 from autopar.lower.parameters.materialize import materialize
 from autopar.lower.run.schedule_lists import schedule_actions
@@ -70,13 +70,13 @@ class Checked:
 
 
 def check_plan(
-    planner: Planner, asked: Asked, path: str, edits: Sequence[Edit] = (), *, may_lack: bool = False
+    planner: Planner, question: Question, path: str, edits: Sequence[Edit] = (), *, may_lack: bool = False
 ) -> Checked:
     """Check and price the plan at `path` after these edits.
 
     Args:
         planner: of the model.
-        asked: what the best plan is searched for.
+        question: what the best plan is searched for.
         path: of the plan.
         edits: see `autopar.explain.editing`.
         may_lack: where there is no such file, take the best plan.
@@ -86,9 +86,9 @@ def check_plan(
         PlanMismatchError: it is for another model, other inputs or another number of devices.
         QuestionError: an edit can't be made.
     """
-    best = planner.answer(asked)
+    best = planner.answer(question)
     before = best.plan if may_lack and not Path(path).exists() else load_plan(path)
-    world_size = asked.cluster.world_size
+    world_size = question.cluster.world_size
     check_fit(before, best.program, world_size)
     edited = apply_edits(before, best.program, edits)
     check_fit(edited, best.program, world_size)
@@ -118,7 +118,7 @@ def load_plan(path: str) -> Plan:
     return Plan.load(path)
 
 
-def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:
+def rehearse(planner: Planner, question: Question, plan: Plan) -> VerificationReport:
     """Run the plan on simulated ranks in this process and compare with one device (`autopar.verify`).
 
     A target on the meta device is given values first, as building it would, if this machine's memory has room.
@@ -127,7 +127,7 @@ def rehearse(planner: Planner, asked: Asked, plan: Plan) -> VerificationReport:
         QuestionError: the target is too large for this machine, or does not say what its values are.
         VerificationError: they compute something else.
     """
-    target = planner.model(asked)
+    target = planner.model(question)
     tensors = [*target.model.parameters(), *target.model.buffers(), *leaves_of(target.example_inputs)]
     if not any(getattr(tensor, "is_meta", False) for tensor in tensors):
         return verify(target.model, plan, target.example_inputs)

@@ -14,19 +14,18 @@ from typing import Any
 from autopar.api import load_profile
 from autopar.cost import Profile
 from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
-from autopar.explain.asked import Asked, change, parse_cluster
-from autopar.explain.beside import side_by_side
+from autopar.explain.alternatives import Alternative, forced_choices, other_than, sweep
 from autopar.explain.checking import check_plan, load_plan, rehearse
-from autopar.explain.comparison import compare_plans
 from autopar.explain.documents import describe_difference, describe_findings, describe_plan, describe_sweep
 from autopar.explain.editing import parse_edit
 from autopar.explain.explanation import explain
 from autopar.explain.findings import Findings
-from autopar.explain.forced import forced_choices, other_than
 from autopar.explain.formulas import describe_formulas
+from autopar.explain.parallel_calls import call_in_parallel
 from autopar.explain.planner import Planner
+from autopar.explain.question import Question, change, parse_cluster
 from autopar.explain.report import write_report
-from autopar.explain.sweep import sweep
+from autopar.explain.tables import sweep_table
 from autopar.explain.text import Printer
 from autopar.plan import Plan
 
@@ -115,21 +114,21 @@ def _run(options: argparse.Namespace) -> int:
         return _show_plan(options, printer, load_plan(options.target))
     if options.cluster is None:
         raise QuestionError("name the devices: --cluster 8x8xh100 (nodes x devices per node x device)")
-    asked = Asked(
+    question = Question(
         parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
         options.optimizer, options.precision,
     )  # fmt: skip
-    planner = Planner(options.target, _profile(options.profile, asked))
+    planner = Planner(options.target, _profile(options.profile, question))
     if options.sweep and not options.html:
-        return _show_sweep(options, printer, planner, asked)
+        return _show_sweep(options, printer, planner, question)
     if options.edit:
-        return _edit(options, printer, planner, asked)
+        return _edit(options, printer, planner, question)
     if options.check:
-        return _check(options, printer, planner, asked)
-    return _explain(options, printer, planner, asked)
+        return _check(options, printer, planner, question)
+    return _explain(options, printer, planner, question)
 
 
-def _profile(path: str | None, asked: Asked) -> Profile | None:
+def _profile(path: str | None, question: Question) -> Profile | None:
     """What was measured of the cluster's devices."""
     if path is None:
         return None
@@ -140,19 +139,19 @@ def _profile(path: str | None, asked: Asked) -> Profile | None:
             f"--profile {path!r} is no profile that can be read: measure one on such a device with "
             f"python -m autopar.profile --output {path}"
         ) from error
-    if not asked.cluster.has(profile.device):
+    if not question.cluster.has(profile.device):
         raise QuestionError(
-            f"--profile {path!r} is of {profile.device}, but --cluster has {asked.cluster.device.name}: name a profile "
-            "of such a device, or leave it out to price by presets"
+            f"--profile {path!r} is of {profile.device}, but --cluster has {question.cluster.device.name}: name a "
+            "profile of such a device, or leave it out to price by presets"
         )
     return profile
 
 
 def _check_combination(options: argparse.Namespace) -> None:
     """Refuse options that would be passed over."""
-    asked = [name for name in ("edit", "check", "diff") if getattr(options, name)]
-    if len(asked) > 1:
-        raise QuestionError(f"--{asked[0]} and --{asked[1]} are two questions: ask one after the other")
+    given = [name for name in ("edit", "check", "diff") if getattr(options, name)]
+    if len(given) > 1:
+        raise QuestionError(f"--{given[0]} and --{given[1]} are two questions: ask one after the other")
     if options.set and not options.edit:
         raise QuestionError(f"--set changes a plan: name it with --edit plan.json --set {options.set[0]!r}")
     if options.rehearse and not options.check:
@@ -176,18 +175,18 @@ def _check_combination(options: argparse.Namespace) -> None:
             raise QuestionError(f"{path!r} can't be written: there is no folder {folder!r}; make it first")
 
 
-def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
-    questions = [(text, change(asked, text)) for text in options.what_if]  # wrong ones are said at once
-    others: list[Callable[[], Any]] = [partial(_plan, planner, question) for _, question in questions]
+def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
+    questions = [(text, change(question, text)) for text in options.what_if]  # wrong ones are said at once
+    others: list[Callable[[], Any]] = [partial(_plan, planner, changed) for _, changed in questions]
     if options.why_seconds > 0:
-        others.append(partial(forced_choices, planner, asked, options.why_seconds))
+        others.append(partial(forced_choices, planner, question, options.why_seconds))
     if options.sweep:
-        others.append(lambda: tuple(sweep(planner, asked, options.sweep)))
-    planner.program(asked)  # once for all
-    answer, *found = side_by_side(partial(planner.answer, asked), others)
-    rows = found.pop() if options.sweep else ()
-    forced = other_than(found.pop(), answer.plan) if options.why_seconds > 0 else ()
-    what_if = tuple((text, plan) for (text, _), plan in zip(questions, found, strict=True))
+        others.append(partial(sweep, planner, question, options.sweep))
+    planner.program(question)  # once for all
+    answer, *answers = call_in_parallel(partial(planner.answer, question), others)
+    rows = answers.pop() if options.sweep else ()
+    forced = other_than(answers.pop(), answer.plan) if options.why_seconds > 0 else ()
+    what_if = tuple(Alternative(text, plan) for (text, _), plan in zip(questions, answers, strict=True))
     findings = Findings(options.target, answer, explain(answer), forced, what_if, (options.sweep or "", rows))
     if options.json:
         printer.json(describe_findings(findings))
@@ -199,8 +198,8 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, as
     return 0
 
 
-def _plan(planner: Planner, asked: Asked) -> Plan:
-    return planner.answer(asked).plan
+def _plan(planner: Planner, question: Question) -> Plan:
+    return planner.answer(question).plan
 
 
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:
@@ -222,10 +221,10 @@ def _write(path: str, text: str) -> None:
     sys.stderr.write(f"wrote {path}\n")
 
 
-def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
+def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
     edits = tuple(map(parse_edit, options.set))
     is_new = not Path(options.edit).exists()
-    checked = check_plan(planner, asked, options.edit, edits, may_lack=True)
+    checked = check_plan(planner, question, options.edit, edits, may_lack=True)
     plan = checked.answer.plan
     if is_new or edits:
         _write(options.edit, plan.to_json())
@@ -233,21 +232,21 @@ def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, asked
         printer.json(checked.describe())
     else:
         if edits:
-            printer.difference("What the edits change", checked.before, plan, compare_plans(checked.before, plan))
+            printer.difference("What the edits change", checked.before, plan)
             printer.line(f"{options.edit}: {checked.verdict}")
         printer.strategies(plan, options.edit)
     return 0 if checked.fits else 1
 
 
-def _check(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
-    checked = check_plan(planner, asked, options.check)
+def _check(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
+    checked = check_plan(planner, question, options.check)
     plan = checked.answer.plan
-    rehearsal = rehearse(planner, asked, plan) if options.rehearse else None
+    rehearsal = rehearse(planner, question, plan) if options.rehearse else None
     if options.json:
         printer.json(checked.describe() | {"rehearsal": str(rehearsal) if rehearsal else None})
     else:
         best = checked.best.plan
-        printer.difference(f"The best plan -> {options.check}", best, plan, compare_plans(best, plan))
+        printer.difference(f"The best plan -> {options.check}", best, plan)
         printer.line(f"{options.check}: {checked.verdict}")
         if rehearsal:
             printer.line(f"rehearsed: {rehearsal}")
@@ -267,14 +266,14 @@ def _show_difference(options: argparse.Namespace, printer: Printer, title: str, 
     if options.json:
         printer.json({"difference": describe_difference(first, second)})
     else:
-        printer.difference(title, first, second, compare_plans(first, second))
+        printer.difference(title, first, second)
     return 0
 
 
-def _show_sweep(options: argparse.Namespace, printer: Printer, planner: Planner, asked: Asked) -> int:
-    rows = tuple(sweep(planner, asked, options.sweep))
+def _show_sweep(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
+    rows = sweep(planner, question, options.sweep)
     if options.json:
         printer.json(describe_sweep(rows))
     else:
-        printer.sweep(rows)
+        printer.table(sweep_table(options.sweep, rows))
     return 0

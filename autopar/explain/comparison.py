@@ -1,4 +1,4 @@
-"""Two plans side by side: what differs, and what that does to time and memory."""
+"""Two plans compared: what differs, and what that does to time and memory."""
 
 from __future__ import annotations
 
@@ -62,16 +62,11 @@ def _layer_differences(first: Plan, second: Plan) -> Iterator[Difference]:
 
 def _strategy_differences(first: LayerStrategy, second: LayerStrategy) -> Iterator[tuple[str, str, str]]:
     pairs = {
-        "mesh": (_axes(first), _axes(second)),
-        "storage": (f"ZeRO-{first.zero}", f"ZeRO-{second.zero}"),
+        "mesh": (first.axes, second.axes),
+        "storage": (first.storage_name, second.storage_name),
         "recompute": (first.recompute, second.recompute),
     }
     found = [(what, one, other) for what, (one, other) in pairs.items() if one != other]
     yield from found
     if not found and first != second:
         yield "layouts", "as in the first plan", "other factors or layouts on the same axes"
-
-
-def _axes(strategy: LayerStrategy) -> str:
-    labels = strategy.labels or ("?",) * len(strategy.mesh)
-    return " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from autopar.explain.alternatives import Alternative, efficiencies
 from autopar.explain.comparison import compare_plans
 from autopar.explain.findings import Findings
-from autopar.explain.sweep import SweepRow
 from autopar.plan import Plan
 
 __all__ = ["describe_difference", "describe_findings", "describe_plan", "describe_sweep"]
@@ -20,26 +20,38 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     return json.loads(plan.to_json())
 
 
-def describe_findings(found: Findings) -> dict[str, Any]:
-    """The plan, its explanation, and the answers to what else was asked."""
-    plan = found.answer.plan
+def describe_findings(findings: Findings) -> dict[str, Any]:
+    """The plan, its explanation, and the alternatives to it."""
+    plan = findings.answer.plan
     data: dict[str, Any] = {
         "plan": describe_plan(plan),
-        "explanation": asdict(found.explanation),
-        "forced": [asdict(row) for row in found.forced],
+        "explanation": asdict(findings.explanation),
+        "forced": [_describe_forced(row) for row in findings.forced],
         "what_if": [
-            {"changed": text, "plan": describe_plan(other), "difference": describe_difference(plan, other)}
-            for text, other in found.what_if
+            {"changed": row.change, "plan": describe_plan(row.plan), "difference": describe_difference(plan, row.plan)}
+            for row in findings.what_if
+            if row.plan
         ],
     }
-    return data | (describe_sweep(found.sweep[1]) if found.sweep[0] else {})
+    return data | (describe_sweep(findings.sweep[1]) if findings.sweep[0] else {})
 
 
-def describe_sweep(rows: Iterable[SweepRow]) -> dict[str, Any]:
+def _describe_forced(row: Alternative) -> dict[str, Any]:
+    step_s, peak_bytes = (row.plan.step_time_s, row.plan.peak_memory_bytes) if row.plan else (None, 0.0)
+    return {"constraint": row.change, "step_s": step_s, "peak_bytes": peak_bytes, "problem": row.problem}
+
+
+def describe_sweep(rows: Sequence[Alternative]) -> dict[str, Any]:
     """A row per value."""
     return {
         "sweep": [
-            {**asdict(replace(row, plan=None)), "plan": describe_plan(row.plan) if row.plan else None} for row in rows
+            {
+                "value": row.change,
+                "plan": describe_plan(row.plan) if row.plan else None,
+                "efficiency": efficiency,
+                "problem": row.problem,
+            }
+            for row, efficiency in zip(rows, efficiencies(rows), strict=True)
         ]
     }
 

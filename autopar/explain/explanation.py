@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.explain.kind_work import certainty
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
-from autopar.explain.work import certainty
 from autopar.plan import Plan
 from autopar.step.plan_collectives import plan_collectives
 
@@ -79,7 +79,6 @@ _BYTES = {
     "parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes",
     "saved": "saved_bytes", "transient": "transient_bytes",
 }  # fmt: skip
-_STORAGE = {0: "whole", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def explain(answer: Answer) -> Explanation:
@@ -125,11 +124,10 @@ def kind_rows(plan: Plan) -> Iterable[KindRow]:
         layers.setdefault(layer.strategy, []).append(index)
     for number, own in layers.items():
         strategy, costs = plan.strategies[number], [plan.costs[index] for index in own]
-        labels = strategy.labels or ("?",) * len(strategy.mesh)
         yield KindRow(
             tuple(plan.layers[index].name for index in own),
-            " x ".join(f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True)),
-            _STORAGE[strategy.zero],
+            strategy.axes,
+            strategy.storage_name,
             strategy.recompute,
             tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _SECONDS.items()),
             tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _BYTES.items()),
@@ -137,7 +135,7 @@ def kind_rows(plan: Plan) -> Iterable[KindRow]:
 
 
 def _links(answer: Answer) -> tuple[LinkRow, ...]:
-    cluster = answer.asked.cluster
+    cluster = answer.question.cluster
     rows: dict[tuple[str, str], list[float]] = {}
     for run in plan_collectives(answer.program, answer.plan, answer.training):
         is_within = run.axis.size * run.axis.stride <= cluster.devices_per_node

@@ -1,16 +1,14 @@
-"""All that was found out about one question: what is printed, written as JSON and shown on the page."""
+"""The whole answer to one question: what is printed, written as JSON and shown on the page."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.explain.alternatives import Alternative
 from autopar.explain.explanation import Explanation
-from autopar.explain.forced import ForcedRow
 from autopar.explain.planner import Answer
-from autopar.explain.sweep import SweepRow
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.plan import Plan
 from autopar.step.simulate import simulate_step
 from autopar.timeline import StepTimeline
 
@@ -25,17 +23,17 @@ class Findings:
         target: the model, as it was named.
         answer: the plan and what it was made from.
         explanation: why it is so.
-        forced: what other choices cost, if that was asked.
+        forced: other choices, each forced by a constraint, if they were priced.
         what_if: what was changed, and the plan for that.
-        sweep: what was swept over ("nodes=1,2"), and a row per value; "" and nothing if it was not asked.
+        sweep: what was swept over ("nodes=1,2"), and a plan per value; "" and nothing without one.
     """
 
     target: str
     answer: Answer
     explanation: Explanation
-    forced: tuple[ForcedRow, ...] = ()
-    what_if: tuple[tuple[str, Plan], ...] = ()
-    sweep: tuple[str, tuple[SweepRow, ...]] = ("", ())
+    forced: tuple[Alternative, ...] = ()
+    what_if: tuple[Alternative, ...] = ()
+    sweep: tuple[str, tuple[Alternative, ...]] = ("", ())
 
     @cached_property
     def timeline(self) -> StepTimeline:

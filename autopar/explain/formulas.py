@@ -28,7 +28,7 @@ def _layers(answer: Answer) -> Iterator[str]:
             seen.add((planned.kind, planned.strategy))
             strategy = plan.strategies[planned.strategy]
             yield describe(
-                program, kinds[planned.kind], strategy, answer.asked.cluster.device, plan.num_microbatches
+                program, kinds[planned.kind], strategy, answer.question.cluster.device, plan.num_microbatches
             )  # fmt: skip
 
 
@@ -36,5 +36,5 @@ def _collectives(answer: Answer) -> Iterator[str]:
     runs = plan_collectives(answer.program, answer.plan, answer.training)
     yield "collectives, seconds of a buffer of n bytes"
     for kind, axis in sorted({(run.kind, run.axis) for run in runs if run.axis.size > 1}):
-        form = collective_form(answer.asked.cluster, kind, axis)
+        form = collective_form(answer.question.cluster, kind, axis)
         yield f"  {kind} over {axis.size} ranks, {axis.stride} apart = {formula_text(form)}"

@@ -1,4 +1,4 @@
-"""Plans for whatever is asked: the model is traced once per shape, and searched as often as needed."""
+"""Plans for any question about one target: the model is traced once per shape, and searched as often as needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from autopar.api import trace_model
 from autopar.cost import ClusterPrices, Profile
 from autopar.errors import QuestionError
-from autopar.explain.asked import Asked
+from autopar.explain.question import Question
 from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
@@ -24,7 +24,7 @@ __all__ = ["Answer", "Planner"]
 class Answer:
     """A plan with what it was made from, and what else the search looked at."""
 
-    asked: Asked
+    question: Question
     plan: Plan
     program: Program
     prices: ClusterPrices
@@ -50,64 +50,64 @@ class Planner:
         default_factory=dict[tuple["int | None", "int | None"], ModelTarget]
     )
 
-    def answer(self, asked: Asked) -> Answer:
+    def answer(self, question: Question) -> Answer:
         """The fastest plan.
 
         Raises:
             InfeasibleError: nothing fits.
             AutoparError: the target, or what is asked of it, can't be used.
         """
-        prices, request = self._request(asked)
-        program, trace_s = self._traced_program(asked)
+        prices, request = self._request(question)
+        program, trace_s = self._traced_program(question)
         considered: list[ConsideredPlan] = []
 
         def keep(final: Plan) -> None:
             considered.append(describe_plan(final))
 
         request = replace(request, on_considered=considered.append, on_final=keep)
-        plan = search(program, asked.cluster.world_size, prices, request)
+        plan = search(program, question.cluster.world_size, prices, request)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
-        return Answer(asked, plan, program, prices, request.training, tuple(considered))
+        return Answer(question, plan, program, prices, request.training, tuple(considered))
 
-    def model(self, asked: Asked) -> ModelTarget:
+    def model(self, question: Question) -> ModelTarget:
         """The target, loaded once per shape.
 
         Raises:
             QuestionError: it names no model.
         """
-        if asked.shapes not in self._models:
-            found = load_target(self.target, *asked.shapes)
+        if question.shapes not in self._models:
+            found = load_target(self.target, *question.shapes)
             if isinstance(found, Plan):
                 raise QuestionError(
                     f"{self.target!r} is a saved plan, which knows no model to plan again for: name the model as "
                     "package.module:factory, file.py:factory or config.json"
                 )
-            self._models[asked.shapes] = found
-        return self._models[asked.shapes]
+            self._models[question.shapes] = found
+        return self._models[question.shapes]
 
-    def program(self, asked: Asked) -> Program:
+    def program(self, question: Question) -> Program:
         """The target, traced once per shape.
 
         Raises:
-            AutoparError: it can't be loaded or traced, or what is asked makes no sense.
+            AutoparError: it can't be loaded or traced, or the question makes no sense.
         """
-        self._request(asked)  # what is wrong with it is said before a long trace
-        return self._traced_program(asked)[0]
+        self._request(question)  # what is wrong with it is said before a long trace
+        return self._traced_program(question)[0]
 
-    def _request(self, asked: Asked) -> tuple[ClusterPrices, SearchRequest]:
-        memory = None if asked.memory is None else read_bytes(asked.memory)
-        training = training_spec(self.model(asked).model, asked.optimizer).on_device(asked.cluster.device.name)
+    def _request(self, question: Question) -> tuple[ClusterPrices, SearchRequest]:
+        memory = None if question.memory is None else read_bytes(question.memory)
+        training = training_spec(self.model(question).model, question.optimizer).on_device(question.cluster.device.name)
         request = SearchRequest(
-            memory, training, asked.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
+            memory, training, question.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
         )
-        measured = self.profile if self.profile is not None and asked.cluster.has(self.profile.device) else None
-        return ClusterPrices(asked.cluster, measured), request
+        measured = self.profile if self.profile is not None and question.cluster.has(self.profile.device) else None
+        return ClusterPrices(question.cluster, measured), request
 
-    def _traced_program(self, asked: Asked) -> tuple[Program, float]:
-        key = (*asked.shapes, asked.precision)
+    def _traced_program(self, question: Question) -> tuple[Program, float]:
+        key = (*question.shapes, question.precision)
         if key not in self._traced:
-            target = self.model(asked)
+            target = self.model(question)
             started = time.perf_counter()
-            traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(asked.precision))
+            traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(question.precision))
             self._traced[key] = traced.program, time.perf_counter() - started
         return self._traced[key]

@@ -57,7 +57,5 @@ def _describe(decisions: Decisions) -> str:
 
 
 def _describe_strategy(strategy: LayerStrategy) -> str:
-    axes = zip(strategy.mesh, strategy.labels, strict=True)
-    shown = " x ".join(f"{size} {label}" for size, label in axes if size > 1)
     recompute = "" if strategy.recompute == "none" else f", {strategy.recompute} recompute"
-    return f"{shown or 'one device'}, ZeRO-{strategy.zero}{recompute}"
+    return f"{strategy.axes}, ZeRO-{strategy.zero}{recompute}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from autopar.explain.alternatives import Alternative, faster
 from autopar.explain.cli import main
-from autopar.explain.forced import ForcedRow, faster
 from autopar.plan import Plan
 
 TARGET = "tests.explain.targets:make"
@@ -99,7 +100,8 @@ def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(
 
 
 def test_a_forced_choice_that_is_faster_is_named() -> None:
-    rows = [ForcedRow("zero=3", 1.0), ForcedRow("zero=0", 2.0), ForcedRow("tensor=2", problem="no")]
+    one, two = (SimpleNamespace(step_time_s=seconds) for seconds in (1.0, 2.0))
+    rows = [Alternative("zero=3", one), Alternative("zero=0", two), Alternative("tensor=2", problem="no")]
     assert faster(rows, 2.0) == (rows[0],)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from autopar.explain.asked import Asked, parse_cluster
+from autopar.explain.alternatives import Alternative
 from autopar.explain.explanation import explain
 from autopar.explain.findings import Findings
-from autopar.explain.forced import ForcedRow
 from autopar.explain.planner import Planner
+from autopar.explain.question import Question, parse_cluster
 from autopar.explain.report import render_report, write_report
-from autopar.explain.report.layers import layer_strip
+from autopar.explain.report.layer_strip import layer_strip
 from autopar.explain.report.page import sections
 from autopar.pages.timelines import condense, shown_groups
 from autopar.plan import PlannedLayer
@@ -38,10 +38,10 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def found() -> Findings:
     """A plan in two stages, with a memory that is made up: one curve for each group."""
-    asked = Asked(parse_cluster("4xh100"), constraints=("pipeline=2",))
-    answer = Planner("tests.explain.targets:make").answer(asked)
-    forced = (ForcedRow("zero=3", 1.5 * answer.plan.step_time_s, 1e6), ForcedRow("tensor=8", problem="<8 devices>"))
-    findings = Findings("targets:make", answer, explain(answer), forced, (("nodes=2", answer.plan),))
+    question = Question(parse_cluster("4xh100"), constraints=("pipeline=2",))
+    answer = Planner("tests.explain.targets:make").answer(question)
+    forced = (Alternative("zero=3", answer.plan), Alternative("tensor=8", problem="<8 devices>"))
+    findings = Findings("targets:make", answer, explain(answer), forced, (Alternative("nodes=2", answer.plan),))
     timeline = findings.timeline
     memory = tuple(
         tuple(

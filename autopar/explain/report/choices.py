@@ -1,4 +1,4 @@
-"""What else there is: the search's front of time against memory, plans that came next, and answers to what-ifs."""
+"""The plans that the search looked at: their front of time against memory."""
 
 from __future__ import annotations
 
@@ -6,29 +6,12 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.explain.forced import ForcedRow
 from autopar.explain.planner import Answer
-from autopar.explain.runners_up import RunnerUp, pareto_front
-from autopar.explain.sweep import SweepRow
-from autopar.pages.shapes import (
-    LEGEND,
-    MARGIN,
-    Cell,
-    Figure,
-    Number,
-    Table,
-    axis,
-    count,
-    digits,
-    milliseconds,
-    percent,
-    size,
-    size_unit,
-)
-from autopar.plan import Plan
+from autopar.explain.runners_up import pareto_front
+from autopar.pages.shapes import LEGEND, MARGIN, Figure, Table, axis, milliseconds, size, size_unit
 from autopar.search import ConsideredPlan
 
-__all__ = ["forced_table", "front_figure", "front_table", "runner_table", "sweep_table", "what_if_table"]
+__all__ = ["front_figure", "front_table"]
 
 _MOST_BEHIND = 600
 _HIGHEST = 3  # the chart ends at so many times the plan's seconds
@@ -97,73 +80,3 @@ def front_table(answer: Answer, most: int = 12) -> Table:
     shown = front if len(front) <= most else [front[n * (len(front) - 1) // (most - 1)] for n in range(most)]
     rows = [(each.what, milliseconds(each.step_time_s), size(each.peak_memory_bytes)) for each in shown]
     return Table("The front, from fast to small", ("most layers", "ms", "memory"), tuple(rows))
-
-
-def runner_table(rows: Sequence[RunnerUp]) -> Table:
-    """The plans that came next."""
-    cells = [
-        (
-            each.what,
-            milliseconds(each.step_time_s),
-            "yes" if each.is_simulated else "no: a sum",
-            _change(each.loses),
-            size(each.peak_memory_bytes),
-        )
-        for each in rows
-    ]
-    return Table(
-        "The best plans of other kinds that fit",
-        ("most layers", "ms", "simulated", "slower by", "memory"),
-        tuple(cells),
-    )
-
-
-def forced_table(rows: Sequence[ForcedRow], plan: Plan) -> Table:
-    """What it costs to decide otherwise."""
-    cells: list[tuple[Cell, ...]] = []
-    for row in rows:
-        if row.step_s is None:
-            cells.append((row.constraint, "-", row.problem, "-"))
-        else:
-            change = _change(row.step_s / plan.step_time_s - 1)
-            cells.append((row.constraint, milliseconds(row.step_s), change, size(row.peak_bytes)))
-    return Table("Other choices", ("constraint", "ms", "vs. the plan", "memory"), tuple(cells))
-
-
-def what_if_table(rows: Sequence[tuple[str, Plan]], plan: Plan) -> Table:
-    """New plans beside the first."""
-    cells: list[tuple[Cell, ...]] = [_plan_row("as asked", plan, plan)]
-    cells += [_plan_row(text, other, plan) for text, other in rows]
-    columns = ("what if", "devices", "ms", "against the plan", "rows per second", "memory")
-    return Table("What if", columns, tuple(cells))
-
-
-def _plan_row(text: str, other: Plan, plan: Plan) -> tuple[Cell, ...]:
-    rate = other.samples_per_step / other.step_time_s
-    return (
-        text, count(other.world_size), milliseconds(other.step_time_s),
-        _change(other.step_time_s / plan.step_time_s - 1), Number(rate, digits(rate)),
-        size(other.peak_memory_bytes),
-    )  # fmt: skip
-
-
-def sweep_table(text: str, rows: Sequence[SweepRow]) -> Table:
-    """A plan for each value."""
-    cells: list[tuple[Cell, ...]] = []
-    for row in rows:
-        if row.plan is None:
-            cells.append((row.value, "-", "-", "-", "-", row.problem))
-            continue
-        rate = row.plan.samples_per_step / row.plan.step_time_s
-        cells.append(
-            (
-                row.value, milliseconds(row.plan.step_time_s), Number(rate, digits(rate)), percent(row.efficiency),
-                size(row.plan.peak_memory_bytes), row.brief,
-            )
-        )  # fmt: skip
-    columns = (text.partition("=")[0], "ms", "rows per second", "efficiency", "memory", "most layers")
-    return Table(f"Sweep over {text}", columns, tuple(cells))
-
-
-def _change(share: float) -> Number:
-    return Number(share, f"{share:+.1%}")

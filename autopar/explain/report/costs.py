@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.explain.explanation import Explanation, KindRow, LinkRow
+from autopar.explain.kind_work import KindWork, roofs
 from autopar.explain.planner import Answer
-from autopar.explain.work import KindWork, roofs
+from autopar.explain.tables import kind_name
 from autopar.pages.shapes import (
     COLOURS,
     LEGEND,
@@ -20,9 +21,7 @@ from autopar.pages.shapes import (
     Number,
     Table,
     axis,
-    count,
     digits,
-    milliseconds,
     percent,
     size,
     size_unit,
@@ -30,23 +29,14 @@ from autopar.pages.shapes import (
 
 __all__ = [
     "bytes_figure",
-    "kind_table",
     "link_figure",
-    "link_table",
     "roofline_figure",
     "roofline_table",
     "seconds_figure",
-    "share_table",
 ]
 
 _SHORT = {"activation communication": "act. comm.", "parameter communication": "par. comm."}
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "hexagon", "x")
-
-
-def share_table(found: Explanation, step_s: float) -> Table:
-    """What the step's seconds are spent on."""
-    rows = [(name, milliseconds(seconds), percent(seconds / step_s)) for name, seconds in found.shares if seconds]
-    return Table("Time of the step", ("spent on", "ms", "share"), tuple(rows))
 
 
 def seconds_figure(found: Explanation) -> Figure:
@@ -87,7 +77,7 @@ def _stacks(
     factor: float,
     unit: str,
 ) -> tuple[dict[str, Any], ...]:
-    names = [_kind_name(kind.layers) for kind in kinds]
+    names = [kind_name(kind.layers) for kind in kinds]
     found: list[dict[str, Any]] = []
     for what in dict.fromkeys(name for row in values for name, _ in row):
         sizes = [factor * dict(row).get(what, 0.0) for row in values]
@@ -100,25 +90,6 @@ def _stacks(
                 }
             )  # fmt: skip
     return tuple(found)
-
-
-def _kind_name(layers: Sequence[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} .. ({len(layers)})"
-
-
-def kind_table(found: Explanation) -> Table:
-    """Time and bytes of each layer kind."""
-    seconds = [name for name, _ in found.kinds[0].seconds]
-    rows: list[tuple[Cell, ...]] = []
-    for kind in found.kinds:
-        rows.append(
-            (
-                _kind_name(kind.layers), kind.axes, *(milliseconds(each) for _, each in kind.seconds),
-                size(sum(each for _, each in kind.num_bytes)),
-            )
-        )  # fmt: skip
-    columns = ("layers", "axes", *(f"{name} (ms)" for name in seconds), "memory")
-    return Table("All layers of a kind together, per device and step", columns, tuple(rows))
 
 
 def link_figure(found: Explanation) -> Figure:
@@ -148,21 +119,6 @@ def _volume(row: LinkRow | None) -> str:
     return f"{row.runs} runs, {size(row.num_bytes).text}" if row else ""
 
 
-def link_table(found: Explanation) -> Table:
-    """Runs, bytes and seconds by link and kind of collective."""
-    columns = ("link", "collective", "runs", "bytes per device", "ms", "GB/s")
-    rows: list[tuple[Cell, ...]] = []
-    for row in found.links:
-        rate = row.num_bytes / row.seconds if row.seconds else 0.0
-        rows.append(
-            (
-                row.link, row.kind, count(row.runs), size(row.num_bytes),
-                milliseconds(row.seconds), Number(rate, f"{rate / 1e9:.3g}"),
-            )
-        )  # fmt: skip
-    return Table("Collectives of one device in one step", columns, tuple(rows))
-
-
 def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
     """Each layer kind by flops per byte and the rate that it reaches, under the device's roofs."""
     shown = [work for work in works if work.flops and work.seconds]
@@ -185,7 +141,7 @@ def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
     for number, work in enumerate(shown):
         data.append(
             {
-                "type": "scatter", "mode": "markers", "name": _kind_name(work.layers), "x": [work.intensity],
+                "type": "scatter", "mode": "markers", "name": kind_name(work.layers), "x": [work.intensity],
                 "y": [work.flops_per_s / 1e12],
                 "marker": {
                     "size": 10 + 18 * math.sqrt(work.seconds / longest), "color": SERIES[number % len(SERIES)],
@@ -214,7 +170,7 @@ def roofline_table(answer: Answer, works: Sequence[KindWork]) -> Table:
         bound = "bytes" if not flops or work.intensity < flops / num_bytes else "arithmetic"
         rows.append(
             (
-                _kind_name(work.layers), Number(work.flops, digits(work.flops / 1e12)),
+                kind_name(work.layers), Number(work.flops, digits(work.flops / 1e12)),
                 Number(work.num_bytes, digits(work.num_bytes / 1e9)), Number(work.intensity, f"{work.intensity:.4g}"),
                 Number(work.flops_per_s, f"{work.flops_per_s / 1e12:.4g}"),
                 percent(work.flops_per_s / flops) if flops else "-", bound,

@@ -6,29 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import QuestionError
+from autopar.explain.alternatives import faster
 from autopar.explain.findings import Findings
-from autopar.explain.forced import faster
-from autopar.explain.report.choices import (
-    forced_table,
-    front_figure,
-    front_table,
-    runner_table,
-    sweep_table,
-    what_if_table,
-)
+from autopar.explain.kind_work import kind_works
+from autopar.explain.report.choices import front_figure, front_table
 from autopar.explain.report.costs import (
     bytes_figure,
-    kind_table,
     link_figure,
-    link_table,
     roofline_figure,
     roofline_table,
     seconds_figure,
-    share_table,
 )
-from autopar.explain.report.layers import layer_strip, layer_table
-from autopar.explain.work import kind_works
-from autopar.pages.page import Section, render_page
+from autopar.explain.report.layer_strip import layer_strip, layer_table
+from autopar.explain.tables import (
+    forced_table,
+    kind_table,
+    link_table,
+    runner_table,
+    share_table,
+    sweep_table,
+    what_if_table,
+)
+from autopar.pages.html import Section, render_page
 from autopar.pages.shapes import Number, Table, digits, milliseconds, percent, size
 from autopar.pages.timelines import (
     condense,
@@ -62,7 +61,7 @@ def render_report(findings: Findings) -> str:
         f"{findings.target} on {plan.world_size} x {plan.device}",
         tuple(_cards(findings)),
         findings.explanation.binds,
-        _asked(findings),
+        _conditions(findings),
         tuple(sections(findings)),
     )
 
@@ -82,9 +81,9 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
     yield "planning", "Planning, s", Number(spent, f"{spent:.3g}"), each
 
 
-def _asked(findings: Findings) -> tuple[str, ...]:
-    plan, asked = findings.answer.plan, findings.answer.asked
-    cluster = asked.cluster
+def _conditions(findings: Findings) -> tuple[str, ...]:
+    plan, question = findings.answer.plan, findings.answer.question
+    cluster = question.cluster
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     found = [f"{nodes} of {cluster.devices_per_node} x {plan.device}"]
     found.append(f"{cluster.within.name} inside a node, {cluster.between.name} between nodes")
@@ -93,8 +92,8 @@ def _asked(findings: Findings) -> tuple[str, ...]:
         found.append(f"{groups}, schedule {plan.schedule}")
     if plan.num_microbatches > 1:
         found.append(f"{plan.num_microbatches} microbatches")
-    if asked.constraints:
-        found.append("constraints: " + "; ".join(asked.constraints))
+    if question.constraints:
+        found.append("constraints: " + "; ".join(question.constraints))
     return tuple(found)
 
 
@@ -118,7 +117,7 @@ def sections(findings: Findings) -> Iterator[Section]:
         "Where time and bytes go",
         (),
         (seconds_figure(explanation), bytes_figure(explanation)),
-        (share_table(explanation, plan.step_time_s), kind_table(explanation)),
+        (share_table(explanation, plan.step_time_s), kind_table(explanation.kinds)),
     )
     if explanation.links:
         text = "What the collectives of a device move over which link, in one step."
@@ -189,7 +188,7 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if tables:
         text = ["Each row is the best plan under that condition, searched for anew."]
         text += [
-            f"{row.constraint} is faster than the plan, and the search did not consider it; ask for it as a constraint."
+            f"{row.change} is faster than the plan, and the search did not consider it; ask for it as a constraint."
             for row in faster(findings.forced, plan.step_time_s)
         ]
         yield Section("choices-section", "Other choices", tuple(text), (), tables)

@@ -11,21 +11,13 @@ from autopar.plan import LayerStrategy, Plan
 
 __all__ = ["layer_strip", "layer_table"]
 
-_STORAGE = {0: "whole (ZeRO-0)", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 _MOST_TICKS = 26
 _FEW_STAGES = 24  # with more, borders without names
 
 
-def axes_of(strategy: LayerStrategy) -> str:
-    """What the mesh axes do: ``8 data x 8 tensor``."""
-    labels = strategy.labels or ("?",) * len(strategy.mesh)
-    parts = [f"{size} {label}" for size, label in zip(strategy.mesh, labels, strict=True) if size > 1]
-    return " x ".join(parts) or "one device"
-
-
 _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
-    ("axes", axes_of),
-    ("storage", lambda strategy: _STORAGE[strategy.zero]),
+    ("axes", lambda strategy: strategy.axes),
+    ("storage", lambda strategy: strategy.storage_name),
     (
         "recompute",
         lambda strategy: f"{strategy.recompute} recompute" if strategy.recompute != "none" else "no recompute",
@@ -124,6 +116,6 @@ def _rows(plan: Plan) -> Iterator[tuple[Cell, ...]]:
         yield (
             *((count(stage),) if plan.stages else ()),
             names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
-            count(len(names)), axes_of(strategy), _STORAGE[strategy.zero], strategy.recompute,
+            count(len(names)), strategy.axes, strategy.storage_name, strategy.recompute,
             milliseconds(cost.total_s), size(cost.persistent_bytes),
         )  # fmt: skip

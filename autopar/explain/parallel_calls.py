@@ -1,4 +1,4 @@
-"""Questions that don't wait for each other, answered on several cores at once."""
+"""Independent functions, called on several cores at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["side_by_side"]
+__all__ = ["call_in_parallel"]
 
 _Outcomes = list[tuple[bool, Any]]
 
 
-def side_by_side(first: Callable[[], Any], others: Sequence[Callable[[], Any]]) -> list[Any]:
+def call_in_parallel(first: Callable[[], Any], others: Sequence[Callable[[], Any]]) -> list[Any]:
     """What the functions return: `first` is called here, the others in copies of this process, one per spare core.
 
     What those return is pickled, and what they keep in memory (caches) is lost.  Where processes can't be copied, or a
@@ -39,7 +39,7 @@ def side_by_side(first: Callable[[], Any], others: Sequence[Callable[[], Any]]) 
 
 
 def _spare_cores() -> int:
-    """Cores beside the one that this process runs on; 0 where processes can't be copied."""
+    """Further cores than the one that this process runs on; 0 where processes can't be copied."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What is asked of the planner, as text: clusters, and the ``name=value`` of what-ifs."""
+"""A question to the planner: its inputs, and how texts such as ``nodes=16`` change them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
 
-__all__ = ["Asked", "change", "parse_cluster"]
+__all__ = ["Question", "change", "parse_cluster"]
 
 _RATE_UNITS = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Gb/s": 1e9 / 8}
 _LINKS = {"inter": "between", "between": "between", "intra": "within", "within": "within"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """The planner's inputs that can be varied.
 
     Args:
@@ -68,11 +68,11 @@ def parse_cluster(text: str) -> Cluster:
     return Cluster.of(match[3], nodes=int(match[1] or 1), devices_per_node=int(match[2]))
 
 
-def change(asked: Asked, text: str) -> Asked:
-    """`asked` with one thing changed.
+def change(question: Question, text: str) -> Question:
+    """`question` with one thing changed.
 
     Args:
-        asked: what was asked before.
+        question: the question so far.
         text: ``memory=40GiB``, ``nodes=16``, ``batch=128``, ``seq=4096``, ``device=h200``, ``link.inter=100GB/s``,
             ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, or a constraint such as ``tensor=2``.
 
@@ -89,21 +89,21 @@ def change(asked: Asked, text: str) -> Asked:
         )
     if name == "memory":
         read_bytes(value)
-        return replace(asked, memory=value)
+        return replace(question, memory=value)
     if name in ("batch", "seq"):
         number = _whole(text, value)
-        return replace(asked, batch=number) if name == "batch" else replace(asked, sequence=number)
+        return replace(question, batch=number) if name == "batch" else replace(question, sequence=number)
     if name in ("nodes", "device"):
-        return replace(asked, cluster=_other_cluster(asked.cluster, text, name, value))
+        return replace(question, cluster=_other_cluster(question.cluster, text, name, value))
     if name.startswith("link."):
-        return replace(asked, cluster=_other_link(asked.cluster, text, name.removeprefix("link."), value))
+        return replace(question, cluster=_other_link(question.cluster, text, name.removeprefix("link."), value))
     if name == "precision":
-        return replace(asked, precision=value)
+        return replace(question, precision=value)
     if name == "optimizer":
-        return replace(asked, optimizer=value)
+        return replace(question, optimizer=value)
     if near := difflib.get_close_matches(name, ("memory", "batch", "seq", "nodes", "device", "optimizer"), 1, 0.75):
         raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
-    return replace(asked, constraints=(*asked.constraints, text))
+    return replace(question, constraints=(*question.constraints, text))
 
 
 def _whole(text: str, value: str) -> int:

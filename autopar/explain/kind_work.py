@@ -76,7 +76,7 @@ def kind_works(answer: Answer) -> tuple[KindWork, ...]:
 
 def roofs(answer: Answer, dtype: str) -> tuple[float, float]:
     """What a device can do at most: flops per second in `dtype` (0.0: unknown), bytes per second."""
-    device = answer.asked.cluster.device
+    device = answer.question.cluster.device
     return device.flops_per_s.get(dtype, 0.0), device.memory_bytes_per_s
 
 

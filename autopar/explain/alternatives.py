@@ -1,0 +1,101 @@
+"""The best plans under other conditions: other choices, each forced by a constraint, and the values of a sweep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError, QuestionError
+from autopar.explain.planner import Planner
+from autopar.explain.question import Question, change
+from autopar.plan import Plan
+
+__all__ = ["Alternative", "efficiencies", "faster", "forced_choices", "other_than", "sweep"]
+
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best plan after a change of the question (``nodes=2``; constraints with ", " between them); without a plan,
+    the problem.
+    """
+
+    change: str
+    plan: Plan | None = None
+    problem: str = ""
+
+
+def _alternative(planner: Planner, name: str, question: Question) -> Alternative:
+    try:
+        return Alternative(name, planner.answer(question).plan)
+    except AutoparError as error:
+        return Alternative(name, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
+
+
+def sweep(planner: Planner, question: Question, text: str) -> tuple[Alternative, ...]:
+    """A plan for each value of ``name=value,value,...``.
+
+    Raises:
+        QuestionError: the text is of another form, or a value is no value of that name.
+    """
+    name, separator, values = text.partition("=")
+    if not separator or not values:
+        raise QuestionError(f"--sweep {text!r}: write name=value,value,..., such as nodes=1,2,4,8")
+    questions = [(value, change(question, f"{name}={value}")) for value in values.split(",")]
+    return tuple(_alternative(planner, value, changed) for value, changed in questions)
+
+
+def efficiencies(rows: Sequence[Alternative]) -> tuple[float, ...]:
+    """Rows per second and device, relative to the first of these plans; 0.0 without a plan."""
+    plans = [row.plan for row in rows]
+    rates = [plan.samples_per_step / plan.step_time_s / plan.world_size if plan else 0.0 for plan in plans]
+    first = next(filter(None, rates), 1.0)
+    return tuple(rate / first for rate in rates)
+
+
+def forced_choices(planner: Planner, question: Question, budget_s: float) -> tuple[Alternative, ...]:
+    """The usual alternatives to what a plan decides, as long as there is time for one more that takes as long."""
+    rows: list[Alternative] = []
+    started = before = time.perf_counter()
+    longest_s = 0.0
+    for text in _constraints(question):
+        if before - started + longest_s > budget_s:
+            rows.append(Alternative(text, problem=f"skipped: the {budget_s:g} s of --why-seconds are over"))
+            continue
+        constraints = (*question.constraints, *text.split(", "))
+        rows.append(_alternative(planner, text, replace(question, constraints=constraints)))
+        now = time.perf_counter()
+        longest_s, before = max(longest_s, now - before), now
+    return tuple(rows)
+
+
+def other_than(rows: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:
+    """Without the number of device groups that is the plan's anyway."""
+    own = f"pipeline={plan.num_groups}" if plan.stages else "pipeline=1"
+    return tuple(row for row in rows if row.change != own)
+
+
+def faster(rows: Iterable[Alternative], step_s: float) -> tuple[Alternative, ...]:
+    """Those that are faster than the plan after all: a search with fewer choices looks at more of them."""
+    return tuple(row for row in rows if row.plan is not None and row.plan.step_time_s < step_s * (1 - _ROUNDING))
+
+
+def _constraints(question: Question) -> list[str]:
+    """Constraints on what the user has left open, those first that differ most from what plans usually are.
+
+    All but those on stages are without stages, unless the user says: a search without them takes a third of the time.
+    """
+    cluster = question.cluster
+    given = {text.partition("=")[0].strip() for text in question.constraints}
+    node = min(cluster.devices_per_node, cluster.world_size)
+    texts = ["zero=3", "zero=0", "recompute=full", "recompute=none"]
+    if node > 1:
+        texts.insert(1, f"tensor={node}")
+    if node % 4 == 0 and node > 4:
+        texts.append(f"tensor={node // 4}")
+    texts = [text for text in texts if text.partition("=")[0] not in given]
+    if cluster.world_size > 1 and "pipeline" not in given:
+        return [*(f"pipeline=1, {text}" for text in texts), "pipeline=1", "pipeline=2"]
+    return texts
