@@ -22,7 +22,7 @@ from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, Prediction
 from autopar.records import decode_record, encode_record
-from autopar.schedule import Shape, schedule_problem, stage_group
+from autopar.schedules import Shape, schedule_problem, stage_group
 
 __all__ = ["FORMAT_VERSION", "Decisions", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
@@ -120,7 +120,7 @@ class Decisions:
         shared_storage: parameter name -> layout on `shared_mesh`, for parameters that several layers read, or that the
             caller keeps.
         stages: the pipeline stages in order; ``()`` without a pipeline.
-        schedule: one of `autopar.schedule.SCHEDULES`; "" without a pipeline.
+        schedule: one of `autopar.schedules.schedule_names()`; "" without a pipeline.
     """
 
     fingerprint: str

@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: which device group runs which action in which order, and when that is.
+"""The actions of pipeline schedules as data: which device group runs which action in which order, and when that is.
 
-The action lists themselves come from torch.distributed.pipelining (`lower/run/schedule_lists.py` reads them from its
-schedule classes); the search simulates them here and the runtime executes the same lists.  No torch.
+`lower/run/schedule_lists.py` makes the lists of a schedule (`autopar.schedules`); the search simulates them here and
+the runtime executes the same lists.  No torch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,17 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 __all__ = [
-    "SCHEDULES",
     "Action",
     "ScheduleActions",
     "ScheduleSource",
-    "Shape",
     "Span",
     "StageCost",
     "Timeline",
     "count_flights",
     "parse_action",
     "peak_held",
-    "schedule_problem",
     "simulate_schedule",
-    "stage_group",
 ]
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 
 
 class Action(NamedTuple):
@@ -75,31 +69,6 @@ class ScheduleSource(Protocol):
     def __call__(self, schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> ScheduleActions:
         """Per device group, everything that it does in one step, in order."""
         ...
-
-
-def stage_group(schedule: str, stage: int, num_groups: int) -> int:
-    """The device group that runs `stage`: round and round, and for zbv there and back again."""
-    if schedule == "zbv":
-        return stage if stage < num_groups else 2 * num_groups - 1 - stage
-    return stage % num_groups
-
-
-def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> str:
-    """Why `schedule` can't run so many stages and microbatches on so many groups; "" if it can."""
-    if schedule not in SCHEDULES:
-        return f"there is no schedule {schedule!r:.40}; there are {', '.join(SCHEDULES)}"
-    if num_groups < 2 or num_stages % num_groups:
-        return f"{num_stages} stages can't be dealt out to {num_groups} device groups"
-    rounds = num_stages // num_groups
-    wanted = {"gpipe": rounds == 1, "1f1b": rounds == 1, "zbv": rounds == 2, "interleaved_1f1b": rounds >= 2}
-    if not wanted.get(schedule, True):
-        need = {"gpipe": "1", "1f1b": "1", "zbv": "2", "interleaved_1f1b": "2 or more"}[schedule]
-        return f"{schedule} needs {need} stages per device group, not {rounds}"
-    if schedule == "1f1b" and num_microbatches < num_stages:
-        return f"1f1b needs at least as many microbatches as stages, not {num_microbatches} for {num_stages}"
-    if schedule.startswith("interleaved") and num_microbatches % max(1, num_microbatches // num_groups):
-        return f"{schedule} on {num_groups} device groups can't deal out {num_microbatches} microbatches evenly"
-    return ""
 
 
 @dataclass(frozen=True)
@@ -347,25 +316,6 @@ class _Wirer:
         cost = len(_COSTS) * sent.stage + _COSTS[sent.kind]
         self.events.append((_TRANSFER, self.indices[received], link, cost, self.indices[sent]))
         return received
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a pipeline runs, apart from where it is cut."""
-
-    schedule: str
-    num_groups: int
-    num_stages: int
-    num_microbatches: int
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The device group of each stage."""
-        return tuple(stage_group(self.schedule, stage, self.num_groups) for stage in range(self.num_stages))
-
-    def actions(self, source: ScheduleSource) -> ScheduleActions:
-        """The schedule's lists."""
-        return source(self.schedule, self.num_groups, self.num_stages, self.num_microbatches)
 
 
 def count_flights(actions: ScheduleActions, num_stages: int) -> tuple[int, ...]:

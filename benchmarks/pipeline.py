@@ -30,7 +30,8 @@ from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.schedules import StageWork, run_schedule
 from autopar.placement import Axis
-from autopar.schedule import SCHEDULES, ScheduleActions, StageCost, simulate_schedule, stage_group
+from autopar.schedule import ScheduleActions, StageCost, simulate_schedule
+from autopar.schedules import find_schedule, schedule_names, stage_group
 
 UNEVEN = (1.0, 1.6, 0.7, 1.3)  # what stages take relative to each other, round and round
 PAYLOAD = 1 << 14  # float32 numbers in a message
@@ -69,7 +70,7 @@ class Case:
         if not self.is_even:
             return None
         # the fill is one F and B; of the zero-bubble schedules one F
-        units = rounds * self.num_microbatches * (1 if self.schedule in ("gpipe", "1f1b", "interleaved_1f1b") else 3)
+        units = rounds * self.num_microbatches * (3 if find_schedule(self.schedule).splits_backward else 1)
         return fill / (units + fill)
 
 
@@ -254,7 +255,7 @@ def main() -> None:
             for mode in options.modes
             if mode == "sleep" or groups <= cores
             for is_even in (True, False)
-            for schedule in SCHEDULES
+            for schedule in schedule_names()
         ]
         for case, outcomes in zip(cases, launch(groups, cases, options.steps, options.unit_ms / 1e3), strict=True):
             print(describe(case, outcomes), flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from autopar.placement import REPLICATE, Layout, refine_mesh, shard
 from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer, Stage
 from autopar.program import Layer, Op, Option, Program
-from autopar.schedule import SCHEDULES, schedule_problem, stage_group
+from autopar.schedules import schedule_names, schedule_problem, stage_group
 from autopar.search.layout_choices import mesh_shapes, storage_layout
 from autopar.search.microbatches import TimeAssignment, time_assignment
 
@@ -61,7 +61,7 @@ def pipelines_of(program: Program, num_groups: int, num_microbatches: int) -> tu
     if len(program.layers) < num_groups:
         return ()
     rounds = 2 if len(program.layers) >= 2 * num_groups else 1
-    counts = {name: (1 if name in ("gpipe", "1f1b") else 2) * num_groups for name in SCHEDULES}
+    counts = {name: (1 if name in ("gpipe", "1f1b") else 2) * num_groups for name in schedule_names()}
     counts["interleaved_zero_bubble"] = num_groups
     return tuple(
         name

@@ -13,7 +13,7 @@ text                               meaning
                                    ``mesh`` then speak about one group
 ``stages=4``                       there are 4 pipeline stages
 ``cuts=3,6``                       the stages but the first begin at layers 3 and 6: numbers, or names of layers
-``schedule=1f1b``                  the pipeline runs so: one of `autopar.schedule.SCHEDULES`
+``schedule=1f1b``                  the pipeline runs so: one of `autopar.schedules.schedule_names()`
 ``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of
                                    this name; a degree, ``zero`` or ``recompute``
 ``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
@@ -35,7 +35,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
-from autopar.schedule import SCHEDULES
+from autopar.schedules import schedule_names
 from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
 
 __all__ = ["DEGREES", "Constraints", "LayerDemands", "check_degrees", "demands_on", "parse_constraints"]
@@ -45,7 +45,6 @@ _RECOMPUTE = ("none", "selective", "full")
 _SCOPED = (*DEGREES, "zero", "recompute", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
 _GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
-_CHOICES = {"recompute": _RECOMPUTE, "schedule": SCHEDULES}
 
 ConstraintValue = int | str | tuple[int, ...] | tuple[str, ...]
 
@@ -138,11 +137,12 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
 
 
 def _parse_value(key: str, value: str, text: str, world_size: int) -> ConstraintValue:
-    if key in _CHOICES:
-        if value not in _CHOICES[key]:
-            near = difflib.get_close_matches(value, _CHOICES[key], 1)
+    choices = {"recompute": _RECOMPUTE, "schedule": schedule_names()}.get(key)
+    if choices:
+        if value not in choices:
+            near = difflib.get_close_matches(value, choices, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {', '.join(_CHOICES[key])}{hint}")
+            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {', '.join(choices)}{hint}")
         return value
     if key == "cuts":
         return tuple(part.strip() for part in value.split(","))

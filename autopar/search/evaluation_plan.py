@@ -10,6 +10,7 @@ from dataclasses import replace
 from autopar.errors import ConstraintError
 from autopar.plan import Plan
 from autopar.program import Layer, Program
+from autopar.schedules import simplest_schedule
 from autopar.search.plan_search import search
 from autopar.search.request import SearchRequest
 from autopar.step.prices import Prices
@@ -42,11 +43,11 @@ def plan_like(
     if not trained.stages:
         return search(program, trained.world_size, prices, replace(request, schedules=None))
     cuts = _stage_starts(program, trained_program, trained)
-    is_in_turn = len(trained.stages) == trained.num_groups
+    schedule = simplest_schedule(trained.schedule, trained.num_groups, len(trained.stages))
     demands = (
         f"pipeline={trained.num_groups}",
         f"cuts={','.join(map(str, cuts))}",
-        f"schedule={'gpipe' if is_in_turn else trained.schedule}",
+        f"schedule={schedule}",
         "microbatches=1",
     )
     plan = search(program, trained.world_size, prices, replace(request, constraints=(*request.constraints, *demands)))

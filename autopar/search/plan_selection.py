@@ -15,7 +15,7 @@ from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Decisions, Plan
-from autopar.schedule import Shape
+from autopar.schedules import Shape
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.request import SearchRequest

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar.placement import local_shape
 from autopar.plan import LayerStrategy
 from autopar.program import itemsize_bytes
-from autopar.schedule import Shape, stage_group
+from autopar.schedules import Shape
 from autopar.step.boundary_values import BoundaryValue
 
 __all__ = ["SentValue", "layer_groups", "sent_values"]
@@ -60,5 +60,4 @@ def sent_values(
 
 def layer_groups(shape: Shape, bounds: Sequence[int]) -> tuple[int, ...]:
     """Per layer, the device group that runs it; `bounds` are the stages' first layers, then the number of layers."""
-    groups = [stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages)]
-    return tuple(groups[bisect.bisect_right(bounds, layer) - 1] for layer in range(bounds[-1]))
+    return tuple(shape.groups[bisect.bisect_right(bounds, layer) - 1] for layer in range(bounds[-1]))

@@ -13,6 +13,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.placement import Layout, format_layout
 from autopar.plan import Plan
 from autopar.program import Layer, Op, Program
+from autopar.schedules import simplest_schedule
 from autopar.step.value_flows import option_of
 from autopar.trace import Traced
 from autopar.verify.op_observer import Observed, observe, single_device_plan
@@ -44,16 +45,10 @@ def first_difference(model: nn.Module, traced: Traced, plan: Plan, inputs: Examp
 
 
 def _one_pass(plan: Plan) -> Plan:
-    """`plan` without microbatches and recomputation; its stages stay, by a schedule that doesn't split backwards."""
+    """`plan` without microbatches and recomputation; its stages stay, by the simplest schedule that runs them."""
     strategies = tuple(replace(strategy, time=(), recompute="none") for strategy in plan.strategies)
-    return plan.with_decisions(num_microbatches=1, strategies=strategies, schedule=_simple_schedule(plan))
-
-
-def _simple_schedule(plan: Plan) -> str:
-    """One that runs these stages on the same groups, for any number of microbatches."""
-    if plan.schedule in ("", "zbv"):
-        return plan.schedule
-    return "gpipe" if len(plan.stages) == plan.num_groups else "interleaved_1f1b"
+    schedule = simplest_schedule(plan.schedule, plan.num_groups, len(plan.stages)) if plan.stages else ""
+    return plan.with_decisions(num_microbatches=1, strategies=strategies, schedule=schedule)
 
 
 @dataclass(frozen=True)

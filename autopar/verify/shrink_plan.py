@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.lower.compat import leaves_of, map_leaves
 from autopar.placement import mesh_axes, refine_mesh
 from autopar.plan import Plan, Stage
-from autopar.schedule import schedule_problem, stage_group
+from autopar.schedules import schedule_problem, stage_group
 
 __all__ = ["merge_stages", "shrink_inputs", "shrink_plan"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.schedule import SCHEDULES, StageCost, simulate_schedule
+from autopar.schedule import StageCost, simulate_schedule
+from autopar.schedules import schedule_names
 from benchmarks.pipeline import Case, Outcome, run_cases
 from tests.ranks import run_ranks
 
 UNIT_S = 0.02
-CASES = [Case(schedule, 2, 4, "sleep", is_even) for schedule in SCHEDULES for is_even in (True, False)]
+CASES = [Case(schedule, 2, 4, "sleep", is_even) for schedule in schedule_names() for is_even in (True, False)]
 
 
 def times_of(case: Case, unit_s: float) -> tuple[StageCost, ...]:
@@ -17,7 +18,7 @@ def times_of(case: Case, unit_s: float) -> tuple[StageCost, ...]:
 
 
 @pytest.mark.parametrize("num_groups", [2, 4, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_the_closed_forms_are_those_of_the_timeline(schedule: str, num_groups: int):
     case = Case(schedule, num_groups, 2 * num_groups, "sleep", is_even=True)
     assert simulate_schedule(case.actions, times_of(case, 1.0)).bubble_fraction == pytest.approx(case.closed_form)

@@ -15,7 +15,7 @@ from autopar.api import trace_model
 from autopar.cost import ClusterPrices
 from autopar.lower import ParallelModule
 from autopar.plan import Plan, Stage
-from autopar.schedule import stage_group
+from autopar.schedules import stage_group
 from autopar.search import SearchRequest, search
 from tests.end_to_end.harness import assert_near, gradients_of, parallelize, run_step
 

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.schedule import Shape
+from autopar.schedules import Shape
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer, path_stages
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.schedule import SCHEDULES, Shape, count_flights, schedule_problem
+from autopar.schedule import count_flights
+from autopar.schedules import Shape, schedule_names, schedule_problem
 from autopar.search.pipeline.pipeline_bounds import least_step_s
-from autopar.search.pipeline.schedule_estimates import estimate_flights
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 
 CASES = [
@@ -74,15 +74,15 @@ def test_microbatches_in_flight_move_layers_to_later_stages() -> None:
     assert firsts == [2, 1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_closed_forms_agree_with_the_action_lists(schedule: str) -> None:
     for groups, rounds, count in itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 4, 8, 12, 32)):
         if not schedule_problem(schedule, groups, rounds * groups, count):
             shape = Shape(schedule, groups, rounds * groups, count)
             actions = schedule_actions(schedule, groups, rounds * groups, count)
             counted = count_flights(actions, shape.num_stages)
-            assert all(real <= said for real, said in zip(counted, estimate_flights(shape), strict=True)), shape
-            assert count % groups or counted == estimate_flights(shape), shape
+            assert all(real <= said for real, said in zip(counted, shape.in_flight, strict=True)), shape
+            assert count % groups or counted == shape.in_flight, shape
 
 
 @pytest.mark.parametrize(

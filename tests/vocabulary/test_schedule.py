@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedule import (
-    SCHEDULES,
     Action,
     ScheduleActions,
     Span,
@@ -20,10 +19,9 @@ from autopar.schedule import (
     Timeline,
     parse_action,
     peak_held,
-    schedule_problem,
     simulate_schedule,
-    stage_group,
 )
+from autopar.schedules import schedule_names, schedule_problem, stage_group
 
 FORWARD_S, BACKWARD_S = 1.0, 2.5
 SIZES = [(2, 2), (2, 5), (4, 4), (4, 8), (4, 9), (8, 32)]  # groups, microbatches
@@ -77,7 +75,7 @@ def test_what_a_schedule_cannot_run_has_a_reason(arguments: tuple[str, int, int,
     assert reason in schedule_problem(*arguments)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_what_a_schedule_can_run_has_none(schedule: str):
     rounds = 1 if schedule in ("gpipe", "1f1b") else 2
     assert schedule_problem(schedule, 4, 4 * rounds, 8) == ""
@@ -332,7 +330,7 @@ def test_any_legal_lists_run_as_early_as_the_rules_allow(
     assert 0 <= timeline.bubble_fraction < 1
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_torchs_lists_run_as_early_as_the_rules_allow(schedule: str):
     rounds = 1 if schedule in ("gpipe", "1f1b") else 2
     stages = tuple(StageCost(1.0 + s % 3, 4.0 + s % 2, 1.5, 0.5, 0.25) for s in range(4 * rounds))

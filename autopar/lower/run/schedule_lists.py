@@ -1,14 +1,14 @@
-"""The action lists of pipeline schedules, as torch.distributed.pipelining makes them.
+"""The action lists of pipeline schedules, from torch's schedule classes or from what a schedule's record writes.
 
-torch's schedule classes want stage objects; here these are `PlannedStage`, which only say which stage they are.  So no
-model, shape inference, process group or P2P operation of torch.distributed.pipelining takes part.
+torch.distributed.pipelining adds the sends and receives.  It wants stage objects; here these are `PlannedStage`, which
+only say which stage they are.  So no model, shape inference, process group or P2P operation of it takes part.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -16,7 +16,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from autopar.schedule import Action, ScheduleActions, schedule_problem, stage_group
+from autopar.schedule import Action, ScheduleActions, parse_action
+from autopar.schedules import PipelineSchedule, find_schedule, schedule_problem, stage_group
 
 __all__ = ["PlannedStage", "schedule_actions"]
 
@@ -24,12 +25,6 @@ _torch: Any = torch_schedules  # private classes and incomplete annotations
 
 _COMPUTE = ("F", "B", "I", "W")
 _KINDS = (*_COMPUTE, "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # torch also lists what only FSDP needs
-_MULTIPLE = {
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-}
-_SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 
 @lru_cache(maxsize=64)
@@ -46,25 +41,44 @@ def schedule_actions(schedule: str, num_groups: int, num_stages: int, num_microb
     problem = schedule_problem(schedule, num_groups, num_stages, num_microbatches)
     if problem:
         raise ValueError(problem)
-    rounds = num_stages // num_groups
-    stages = [PlannedStage(index * num_groups, num_stages, num_groups) for index in range(rounds)]
-    if schedule in _SINGLE:
-        order = getattr(_torch, _SINGLE[schedule])(stages[0], num_microbatches)._get_pipeline_order()
-        runtime = _torch._PipelineScheduleRuntime(stages, num_microbatches)
-        runtime._prepare_schedule_with_comms({group: _Upcoming(_in_order(order[group])) for group in order})
-    else:
-        with _without_warnings():
-            runtime = _quick(getattr(_torch, _MULTIPLE[schedule]))(stages, num_microbatches)
+    stages = [PlannedStage(index, num_stages, num_groups) for index in range(0, num_stages, num_groups)]
+    runtime = _torch._PipelineScheduleRuntime(stages, num_microbatches)
+    order = _compute_order(find_schedule(schedule), stages, num_microbatches)
+    runtime._prepare_schedule_with_comms({group: _Upcoming(order[group]) for group in sorted(order)})
     lowered = runtime.pipeline_order_with_comms
-    found = tuple(
-        tuple(
-            Action(action.stage_index, action.computation_type.value, action.microbatch_index)
-            for action in _select(lowered[group], _KINDS)
-        )
-        for group in range(num_groups)
-    )
-    _check_groups(schedule, found)
-    return found
+    listed = tuple(tuple(_from_torch(_select(lowered[group], _KINDS))) for group in range(num_groups))
+    _check(schedule, listed)
+    return listed
+
+
+def _compute_order(schedule: PipelineSchedule, stages: list[PlannedStage], num_microbatches: int) -> dict[int, Any]:
+    """Per device group the computing actions of torch's kind, in order; None where torch leaves a gap."""
+    if schedule.order is not None:
+        first = stages[0]
+        texts = schedule.order(first.group_size, first.num_stages, num_microbatches)
+        return {group: _parse(text) for group, text in enumerate(texts)}
+    made: Any = getattr(_torch, schedule.torch_class)
+    if issubclass(made, _torch.PipelineScheduleSingle):
+        order = made(stages[0], num_microbatches)._get_pipeline_order()
+        return {group: _in_order(order[group]) for group in order}
+    with _without_warnings():
+        order = _listed_only(made)(stages, num_microbatches).pipeline_order
+    return {group: list(_flatten(order[group])) for group in order}
+
+
+def _parse(text: str) -> list[Any]:
+    actions = map(parse_action, text.split())
+    return [_torch._Action(stage, _torch._ComputationType(kind), microbatch) for stage, kind, microbatch in actions]
+
+
+def _flatten(actions: Iterable[Any]) -> Iterator[Any]:
+    """`actions` with the parts of what torch would overlap one after the other."""
+    for action in actions:
+        yield from (action and action.sub_actions) or (action,)
+
+
+def _from_torch(actions: Iterable[Any]) -> Iterator[Action]:
+    return (Action(each.stage_index, each.computation_type.value, each.microbatch_index) for each in actions)
 
 
 class _Upcoming(list[Any]):
@@ -92,15 +106,14 @@ class _Upcoming(list[Any]):
 
 
 @cache
-def _quick(schedule: Any) -> Any:
-    """One of torch's schedule classes, that makes the same lists in less time."""
+def _listed_only(schedule: Any) -> Any:
+    """One of torch's schedule classes, without the sends and receives."""
 
-    class Quick(schedule):
-        def _prepare_schedule_with_comms(self, actions: Mapping[int, Iterable[Any]], *rest: Any) -> None:
-            upcoming = {group: _Upcoming(actions[group]) for group in actions}
-            schedule._prepare_schedule_with_comms(self, upcoming, *rest)
+    class Listed(schedule):
+        def _prepare_schedule_with_comms(self, *_: Any) -> None:
+            """`pipeline_order` is all that is wanted."""
 
-    return Quick
+    return Listed
 
 
 def _select(actions: Iterable[Any], kinds: tuple[str, ...]) -> Iterable[Any]:
@@ -121,14 +134,16 @@ def _in_order(actions: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _check_groups(schedule: str, actions: ScheduleActions) -> None:
+def _check(schedule: str, actions: ScheduleActions) -> None:
+    """Raise if the lists are not what the schedule's record says."""
+    splits_backward = find_schedule(schedule).splits_backward
     for group, listed in enumerate(actions):
         for action in listed:
             expected = stage_group(schedule, action.stage, len(actions))
             if group != expected:
-                raise RuntimeError(
-                    f"this torch runs {action} of schedule {schedule} on device group {group}, not {expected}"
-                )
+                raise RuntimeError(f"schedule {schedule} lists {action} on device group {group}, not {expected}")
+            if action.kind == "I" and not splits_backward:
+                raise RuntimeError(f"schedule {schedule} lists {action}, but its record has splits_backward=False")
 
 
 @contextmanager

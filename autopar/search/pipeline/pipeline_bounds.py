@@ -13,14 +13,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedule import Shape, stage_group
+from autopar.schedules import Shape
 
 __all__ = ["least_share", "least_step_s"]
 
 Array = npt.NDArray[np.float64]
 
 _MAX_CUTS = 2000  # so many ways to cut are all looked at
-_SPLIT = ("zbv", "interleaved_zero_bubble")
 
 
 def least_share(shape: Shape) -> float:
@@ -31,7 +30,7 @@ def least_share(shape: Shape) -> float:
     t a geometric series.
     """
     groups, count = shape.num_groups, shape.num_microbatches
-    if shape.num_stages > groups or shape.schedule == "interleaved_zero_bubble":
+    if shape.num_stages > groups or shape.record.splits_backward:
         return 1.0
     return groups / count / (1 - (1 - 1 / count) ** groups)
 
@@ -47,7 +46,7 @@ def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
     bound_s = float(total_s.sum()) / shape.num_groups * least_share(shape)
     if shape.num_stages > len(total_s):
         return math.inf
-    if shape.num_stages == shape.num_groups and shape.schedule not in _SPLIT:
+    if shape.num_stages == shape.num_groups and not shape.record.splits_backward:
         return max(bound_s, _least_in_turn_s(shape, total_s))
     if math.comb(len(total_s) - 1, shape.num_stages - 1) > _MAX_CUTS:
         return bound_s
@@ -70,8 +69,8 @@ def _least_in_turn_s(shape: Shape, total_s: Array) -> float:
 def _least_of_cuts_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
     """As `_least_in_turn_s`, of few cuts and any schedule."""
     count = shape.num_microbatches
-    waits_s = (forward_s if shape.schedule in _SPLIT else total_s) / count
-    owner = [stage_group(shape.schedule, index, shape.num_groups) for index in range(shape.num_stages)]
+    waits_s = (forward_s if shape.record.splits_backward else total_s) / count
+    owner = shape.groups
     least = math.inf
     for cuts in itertools.combinations(range(1, len(total_s)), shape.num_stages - 1):
         starts = (0, *cuts)

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Decisions, Stage
-from autopar.schedule import ScheduleSource, Shape, StageCost
+from autopar.schedule import ScheduleSource, StageCost
+from autopar.schedules import Shape
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import GroupSolver
-from autopar.search.pipeline.schedule_estimates import estimate_flights, estimate_s, is_small
+from autopar.search.pipeline.schedule_estimates import estimate_s, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
 
@@ -206,7 +207,7 @@ def _typical_flights(shapes: list[Shape]) -> list[int]:
     """1, and what is usual in these shapes, neighbours no nearer than a quarter."""
     usual: set[int] = set()
     for shape in shapes:
-        flights = estimate_flights(shape)
+        flights = shape.in_flight
         usual |= {max(flights), round(sum(flights) / len(flights))}
     typical = [1]
     for flight in sorted(usual):

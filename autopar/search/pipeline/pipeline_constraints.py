@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.errors import ConstraintError
 from autopar.program import Program
-from autopar.schedule import SCHEDULES, Shape, schedule_problem
+from autopar.schedules import Shape, find_schedule, schedule_names, schedule_problem
 from autopar.search.constraints import Constraints
 
 __all__ = ["PipelineDemands", "pipeline_demands"]
@@ -46,12 +46,15 @@ class PipelineDemands:
 
     def shapes(self, groups: int, num_layers: int, num_microbatches: int, *, has_loss: bool) -> Iterator[Shape]:
         """The ways to run a pipeline on so many device groups."""
-        for schedule in SCHEDULES if has_loss else ("gpipe",):
-            if self.schedule and schedule != self.schedule:
+        for schedule in filter(self._may_run, schedule_names()):
+            if not (has_loss or find_schedule(schedule).forwards_first):
                 continue
             for stages in (self.stages,) if self.stages else range(groups, (_MAX_ROUNDS + 1) * groups, groups):
                 if stages <= num_layers and not schedule_problem(schedule, groups, stages, num_microbatches):
                     yield Shape(schedule, groups, stages, num_microbatches)
+
+    def _may_run(self, schedule: str) -> bool:
+        return schedule == self.schedule if self.schedule else find_schedule(schedule).is_searched
 
 
 def pipeline_demands(
@@ -85,7 +88,7 @@ def _check(demands: PipelineDemands, program: Program, world_size: int, *, has_l
         raise ConstraintError(
             f"{max(groups, stages)} stages of {num_layers} layers ({layers}): each needs a layer, so ask for fewer"
         )
-    if schedule and schedule != "gpipe" and not has_loss:
+    if schedule and not (has_loss or find_schedule(schedule).forwards_first):
         raise ConstraintError(
             f"schedule={schedule} needs the loss inside the model, as its backward passes begin before all forward "
             "passes have ended: give loss_fn=, or ask for schedule=gpipe"
@@ -110,10 +113,10 @@ def _explain(demands: PipelineDemands, world_size: int) -> str:
         for name, value in (("pipeline", demands.groups), ("stages", demands.stages), ("schedule", demands.schedule))
         if value
     )
+    numbers = ", ".join(f"{name} {find_schedule(name).stages_text}" for name in schedule_names())
     return (
-        f"{demanded} can't be met on {world_size} devices: the device groups must be equal, gpipe and 1f1b have one "
-        "stage per group, zbv two, interleaved_1f1b two or more, and no group has more than "
-        f"{_MAX_ROUNDS} unless stages= says so"
+        f"{demanded} can't be met on {world_size} devices: the device groups must be equal, no group has more than "
+        f"{_MAX_ROUNDS} stages unless stages= says so, and each schedule has its number of stages per group: {numbers}"
     )
 
 

@@ -7,61 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.schedule import Shape, StageCost
+from autopar.schedule import StageCost
+from autopar.schedules import Shape
 
-__all__ = ["estimate_flights", "estimate_s", "fill_share", "is_small"]
+__all__ = ["estimate_s", "fill_share", "is_small"]
 
 _ACTIONS = 6  # about so many has a schedule's list for each stage and microbatch
 _SMALL = 6000
 
 
-def estimate_flights(shape: Shape) -> tuple[int, ...]:
-    """What `count_flights` finds in the schedule's lists, or more."""
-    groups, stages, count = shape.num_groups, shape.num_stages, shape.num_microbatches
-    if shape.schedule == "gpipe":
-        flights = [count] * stages
-    elif shape.schedule in ("1f1b", "zbv"):
-        flights = [stages - stage for stage in range(stages)]
-    elif shape.schedule == "interleaved_1f1b":
-        ranks = [_interleaved_flights(shape, rank) for rank in range(groups)]
-        flights = [ranks[stage % groups][stage // groups] for stage in range(stages)]
-    else:
-        width = _round_width(shape)
-        flights = [width if stage >= groups or stages == groups else 2 * width for stage in range(stages)]
-    return tuple(min(count, flight) for flight in flights)
-
-
-def _interleaved_flights(shape: Shape, rank: int) -> list[int]:
-    """Per stage of one device group: forwards go through its stages a round of microbatches each, backwards too."""
-    groups, count = shape.num_groups, shape.num_microbatches
-    rounds = shape.num_stages // groups
-    width = _round_width(shape)
-    ahead = min(rounds * count, (rounds - 1) * width + 2 * (groups - 1 - rank))
-    held, most = [0] * rounds, [0] * rounds
-    for step in range(rounds * count):
-        stage = step // width % rounds
-        held[stage] += 1
-        most[stage] = max(most[stage], held[stage])
-        if step >= ahead:
-            held[rounds - 1 - (step - ahead) // width % rounds] -= 1
-    return most
-
-
-def _round_width(shape: Shape) -> int:
-    """How many microbatches go through a group's stage before it turns to its next stage."""
-    return shape.num_microbatches // max(1, shape.num_microbatches // shape.num_groups)
-
-
 def fill_share(shape: Shape) -> float:
     """What part of the sum of all stages' seconds goes by until the last device group has work, and when it ends."""
-    rounds = shape.num_stages // shape.num_groups
-    waiting = float(shape.num_groups - 1)
-    if shape.schedule == "zbv":
-        # Gradients of parameters fill two thirds of what was to be waited, if there are enough microbatches.
-        waiting *= min(1.0, max(1 / 3, (5 - 2 * shape.num_microbatches / shape.num_groups) / 3))
-    elif shape.schedule == "interleaved_zero_bubble":
-        waiting *= 0.8
-    return (rounds + waiting) / shape.num_stages
+    groups, stages, count = shape.num_groups, shape.num_stages, shape.num_microbatches
+    return (stages // groups + (groups - 1) * shape.record.bubble(groups, stages, count)) / stages
 
 
 def estimate_s(shape: Shape, stages: Sequence[StageCost]) -> float:
@@ -73,7 +31,7 @@ def estimate_s(shape: Shape, stages: Sequence[StageCost]) -> float:
     works: dict[int, float] = {}
     once: dict[int, float] = {}
     period = behind = 0.0
-    for group, stage, flight in zip(shape.groups[::-1], stages[::-1], estimate_flights(shape)[::-1], strict=True):
+    for group, stage, flight in zip(shape.groups[::-1], stages[::-1], shape.in_flight[::-1], strict=True):
         seconds = stage.forward_s + stage.backward_s
         works[group] = works.get(group, 0.0) + seconds
         once[group] = once.get(group, 0.0) + stage.step_s
@@ -81,9 +39,18 @@ def estimate_s(shape: Shape, stages: Sequence[StageCost]) -> float:
         period = max(period, behind / flight)
         behind += stage.send_backward_s
     period = max(period, *works.values())
-    if shape.schedule == "gpipe":
-        period = max(stage.forward_s for stage in stages) + max(stage.backward_s for stage in stages)
+    if shape.record.forwards_first:
+        period = _longest_s(shape, [stage.forward_s for stage in stages])
+        period += _longest_s(shape, [stage.backward_s for stage in stages])
     return (shape.num_microbatches - 1) * period + fill_share(shape) * behind + max(once.values())
+
+
+def _longest_s(shape: Shape, stages_s: Sequence[float]) -> float:
+    """Of the device groups, each with the sum of its stages."""
+    works: dict[int, float] = {}
+    for group, seconds in zip(shape.groups, stages_s, strict=True):
+        works[group] = works.get(group, 0.0) + seconds
+    return max(works.values())
 
 
 def is_small(shape: Shape) -> bool:

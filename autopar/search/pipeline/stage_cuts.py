@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedule import Shape
+from autopar.schedules import Shape
 from autopar.search.cost_tables import CostTables
-from autopar.search.pipeline.schedule_estimates import estimate_flights, fill_share
+from autopar.search.pipeline.schedule_estimates import fill_share
 
 __all__ = ["PipelineCuts", "SpanCosts", "choose_cuts", "largest_first", "span_costs"]
 
@@ -48,7 +48,7 @@ class PipelineCuts:
 
     def stages_of(self, group: int) -> tuple[tuple[int, int, int], ...]:
         """(first layer, one more than the last, microbatches in flight) of the stages of a device group."""
-        stages = zip(itertools.pairwise(self.bounds), estimate_flights(self.shape), self.shape.groups, strict=True)
+        stages = zip(itertools.pairwise(self.bounds), self.shape.in_flight, self.shape.groups, strict=True)
         return tuple((start, stop, flight) for (start, stop), flight, owner in stages if owner == group)
 
 
@@ -155,7 +155,7 @@ def choose_cuts(tables: CostTables, spans: SpanCosts, shape: Shape) -> list[tupl
 
     If nothing seems to fit, the one whose largest stage is smallest.
     """
-    rounds, in_flight = shape.num_stages // shape.num_groups, estimate_flights(shape)
+    rounds, in_flight = shape.num_stages // shape.num_groups, shape.in_flight
     budget = tables.limit_bytes / rounds
     by_flight = {count: _unit_seconds(spans, count, budget) for count in set(in_flight)}
     seconds = np.stack([by_flight[count] for count in in_flight])

@@ -1,0 +1,23 @@
+"""Pipeline schedules: one record each (`autopar.schedules.records`), found by its name."""
+
+from autopar.schedules.record import PipelineSchedule
+from autopar.schedules.registry import (
+    find_schedule,
+    register_schedule,
+    schedule_names,
+    schedule_problem,
+    simplest_schedule,
+    stage_group,
+)
+from autopar.schedules.shape import Shape
+
+__all__ = [
+    "PipelineSchedule",
+    "Shape",
+    "find_schedule",
+    "register_schedule",
+    "schedule_names",
+    "schedule_problem",
+    "simplest_schedule",
+    "stage_group",
+]
