@@ -102,6 +102,17 @@ def _translation(batch: int, length: int) -> dict[str, Tensor]:
     }
 
 
+def make_mixtral(batch: int = 8, layers: int = 2, length: int = 16, products: str = "batched_mm") -> Model:
+    """Four experts, two for each token; of the two ways to compute them only "batched_mm" runs in float64."""
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, pad_token_id=0,
+        experts_implementation=products,
+    )  # fmt: skip
+    ids = tokens(batch, length, 64)
+    return transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": unevenly_masked(ids)}
+
+
 def make_vit(batch: int = 8, layers: int = 2) -> Model:
     """Images: a convolution into patches, a class token, a classifier."""
     config = transformers.ViTConfig(
@@ -434,10 +445,16 @@ PIPELINE_ZOO: Mapping[str, Callable[[], Model]] = {
     "deep_batch_normed": partial(make_batch_normed, batch=16, layers=4),
 }
 
+# Which no suite over a zoo trains.
+_OTHERS: Mapping[str, Callable[[], Model]] = {
+    "mixtral": make_mixtral,
+    "grouped_mixtral": partial(make_mixtral, products="grouped_mm"),  # at most float32
+}
+
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Model:
-    """A model of either zoo with seed 0, in `dtype`, in training mode, its floating inputs in that dtype too."""
+    """The model of that name with seed 0, in `dtype`, in training mode, its floating inputs in that dtype too."""
     torch.manual_seed(0)
-    model, inputs = (ZOO | PIPELINE_ZOO)[name]()
+    model, inputs = (ZOO | PIPELINE_ZOO | _OTHERS)[name]()
     cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     return model.to(dtype).train(), cast

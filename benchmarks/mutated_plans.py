@@ -1,0 +1,166 @@
+"""What becomes of changed plans: ``python benchmarks/mutated_plans.py [--count 2000] [--models flat llama ...]``.
+
+Each plan has something changed at random (`tests.mutated_plans`): an op's factor, a layout, a mesh, storage, ZeRO level,
+recomputation, stages, schedule, microbatches, huge and negative numbers.  It must be refused with a PlanFormatError or a
+PlanMismatchError, or train to one device's loss, gradients and parameters, on simulated ranks in float64.  A plan that
+trains must also be priced, printed and read back.  The exit status is 1 if any plan does anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from autopar.errors import PlanFormatError, PlanMismatchError
+from autopar.lower.run.schedules import schedule_actions
+from autopar.plan import Plan
+from autopar.planning.arguments import training_spec
+from autopar.program import Program
+from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.step.plan_check import check_fit
+from autopar.step.pricing import predict
+from autopar.verify import VerificationReport
+from tests.mutated_plans import mutated
+from tests.random_plans import pipelines_of, random_pipeline, random_plan
+from tests.zoo import Subject, plan_for, quick_prices, rehearse, subject
+
+# In float64, but for the product of experts that has none.
+_DTYPES = {"grouped_mixtral": torch.float32}
+_MODELS = ("flat", "deep_llama", "mixtral", "grouped_mixtral", "t5", "unet", "deep_batch_normed")
+_WORLD = 4
+_LIMIT_S = 120  # a step of these models takes a tenth of a second
+_OUTCOMES = ("equal", "PlanFormatError", "PlanMismatchError")
+_SEARCHED_MODELS = ("flat", "deep_llama", "t5", "unet")
+_SEARCHED = ((), ("zero=3", "recompute=full"), ("data=2", "tensor=2"), ("microbatches=2", "zero=2"))
+
+
+def base_plan(name: str, program: Program, rng: random.Random) -> Plan:
+    """A legal plan: searched for, random, or random with stages."""
+    kind = rng.random()
+    splits = microbatches(name)
+    schedules = pipelines_of(program, 2, splits[-1])
+    if kind < 0.2 and name in _SEARCHED_MODELS:
+        return plan_for(name, _WORLD, rng.choice(_SEARCHED))
+    if kind < 0.55 and schedules:
+        return random_pipeline(program, _WORLD, rng.randrange(50), 2, rng.choice(schedules), splits[-1])
+    return random_plan(program, _WORLD, rng.randrange(50), rng.choice(splits))
+
+
+@cache
+def microbatches(name: str) -> list[int]:
+    """The numbers of microbatches that a model can be trained in, of some."""
+    program = subject(name, _DTYPES.get(name, torch.float64)).traced.program
+    joins = (False, True)  # without stages and with them
+    return [
+        count
+        for count in (1, 2, 4)
+        if all(isinstance(time_assignment(program, count, joins_outputs=j), TimeAssignment) for j in joins)
+    ]
+
+
+def outcome(who: Subject, text: str) -> tuple[str, str]:
+    """What becomes of a plan's file, in a word, and more about it."""
+    program = who.traced.program
+    try:
+        plan = Plan.from_json(text)
+        check_fit(plan, program, _WORLD)
+    except (PlanFormatError, PlanMismatchError) as error:
+        return type(error).__name__, str(error)
+    report = rehearse(who, plan).report
+    if not is_equal(report, next(who.model.parameters()).dtype):
+        return "wrong numbers", str(report)
+    training = training_spec(who.model, "adamw")
+    prediction = predict(program, plan.decisions, quick_prices(_WORLD), training, schedule_actions)
+    if not (0 < prediction.step_time_s < math.inf and 0 < prediction.peak_memory_bytes < math.inf):
+        return "no price", str(prediction)
+    again = Plan.from_json(plan.to_json())
+    return ("equal", "") if str(again) == str(plan) else ("read otherwise", str(again))
+
+
+def is_equal(report: VerificationReport, dtype: torch.dtype) -> bool:
+    """Whether training gave one device's numbers, as the parity tests mean it (`tests.zoo.assert_parity`)."""
+    if dtype == torch.float32:
+        return report.loss_error <= 1e-6 and report.worst_gradient[1] <= 1e-4
+    return report.loss_error <= 1e-12 and report.worst_gradient[1] <= 1e-9 and report.parameter_error <= 1e-7
+
+
+@contextmanager
+def limited(seconds: int) -> Generator[None]:
+    """Inside, what takes longer ends in a TimeoutError."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not finished after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def try_plan(name: str, seed: int) -> tuple[str, str, str]:
+    """The decision that is changed, what becomes of the plan, and more about it."""
+    who = subject(name, _DTYPES.get(name, torch.float64))
+    program = who.traced.program
+    changed, text = mutated(base_plan(name, program, random.Random(seed)), program, seed)
+    try:
+        with limited(_LIMIT_S):
+            found, detail = outcome(who, text)
+    except TimeoutError as error:
+        return changed, "hang", str(error)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is what this looks for)
+        return changed, f"{type(error).__name__}", "".join(traceback.format_exception(error)[-4:])
+    return changed, found, detail
+
+
+def main() -> int:
+    """Try the plans; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000, help="plans, over all models")
+    parser.add_argument("--models", nargs="*", default=list(_MODELS), help="models of tests.models")
+    parser.add_argument("--seed", type=int, default=0, help="of the first plan; the next has one more")
+    parser.add_argument("--say", action="store_true", help="print every refusal")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"# {' '.join(sys.argv)}: autopar {version('autopar')}, torch {version('torch')}, "
+          f"Python {platform.python_version()}, {platform.machine()}")  # fmt: skip
+    started_s = time.perf_counter()
+    by_model: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    by_decision: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for index in range(options.count):
+        name = options.models[index * len(options.models) // options.count]
+        changed, found, detail = try_plan(name, options.seed + index)
+        by_model[name][found] += 1
+        by_decision[changed][found] += 1
+        if found not in _OUTCOMES or (options.say and detail):
+            print(f"{name}, seed {options.seed + index}, {changed}: {found}\n{detail}", flush=True)
+    total = sum(by_model.values(), Counter[str]())
+    columns = [*_OUTCOMES, *(found for found in total if found not in _OUTCOMES)]
+    for head, rows in (("model", by_model), ("decision", by_decision)):
+        print(f"{head:20s}" + "".join(f"{column:>20s}" for column in columns))
+        for row, counts in (*rows.items(), ("all", total)):
+            print(f"{row:20s}" + "".join(f"{counts[column]:20d}" for column in columns))
+    print(f"{options.count} plans in {time.perf_counter() - started_s:.0f} s")
+    return int(any(found not in _OUTCOMES for found in total))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
