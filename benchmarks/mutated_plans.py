@@ -1,9 +1,10 @@
 """What becomes of changed plans: ``python benchmarks/mutated_plans.py [--count 2000] [--models flat llama ...]``.
 
-Each plan has something changed at random (`tests.mutated_plans`): an op's factor, a layout, a mesh, storage, ZeRO level,
-recomputation, stages, schedule, microbatches, huge and negative numbers.  It must be refused with a PlanFormatError or a
-PlanMismatchError, or train to one device's loss, gradients and parameters, on simulated ranks in float64.  A plan that
-trains must also be priced, printed and read back.  The exit status is 1 if any plan does anything else.
+Each plan has something changed at random (`tests.mutated_plans`): the factor of an op, a layout, a mesh, storage, ZeRO
+level, recomputation, stages, schedule, microbatches, huge and negative numbers.  It must be refused with a
+PlanFormatError or a PlanMismatchError, or train to one device's loss, gradients and parameters, on simulated ranks in
+float64.  A plan that trains must also be priced, printed and read back.  The exit status is 1 if any plan does anything
+else.
 """
 
 from __future__ import annotations

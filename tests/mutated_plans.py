@@ -29,7 +29,7 @@ Place = tuple[Any, Any]  # what holds a value, and its key or index there
 
 
 def mutated(plan: Plan, program: Program, seed: int) -> tuple[str, str]:
-    """A decision's name, and the file of `plan` with that one changed at random; in every eighth file two others, too."""
+    """A decision's name, and the file of `plan` with that one changed at random; in every eighth file two more are."""
     rng = random.Random(seed)
     data: dict[str, Any] = json.loads(plan.to_json())
     decisions = data["decisions"]

@@ -201,7 +201,7 @@ class _Life:
     def _move(self, reshard: Reshard) -> None:
         before, point, order = self.places[reshard.source]
         value, _, _, tensor = self.local.values[reshard.target]
-        if before[1] == "held" and reshard.purpose == "copy":  # a slice of what is held: a view
+        if reshard.source in self.local.held and reshard.purpose == "copy":  # a slice of what is held: a view
             self.places[reshard.target] = self.places[reshard.source]
             return
         made: _Key = (value.name, reshard.purpose, reshard.target)

@@ -23,7 +23,7 @@ def changed(program: Program, seed: int) -> Plan | None:
     else:
         base = random_pipeline(program, 4, seed % 10, 2, "gpipe", 2)
     try:
-        plan = Plan.from_json(mutated(base, program, seed))
+        plan = Plan.from_json(mutated(base, program, seed)[1])
         check_fit(plan, program, 4)
     except (PlanFormatError, PlanMismatchError):
         return None

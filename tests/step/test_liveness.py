@@ -1,0 +1,50 @@
+"""What a layer keeps for its backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.api import trace_model
+from autopar.placement import Layout, parse_layout
+from autopar.plan import LayerStrategy
+from autopar.step.liveness import running_memory
+from autopar.step.local_layer import place
+from autopar.step.training import TrainingSpec
+
+
+class Transposed(nn.Module):
+    """Multiplies by the transpose of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.weight = nn.Parameter(torch.ones(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.mse_loss(torch.mm(x * self.scale, self.weight.t()), x.new_zeros(4, 16))
+
+
+def test_a_slice_of_a_view_of_a_parameter_is_a_tensor_of_its_own() -> None:
+    program = trace_model(Transposed(), {"x": torch.ones(4, 8)}).program
+    (layer,) = program.layers
+    product = next(op for op in layer.ops if "mm" in op.target)
+    columns = next(o.factor for o in product.options if o.results[0] == parse_layout("S(1)")[0])
+    view = product.operands[1]
+    whole: Layout = parse_layout("R")
+    strategy = LayerStrategy(
+        mesh=(2,),
+        assignments=tuple((columns,) if op is product else ("-",) for op in layer.ops),
+        time=(),
+        inputs=(whole,) * len(layer.inputs),
+        outputs=(whole,) * len(layer.outputs),
+        copies=tuple(
+            (name, parse_layout("S(1)") if name == view else whole)
+            for name in dict.fromkeys(name for op in layer.ops for name in (*op.operands, *op.results))
+        ),
+        storage=(whole,) * len(layer.held),
+    )
+    memory = running_memory(place(program, layer, strategy, 1), ("none",), TrainingSpec())["none"]
+    kept = {key: size for key, size in memory.saved.items() if key.startswith(f"{view}/")}
+    assert list(kept.values()) == [16 * 8 / 2 * 4]
