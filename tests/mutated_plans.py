@@ -11,12 +11,12 @@ from typing import Any
 
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.schedule import SCHEDULES
+from autopar.schedules import schedule_names
 
 __all__ = ["mutated"]
 
 _NUMBERS = (-1, 0, 1, 2, 3, 4, 7, 8, 10**30, -(10**9), 2**63, 0.5, 1e308, True)
-_WORDS = ("", "garbage", "full", "selective", "none", *SCHEDULES, "-", "~", "b", "m", "n")
+_WORDS = ("", "garbage", "full", "selective", "none", *schedule_names(), "-", "~", "b", "m", "n")
 _PLACEMENTS = ("R", "R", "S(0)", "S(1)", "S(2)", "P", "B")
 _NO_LAYOUTS = ("S(7)", "S(-1)", "", "X", "R,R,R,R", "S(99999999999)")
 _VERY_LONG = "a number of 5,000 digits"  # `json` can't write it
@@ -75,7 +75,7 @@ def _other_text(old: str, name: str, factors: list[str], rng: random.Random) -> 
         parts = old.split(" ")
         parts[rng.randrange(len(parts))] = rng.choice([*factors, "-", "~"])
         return rng.choice([" ".join(parts), " ".join(parts), " ".join(parts), rng.choice(_WORDS)])
-    like = SCHEDULES if name == "schedule" else ("none", "selective", "full") if name == "recompute" else _WORDS
+    like = schedule_names() if name == "schedule" else ("none", "selective", "full") if name == "recompute" else _WORDS
     return rng.choice([*like, rng.choice(_WORDS)])
 
 
