@@ -51,23 +51,21 @@ def random_pipeline(
     """A legal plan with stages: random strategies on each device group, random cuts."""
     rng = random.Random(seed)
     plan = random_plan(program, world_size // num_groups, seed, num_microbatches, joins_outputs=True)
-    rounds = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "interleaved_zero_bubble": (1, 2), "zbv": (2,)}
-    possible = [count for count in rounds[schedule] if count * num_groups <= len(program.layers)]
-    return with_stages(plan, num_groups, schedule, rng.choice(possible) * num_groups, rng)
+    return with_stages(
+        plan, num_groups, schedule, rng.choice(_stage_counts(program, num_groups, schedule, num_microbatches)), rng
+    )
 
 
 def pipelines_of(program: Program, num_groups: int, num_microbatches: int) -> tuple[str, ...]:
     """The schedules by which `program` can run on so many device groups, in so many microbatches."""
-    if len(program.layers) < num_groups:
-        return ()
-    rounds = 2 if len(program.layers) >= 2 * num_groups else 1
-    counts = {name: (1 if name in ("gpipe", "1f1b") else 2) * num_groups for name in schedule_names()}
-    counts["interleaved_zero_bubble"] = num_groups
-    return tuple(
-        name
-        for name, count in counts.items()
-        if count <= rounds * num_groups and not schedule_problem(name, num_groups, count, num_microbatches)
-    )
+    names = schedule_names()
+    return tuple(name for name in names if _stage_counts(program, num_groups, name, num_microbatches))
+
+
+def _stage_counts(program: Program, num_groups: int, schedule: str, num_microbatches: int) -> list[int]:
+    """How many stages `program` can be cut into, at most three on a device group."""
+    counts = range(num_groups, min(3 * num_groups, len(program.layers)) + 1, num_groups)
+    return [each for each in counts if not schedule_problem(schedule, num_groups, each, num_microbatches)]
 
 
 def with_stages(plan: Plan, num_groups: int, schedule: str, num_stages: int, rng: random.Random) -> Plan:
