@@ -1,4 +1,4 @@
-"""What a layer of a plan holds on one device, part by part: the numbers that a walk through a step adds up."""
+"""What a layer of a plan holds on one device, part by part: the numbers that the memory of a step adds up."""
 
 from __future__ import annotations
 

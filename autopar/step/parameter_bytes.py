@@ -1,4 +1,4 @@
-"""The bytes that a parameter takes on one device: the one record that prices, the search and the memory walk read.
+"""The bytes that a parameter takes on one device: the one record that prices, the search and the memory of a step read.
 
 Which of them are there at once follows from the ZeRO level (`ParameterBytes.held`)::
 
@@ -64,7 +64,7 @@ class ParameterBytes:
 
     def held(self, zero: int) -> LayerCost:
         """The bytes that a search counts at this ZeRO level: always, and (`transient_bytes`) while the layer runs."""
-        # A copy of as many elements as are stored, cut in another dim, is counted by the walk alone.
+        # A copy of as many elements as are stored, cut in another dim, is counted in the memory of a step alone.
         copied_bytes = self.copied_bytes if self.is_part or self.is_cast else 0.0
         own_bytes = self.sum_bytes if self.is_part else 0.0
         return LayerCost(

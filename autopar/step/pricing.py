@@ -1,6 +1,6 @@
 """The prediction of any plan, searched, edited or made by hand: all its numbers from its decisions and prices alone.
 
-The step's seconds are those of its simulation (`simulate`), its bytes those of a walk through it (`memory`).  A layer's
+The step's seconds are those of its simulation (`simulate`), its bytes those of its memory (`memory`).  A layer's
 cost is that of `layer_cost`, with what is moved to it from other layers, and with what parameters take that several
 layers share (counted at the first layer of each device group that reads them).
 """

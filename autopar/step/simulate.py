@@ -17,7 +17,8 @@ from autopar.program import Program
 from autopar.schedule import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
 from autopar.step.actions import LayerAction
 from autopar.step.layer_work import Item
-from autopar.step.memory import step_memory, timed_memory
+from autopar.step.memory import step_memory
+from autopar.step.memory_timeline import timed_memory
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.step_work import StepWork, step_work
