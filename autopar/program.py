@@ -6,9 +6,10 @@ hashable, and values are known by their name in the traced graph.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.placement import Placement
@@ -181,6 +182,26 @@ class Op:
     def operands(self) -> tuple[str, ...]:
         """The values it reads, one entry per mention, positional arguments first."""
         return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
+
+    def map_args(self, change: Callable[[Arg], Arg]) -> Op:
+        """The op with ``change(arg)`` in place of each argument and each entry of arguments that are tuples."""
+
+        def visit(arg: Arg) -> Arg:
+            return tuple(map(visit, arg)) if isinstance(arg, tuple) else change(arg)
+
+        kwargs = tuple((name, visit(arg)) for name, arg in self.kwargs)
+        return replace(self, args=tuple(map(visit, self.args)), kwargs=kwargs)
+
+    def reading(self, names: Mapping[str, str]) -> Op:
+        """The op with ``names[n]`` for its operand n; the others stay."""
+        if names.keys().isdisjoint(self.operands):
+            return self
+        return self.map_args(lambda arg: Ref(names.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg)
+
+    def with_numbered_operands(self) -> Op:
+        """The op with its operands called ``"0"``, ``"1"``, ..., one name for each mention."""
+        count = itertools.count()
+        return self.map_args(lambda arg: Ref(str(next(count))) if isinstance(arg, Ref) else arg)
 
 
 @dataclass(frozen=True)

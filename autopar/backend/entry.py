@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autopar.backend.compiled import CompiledGraph
-from autopar.backend.graph import read_graph
+from autopar.backend.dynamo_graph import read_graph
 
 __all__ = ["compile_graph"]
 

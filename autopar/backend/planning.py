@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.backend.graph import CapturedGraph, make_module
+from autopar.backend.dynamo_graph import CapturedGraph, make_module
 from autopar.backend.options import Options
 from autopar.backend.session import Session
 from autopar.backend.storage import Stored, stored_parameters

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.backend.graph import CapturedGraph
+from autopar.backend.dynamo_graph import CapturedGraph
 from autopar.backend.options import Options
 from autopar.backend.planning import PlannedGraph
 from autopar.backend.session import Session

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.api import mesh_ranks
-from autopar.backend.graph import CapturedGraph, Expected
+from autopar.backend.dynamo_graph import CapturedGraph, Expected
 from autopar.errors import BackendError
 from autopar.lower.compat import from_torch_placement
 from autopar.placement import REPLICATE, Layout, Placement

@@ -1,14 +1,14 @@
 """trace: a torch module and example inputs become a `Program`.
 
 `capture` exports the module on fake tensors, `conversion` makes plain data of it, the passes listed in
-`autopar.trace.pipeline.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
+`autopar.trace.tracing.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
 from autopar.trace.capture import copy_with, frame_of_text
-from autopar.trace.compat import argument_source, custom_backwards, is_wrapped_number, run_captured
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
-from autopar.trace.pipeline import Traced, trace
 from autopar.trace.signature import as_batch, default_example_inputs
+from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
+from autopar.trace.tracing import Traced, trace
 
 __all__ = [
     "LossFunction",

@@ -6,16 +6,16 @@ see, [1, 1, queries, keys].  Where the latter is everything, as in an encoder, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.ops.family import argument
 from autopar.program import Op, Ref, TensorType
 from autopar.trace.cleanup import is_elementwise
-from autopar.trace.constants import NEUTRAL, Evaluator, broadcast_shape, constant_cone
+from autopar.trace.constants import Evaluator, broadcast_shape, constant_cone
 from autopar.trace.gradients import differentiable
-from autopar.trace.graph import Graph, Names, map_refs
-from autopar.trace.masks import ATTENTION
+from autopar.trace.graph import Graph, Names
+from autopar.trace.masks import ATTENTION, decisive_operand
 
 __all__ = ["delay_expansions", "drop_neutral_masks"]
 
@@ -25,20 +25,14 @@ def drop_neutral_masks(graph: Graph) -> Graph:
     known = constant_cone(graph) | graph.constants.keys()
     evaluator = Evaluator(graph)
 
-    def is_neutral(name: str, value: bool) -> bool:
-        return name in known and evaluator.is_everywhere(name, value)
-
     def step(op: Op) -> Iterable[Op] | None:
-        if op.target not in NEUTRAL or len(op.operands) != 2 or known.issuperset(op.results):
+        if known.issuperset(op.results):
             return None
-        if any(graph.types[name].dtype != "bool" for name in op.operands):
+        other = decisive_operand(evaluator, op, known.__contains__)
+        if other is None:
             return None
-        first, second = op.operands
-        for neutral, other in ((first, second), (second, first)):
-            if is_neutral(neutral, NEUTRAL[op.target]):
-                args = (Ref(other), graph.types[op.results[0]].shape)
-                return [replace(op, target="aten.expand.default", args=args, kwargs=())]
-        return None
+        args = (Ref(other), graph.types[op.results[0]].shape)
+        return [replace(op, target="aten.expand.default", args=args, kwargs=())]
 
     return graph.rewrite(step)
 
@@ -73,8 +67,8 @@ class _Delayed:
         names = {name: self._sources[name] for name in op.operands if name in self._sources}
         shape = broadcast_shape([self._type_of(names.get(name, name)).shape for name in op.operands])
         if shape == self.graph.types[op.results[0]].shape:
-            return [_reading(op, names)]
-        return self._expanded_after(_reading(op, names), shape)
+            return [op.reading(names)]
+        return self._expanded_after(op.reading(names), shape)
 
     def _with_small_mask(self, op: Op) -> Iterable[Op] | None:
         mask = argument(op, 3, "attn_mask", None)
@@ -83,7 +77,7 @@ class _Delayed:
         given, small = self.graph.types[mask.name].shape, self._type_of(self._sources[mask.name]).shape
         # Attention repeats rows itself, but reads along them.
         is_readable = len(small) >= 2 and small[-1] == given[-1]
-        return [_reading(op, {mask.name: self._sources[mask.name]})] if is_readable else None
+        return [op.reading({mask.name: self._sources[mask.name]})] if is_readable else None
 
     def _expanded_after(self, op: Op, shape: tuple[int, ...]) -> list[Op]:
         kind = self.graph.types[op.results[0]]
@@ -95,9 +89,3 @@ class _Delayed:
 
     def _type_of(self, name: str) -> TensorType:
         return self.types.get(name) or self.graph.types[name]
-
-
-def _reading(op: Op, names: Mapping[str, str]) -> Op:
-    """`op` reading ``names[n]`` instead of n."""
-    args = tuple(map_refs(arg, names) for arg in op.args)
-    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, names)) for key, arg in op.kwargs))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
-from autopar.trace import compat
+from autopar.trace import torch_internals
 from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.signature import CallForm
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
@@ -88,7 +88,7 @@ def capture(
         OutputError: the model returns no tensor.
     """
     names, own = _tensor_names(model)
-    mode = compat.fake_mode()
+    mode = torch_internals.fake_mode()
     fakes: dict[int, Tensor] = {}
 
     def swap(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def capture(
     wrapper.training = training
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
-    inputs = [compat.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
+    inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
     exported = _export(wrapper, inputs, form)
     assert wrapper.records.outputs is not None
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
@@ -127,8 +127,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _fake_member(mode: Any, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
-        return compat.fake_tensor(mode, tensor)
-    made = compat.fake_tensor(mode, tensor.detach(), _cast(tensor, dtype))
+        return torch_internals.fake_tensor(mode, tensor)
+    made = torch_internals.fake_tensor(mode, tensor.detach(), _cast(tensor, dtype))
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
@@ -138,7 +138,7 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
     try:
         return copy.deepcopy(model, memo)
     except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
-        return compat.clone_tree(model, swap)
+        return torch_internals.clone_tree(model, swap)
 
 
 def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:
@@ -154,10 +154,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            seen = compat.intercept_autograd_functions(report, note_checkpoint)
-            with seen, compat.unread_masks(), compat.written_instance_norms():
+            seen = torch_internals.intercept_autograd_functions(report, note_checkpoint)
+            with seen, torch_internals.unread_masks(), torch_internals.written_instance_norms():
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
-            compat.inline_grad_regions(exported.graph_module)
+            torch_internals.inline_grad_regions(exported.graph_module)
             found = decompose(exported)
     except AutoparError:
         raise
@@ -166,10 +166,8 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
     if wrapper.records.custom_functions:
         name, where = wrapper.records.custom_functions[0]
         raise TraceError(
-            f"{where}: {name} is a custom torch.autograd.Function, whose backward does not show in a "
-            f"traced graph. "
-            "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a "
-            "factor rule "
+            f"{where}: {name} is a custom torch.autograd.Function, whose backward does not show in a traced graph. "
+            "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a factor rule "
             "with autopar.register_rule)"
         )
     return found
@@ -184,13 +182,11 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
     where = next((w for e in reversed(chain) if (w := user_frame(traceback.extract_tb(e.__traceback__)))), "")
     cause = chain[-1]
     text = str(cause).strip().split("\n")[0]
-    if any(isinstance(e, compat.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
+    if any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
         return TraceError(
-            f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is "
-            f"not one graph. "
-            "Compute both sides and choose with torch.where, or decide outside of the model and pass the "
-            "decision as "
-            "a plain Python argument; shapes must not depend on values"
+            f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
+            "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as a "
+            "plain Python argument; shapes must not depend on values"
         )
     if "at least two devices" in text and "meta" in text:
         return TraceError(
@@ -223,7 +219,7 @@ def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     for frame in reversed(frames):
         name = frame.filename
         standard = name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name
-        if not standard and not name.startswith((compat.TORCH_DIRECTORY, ours, "<")):
+        if not standard and not name.startswith((torch_internals.TORCH_DIRECTORY, ours, "<")):
             return f"{name}:{frame.lineno}"
     return ""
 
@@ -239,7 +235,6 @@ def _no_tensors(outputs: Structure) -> str:
     assert not any(isinstance(end, Leaf) for end in walk(outputs))
     found = ", ".join(end.type_name for end in dropped) or "constants only"
     return (
-        f"the model returns no tensor that a parallel program can carry out ({found}). Return tensors, or "
-        f"tuples, "
+        f"the model returns no tensor that a parallel program can carry out ({found}). Return tensors, or tuples, "
         "lists, dicts or dataclasses of tensors"
     )

@@ -9,12 +9,11 @@ from autopar.ops import family_of
 from autopar.ops.family import argument
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.gradients import differentiable
-from autopar.trace.graph import Graph, map_refs, rename
+from autopar.trace.graph import Graph, rename
 
 __all__ = [
     "drop_aliases", "drop_dead_ops", "drop_identities", "drop_needless_copies", "is_elementwise", "is_repeatable",
-    "merge_equal_ops",
-    "spell_out_copies", "spell_out_sizes",
+    "merge_equal_ops", "spell_out_copies", "spell_out_sizes",
 ]  # fmt: skip
 
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
@@ -101,8 +100,7 @@ def _is_identity(op: Op, graph: Graph) -> bool:
         return argument(op, 2, "train", True) is False or op.args[1] == 0
     return op.target in (
         "aten._to_copy.default", "aten.to.dtype", "aten.expand.default", "aten.reshape.default",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims", "aten.squeeze.default",
+        "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default",
     )  # fmt: skip
 
 
@@ -140,11 +138,14 @@ def spell_out_copies(graph: Graph) -> Graph:
         given = graph.types[source.name]
         cast_name = op.results[0] if given.shape == result.shape else f"{op.name}_cast"
         types[cast_name] = replace(given, dtype=result.dtype)
-        cast = Op(
-            name=cast_name, target="aten._to_copy.default", args=(source,), kwargs=(("dtype",
-            f"torch.{result.dtype}"),),
-            results=(cast_name,), source=op.source, module=op.module,
-        )  # fmt: skip
+        cast = replace(
+            op,
+            name=cast_name,
+            target="aten._to_copy.default",
+            args=(source,),
+            kwargs=(("dtype", f"torch.{result.dtype}"),),
+            results=(cast_name,),
+        )
         if given.shape == result.shape:
             return [cast]
         args = (Ref(cast_name), result.shape)
@@ -177,11 +178,8 @@ def _spell_slice(op: Op, source: TensorType) -> Op:
 
 def _as_expand(op: Op, index: int, graph: Graph) -> Op:
     result = op.results[index]
-    return Op(
-        name=result, target="aten.expand.default", args=(Ref(op.operands[index]),
-        graph.types[result].shape), kwargs=(),
-        results=(result,), source=op.source, module=op.module,
-    )  # fmt: skip
+    args = (Ref(op.operands[index]), graph.types[result].shape)
+    return replace(op, name=result, target="aten.expand.default", args=args, kwargs=(), results=(result,))
 
 
 def drop_dead_ops(graph: Graph) -> Graph:
@@ -207,7 +205,7 @@ def drop_dead_ops(graph: Graph) -> Graph:
 
 
 def merge_equal_ops(graph: Graph, within: dict[str, int] | None = None) -> Graph:
-    """Compute what several ops compute alike once.
+    """Compute only once what several ops compute.
 
     `within` (op name -> group) restricts this to ops of one group, so that merging does not tie layers
     together.
@@ -216,7 +214,7 @@ def merge_equal_ops(graph: Graph, within: dict[str, int] | None = None) -> Graph
     names: dict[str, str] = {}
     kept: list[Op] = []
     for op in graph.ops:
-        now = replace_refs(op, names)
+        now = op.reading(names)
         key = (0 if within is None else within[op.name], now.target, repr(now.args), repr(now.kwargs))
         first = seen.setdefault(key, now)
         if first is now or not is_repeatable(now) or len(first.results) != len(now.results):
@@ -224,11 +222,3 @@ def merge_equal_ops(graph: Graph, within: dict[str, int] | None = None) -> Graph
         else:
             names.update(zip(now.results, first.results, strict=True))
     return rename(replace(graph, ops=tuple(kept)), names)
-
-
-def replace_refs(op: Op, names: dict[str, str]) -> Op:
-    """`op` reading ``names[n]`` instead of n."""
-    if not any(name in names for name in op.operands):
-        return op
-    args = tuple(map_refs(a, names) for a in op.args)
-    return replace(op, args=args, kwargs=tuple((k, map_refs(a, names)) for k, a in op.kwargs))

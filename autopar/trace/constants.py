@@ -16,9 +16,9 @@ from torch import Tensor
 from autopar.errors import ExampleInputsError
 from autopar.program import Op
 from autopar.trace.cleanup import is_elementwise, is_repeatable
-from autopar.trace.compat import overload
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph
+from autopar.trace.torch_internals import overload
 
 __all__ = ["NEUTRAL", "Evaluator", "broadcast_shape", "constant_cone", "step_cone"]
 

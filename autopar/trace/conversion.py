@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import TraceError
 from autopar.program import Arg, Op, Ref, TensorType
-from autopar.trace import compat
+from autopar.trace import torch_internals
 from autopar.trace.capture import WRAPPED, Captured, frame_of_text
 from autopar.trace.decomposition import CHECKS, Functional
 from autopar.trace.graph import Graph, Names, rename
@@ -40,7 +40,7 @@ def tensor_type(tensor: Tensor, where: str = "") -> TensorType:
 
 
 @dataclass
-class _Builder:
+class _GraphBuilder:
     """Collects a graph while walking over fx nodes."""
 
     env: dict[str, Any] = field(default_factory=dict[str, Any])  # fx node name -> Arg, or a list of results
@@ -86,12 +86,12 @@ class _Builder:
 
     def _check_target(self, node: fx.Node) -> None:
         where = _source(node) or "the model"
-        if compat.is_higher_order(node.target):
+        if torch_internals.is_higher_order(node.target):
             raise TraceError(
                 f"{where}: {node.target} takes functions as arguments, and has no factor rule; "
                 "write it with torch.where, or with plain tensor ops"
             )
-        if not compat.is_plain_op(node.target):
+        if not torch_internals.is_plain_op(node.target):
             raise TraceError(
                 f"{where}: Python computes with the value of a tensor here ({node.target}); keep it a "
                 "tensor (no .item()), or pass it as a plain argument"
@@ -137,7 +137,7 @@ def _module(node: fx.Node) -> str:
 def convert(captured: Captured, input_names: Sequence[str]) -> Graph:
     """The graph of `captured`; model inputs are renamed to `input_names`."""
     exported = captured.exported
-    builder = _Builder()
+    builder = _GraphBuilder()
     nodes = list(exported.graph.nodes)
     placeholders = {node.name: node for node in nodes if node.op == "placeholder"}
     constants: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
-from autopar.trace import compat
+from autopar.trace import torch_internals
 
 __all__ = ["CHECKS", "Functional", "decompose"]
 
@@ -50,7 +50,7 @@ def decompose(exported: torch.export.ExportedProgram) -> Functional:
     kinds = _kinds(exported)
     bodies = _decompose_kinds(kinds) if kinds else None
     if bodies is None:
-        whole = compat.run_decompositions(exported)
+        whole = torch_internals.run_decompositions(exported)
         signature = whole.graph_signature
         return Functional(whole.graph, signature.input_specs, signature.output_specs, whole.constants)
     graph, renamed = _replace_all(exported.graph, bodies)
@@ -107,8 +107,8 @@ def _is_pure(node: fx.Node) -> bool:
     """Whether it makes tensors of known sizes and writes to none."""
     return (
         node.op == "call_function"
-        and compat.is_plain_op(node.target)
-        and not compat.writes(node.target)
+        and torch_internals.is_plain_op(node.target)
+        and not torch_internals.writes(node.target)
         and all(isinstance(each, Tensor) and all(type(size) is int for size in each.shape) for each in _results(node))
     )
 
@@ -158,13 +158,13 @@ def _value(node: fx.Node) -> Tensor:
 
 def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
     """What becomes of each kind; None if one of them writes to an operand, or makes constants."""
-    graph, mode = fx.Graph(), compat.fake_mode()
+    graph, mode = fx.Graph(), torch_internals.fake_mode()
     inputs: list[Tensor] = []
     made: dict[str, list[fx.Node]] = {}
     for key, kind in kinds.items():
         made[key] = [graph.placeholder(f"x{len(inputs) + index}") for index in range(len(kind.operands))]
         inputs += [
-            compat.fake_tensor(mode, _value(operand).detach()).requires_grad_(_wants_gradient(operand))
+            torch_internals.fake_tensor(mode, _value(operand).detach()).requires_grad_(_wants_gradient(operand))
             for operand in kind.operands
         ]
     results = [
@@ -173,7 +173,7 @@ def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
     ]
     graph.output(tuple(results))
     exported = torch.export.export(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), strict=False)
-    whole = compat.run_decompositions(exported)
+    whole = torch_internals.run_decompositions(exported)
     signature = whole.graph_signature
     if any(spec.kind is not InputKind.USER_INPUT for spec in signature.input_specs):
         return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice, product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopar.ops.derivation import whole_options
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
-from autopar.program import Arg, Op, Option, Ref, TensorType
+from autopar.program import Arg, Op, Option, TensorType
 from autopar.trace.evaluation import run_op
 
 __all__ = ["MAX_CANDIDATES", "MAX_ELEMENTS", "discover_options"]
@@ -80,7 +80,7 @@ class _Trial:
 
 def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) -> list[_Trial]:
     """Two trials, in float64 if the op takes it, or none."""
-    op = _name_apart(op)
+    op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
     if size > MAX_ELEMENTS:
         op, operand_types, result_types = _shrink(op, operand_types, result_types)
@@ -96,19 +96,6 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) ->
     return []
 
 
-def _name_apart(op: Op) -> Op:
-    """A value that is read twice is drawn twice, for its readings may be placed unlike."""
-    names = count()
-
-    def rename(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(f"operand{next(names)}")
-        return tuple(map(rename, arg)) if isinstance(arg, tuple) else arg
-
-    args = tuple(map(rename, op.args))
-    return replace(op, args=args, kwargs=tuple((name, rename(arg)) for name, arg in op.kwargs))
-
-
 def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Types, Types]:
     """Replace each large size by a small one, the same wherever it occurs, among the arguments too.
 
@@ -118,16 +105,12 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
     small = dict(zip(sorted(sizes), _SHRUNK, strict=False))
 
     def swap(arg: Arg) -> Arg:
-        if isinstance(arg, tuple):
-            return tuple(map(swap, arg))
         return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
 
     def shrunk(kinds: Types) -> Types:
         return tuple(replace(kind, shape=tuple(small.get(size, size) for size in kind.shape)) for kind in kinds)
 
-    args = tuple(map(swap, op.args))
-    kwargs = tuple((name, swap(arg)) for name, arg in op.kwargs)
-    return replace(op, args=args, kwargs=kwargs), shrunk(operand_types), shrunk(result_types)
+    return op.map_args(swap), shrunk(operand_types), shrunk(result_types)
 
 
 def _make_trial(op: Op, operand_types: Types, result_types: Types, run: Run, seed: int, *, wide: bool) -> _Trial | None:

@@ -9,7 +9,7 @@ from autopar.ops.derivation import whole_options
 from autopar.program import Op, TensorType
 from autopar.trace.discover import discover_options
 from autopar.trace.gradients import differentiable
-from autopar.trace.graph import Graph, map_refs
+from autopar.trace.graph import Graph
 from autopar.trace.saves import SavesMeter
 
 __all__ = ["attach_factors"]
@@ -55,7 +55,8 @@ def _shape_of_call(op: Op) -> str:
     order: dict[str, str] = {}
     for name in op.operands:
         order.setdefault(name, f"#{len(order)}")
-    return repr(([map_refs(a, order) for a in op.args], [(k, map_refs(a, order)) for k, a in op.kwargs]))
+    named = op.reading(order)
+    return repr((named.args, named.kwargs))
 
 
 def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[RuleMatch, str]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from autopar.program import Arg, Op, Ref, TensorType
+from autopar.program import Op, TensorType
 
-__all__ = ["Graph", "Names", "check", "map_refs", "rename"]
+__all__ = ["Graph", "Names", "check", "rename"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Graph:
 
 
 class Names:
-    """Fresh names beside those of a graph."""
+    """Fresh names, which differ from those of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._taken = {*graph.types, *(op.name for op in graph.ops)}
@@ -95,15 +95,6 @@ class Names:
         return name
 
 
-def map_refs(arg: Arg, names: Mapping[str, str]) -> Arg:
-    """`arg` with its references renamed by `names`."""
-    if isinstance(arg, Ref):
-        return Ref(names[arg.name]) if arg.name in names else arg
-    if isinstance(arg, tuple):
-        return tuple(map_refs(part, names) for part in arg)
-    return arg
-
-
 def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
     """Let the readers of each key of `names` read its value instead; chains are followed."""
     if not names:
@@ -115,20 +106,10 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
         return name
 
     final = {name: last(name) for name in names}
-
-    def renamed(op: Op) -> Op:
-        if not any(name in final for name in op.operands):
-            return op
-        return replace(
-            op,
-            args=tuple(map_refs(arg, final) for arg in op.args),
-            kwargs=tuple((key, map_refs(arg, final)) for key, arg in op.kwargs),
-        )
-
     return replace(
         graph,
-        ops=tuple(map(renamed, graph.ops)),
-        hoisted=tuple(map(renamed, graph.hoisted)),
+        ops=tuple(op.reading(final) for op in graph.ops),
+        hoisted=tuple(op.reading(final) for op in graph.hoisted),
         outputs=tuple(final.get(name, name) for name in graph.outputs),
         updates={buffer: final.get(name, name) for buffer, name in graph.updates.items()},
     )

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from autopar.program import Arg, Layer, Op, Ref, Value
 from autopar.trace.graph import Graph
-from autopar.trace.repetition import Run
+from autopar.trace.repetition import OpSpan
 
 __all__ = ["assign_kinds", "build_layers", "fingerprint"]
 
 _HELD = ("parameter", "buffer", "constant")
 
 
-def build_layers(graph: Graph, pieces: Sequence[Run]) -> list[Layer]:
+def build_layers(graph: Graph, pieces: Sequence[OpSpan]) -> list[Layer]:
     """The layers of `graph` on these runs of ops; kinds are not yet assigned."""
     later = set(graph.read_at_end)
     layers: list[Layer] = []

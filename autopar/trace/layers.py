@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autopar.trace.graph import Graph
-from autopar.trace.repetition import MAX_OPS, MIN_OPS, Run, find_period, module_runs, op_signature
+from autopar.trace.repetition import MAX_OPS, MIN_OPS, OpSpan, find_period, module_runs, op_signature
 
 __all__ = ["Crossing", "crossings", "cut_layers"]
 
@@ -28,18 +28,18 @@ class Crossing:
     num_bytes: int
 
 
-def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[Run]:
+def cut_layers(graph: Graph, classes: Mapping[str, str]) -> list[OpSpan]:
     """The ops of each layer, as runs that cover all ops in order; `classes` are those of the modules, by path."""
     crossing = crossings(graph)
     signatures = [op_signature(op, graph.types) for op in graph.ops]
     runs = module_runs(graph.ops, classes)
     repeats = any(run.unit for run in runs)
-    layers: list[Run] = []
+    layers: list[OpSpan] = []
     for run in runs:
         if run.unit or (repeats and len(run) <= MAX_OPS):
             layers.append(run)
         else:
-            layers.extend(Run(r.start, r.stop, "") for r in _cut_stretch(run.places, crossing, signatures))
+            layers.extend(OpSpan(r.start, r.stop, "") for r in _cut_stretch(run.places, crossing, signatures))
     return _join_crumbs(layers)
 
 
@@ -125,13 +125,13 @@ def _size_penalty(num_ops: int) -> float:
     return 2 * (ratio - 1) if ratio > 1 else 0.8 * (1 - ratio)
 
 
-def _join_crumbs(layers: Sequence[Run]) -> list[Run]:
+def _join_crumbs(layers: Sequence[OpSpan]) -> list[OpSpan]:
     """Join a layer of one or two ops to the one before, unless either is a module's own."""
-    made: list[Run] = []
+    made: list[OpSpan] = []
     for layer in layers:
         is_crumb = len(layer) < 3 and made and not layer.unit and not made[-1].unit
         if is_crumb and len(made[-1]) + len(layer) <= MAX_OPS:
-            made[-1] = Run(made[-1].start, layer.stop, "")
+            made[-1] = OpSpan(made[-1].start, layer.stop, "")
         else:
             made.append(layer)
     return made

@@ -14,9 +14,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, LossError
-from autopar.trace import compat
-from autopar.trace.pipeline import Traced
+from autopar.trace import torch_internals
 from autopar.trace.signature import as_batch, bind, check_model, default_example_inputs, signature_text
+from autopar.trace.tracing import Traced
 
 __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"]
 
@@ -163,7 +163,7 @@ def _by_name(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> dic
 def _loss_of(loss_fn: LossFunction, outputs: Any, target: Any) -> Tensor:
     try:
         loss: Any = _call(loss_fn, outputs, target)
-    except (AutoparError, *compat.DATA_DEPENDENT):
+    except (AutoparError, *torch_internals.DATA_DEPENDENT):
         raise
     except Exception as error:
         raise LossError(

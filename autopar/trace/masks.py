@@ -7,7 +7,7 @@ disappears, so that attention keeps its fast kernels.  A mask too big to hold is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from autopar.program import Op, Ref, TensorType
 from autopar.trace.constants import NEUTRAL, Evaluator, constant_cone
 from autopar.trace.graph import Graph
 
-__all__ = ["ATTENTION", "restore_attention_masks"]
+__all__ = ["ATTENTION", "decisive_operand", "restore_attention_masks"]
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -98,26 +98,26 @@ def _form_of_comparison(evaluator: Evaluator, name: str, kind: TensorType) -> st
 
 
 def _without_repeats(evaluator: Evaluator, name: str) -> str:
-    """The mask that `name` repeats along leading dims, or gives beside another one that hides or shows nothing."""
+    """The mask that `name` repeats along leading dims, or combines with another one that changes nothing."""
     while (op := evaluator.producers.get(name)) is not None:
-        sources = op.operands[:1] if op.target == "aten.expand.default" else _decisive(evaluator, op)
-        shapes = [evaluator.types[source].shape[-2:] for source in sources]
-        if shapes != [evaluator.types[name].shape[-2:]]:
+        is_expand = op.target == "aten.expand.default"
+        source = op.operands[0] if is_expand else decisive_operand(evaluator, op, evaluator.is_small)
+        if source is None or evaluator.types[source].shape[-2:] != evaluator.types[name].shape[-2:]:
             break
-        (name,) = sources
+        name = source
     return name
 
 
-def _decisive(evaluator: Evaluator, op: Op) -> Sequence[str]:
-    """The operand that an "and" or "or" gives back, if its other one changes nothing."""
+def decisive_operand(evaluator: Evaluator, op: Op, is_known: Callable[[str], bool]) -> str | None:
+    """The operand that an "and" or "or" gives back, if its other one, which `is_known`, changes nothing."""
     if op.target not in NEUTRAL or len(op.operands) != 2:
-        return ()
+        return None
     if any(evaluator.types[operand].dtype != "bool" for operand in op.operands):
-        return ()
+        return None
     for neutral, other in (op.operands, op.operands[::-1]):
-        if evaluator.is_small(neutral) and evaluator.is_everywhere(neutral, NEUTRAL[op.target]):
-            return (other,)
-    return ()
+        if is_known(neutral) and evaluator.is_everywhere(neutral, NEUTRAL[op.target]):
+            return other
+    return None
 
 
 def _visibility(mask: Tensor) -> tuple[Tensor, Tensor]:

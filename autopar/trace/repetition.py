@@ -12,14 +12,14 @@ from itertools import groupby
 
 from autopar.program import Op, TensorType, iter_refs
 
-__all__ = ["MAX_OPS", "MIN_OPS", "Run", "find_period", "module_runs", "op_signature"]
+__all__ = ["MAX_OPS", "MIN_OPS", "OpSpan", "find_period", "module_runs", "op_signature"]
 
 MIN_OPS = 6  # a repetition with fewer ops is no layer of its own
 MAX_OPS = 150
 
 
 @dataclass(frozen=True)
-class Run:
+class OpSpan:
     """Ops `start` to `stop` (exclusive); `unit` is the path of the repeated module that ran them, "" between those."""
 
     start: int
@@ -35,14 +35,14 @@ class Run:
         return range(self.start, self.stop)
 
 
-def module_runs(ops: Sequence[Op], classes: Mapping[str, str]) -> list[Run]:
+def module_runs(ops: Sequence[Op], classes: Mapping[str, str]) -> list[OpSpan]:
     """Cut `ops` where repeated sibling modules begin and end; one run without a unit if no module repeats."""
     units = _repeated_modules(ops, classes)
     owners = [_owner(op.module, units) for op in ops]
-    runs: list[Run] = []
+    runs: list[OpSpan] = []
     for unit, group in groupby(enumerate(owners), key=lambda pair: pair[1]):
         places = [index for index, _ in group]
-        runs.append(Run(places[0], places[-1] + 1, unit))
+        runs.append(OpSpan(places[0], places[-1] + 1, unit))
     return _attach_glue(ops, runs)
 
 
@@ -74,9 +74,9 @@ def _owner(module: str, units: frozenset[str]) -> str:
     return ""
 
 
-def _attach_glue(ops: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
+def _attach_glue(ops: Sequence[Op], runs: Sequence[OpSpan]) -> list[OpSpan]:
     """Give the few ops between two repetitions to the one before; the same ops after the last one too."""
-    made: list[Run] = []
+    made: list[OpSpan] = []
     glue: tuple[str, ...] = ()
     for index, run in enumerate(runs):
         follows = bool(made) and made[-1].unit != "" and run.unit == ""
@@ -84,12 +84,12 @@ def _attach_glue(ops: Sequence[Op], runs: Sequence[Run]) -> list[Run]:
         targets = tuple(op.target for op in ops[run.start : run.stop])
         if is_between:
             glue = targets
-            made[-1] = Run(made[-1].start, run.stop, made[-1].unit)
+            made[-1] = OpSpan(made[-1].start, run.stop, made[-1].unit)
         elif follows and glue and targets[: len(glue)] == glue:
-            made[-1] = Run(made[-1].start, run.start + len(glue), made[-1].unit)
-            made.append(Run(run.start + len(glue), run.stop, ""))
+            made[-1] = OpSpan(made[-1].start, run.start + len(glue), made[-1].unit)
+            made.append(OpSpan(run.start + len(glue), run.stop, ""))
         elif made and run.unit and made[-1].unit == run.unit:
-            made[-1] = Run(made[-1].start, run.stop, run.unit)
+            made[-1] = OpSpan(made[-1].start, run.stop, run.unit)
         else:
             made.append(run)
     return [run for run in made if len(run)]

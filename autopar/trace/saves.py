@@ -7,15 +7,13 @@ fast kernels run it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from autopar.ops import family_of
 from autopar.ops.family import Saves
-from autopar.program import Arg, Op, Ref, TensorType
-from autopar.trace import compat
+from autopar.program import Op, TensorType
+from autopar.trace import torch_internals
 from autopar.trace.evaluation import run_op
 
 __all__ = ["SavesMeter"]
@@ -27,7 +25,7 @@ class SavesMeter:
     """Finds what autograd saves, once for each different call."""
 
     def __init__(self) -> None:
-        self._mode = compat.fake_mode()
+        self._mode = torch_internals.fake_mode()
         self._known: dict[object, Saves] = {}
 
     def saved(self, op: Op, operands: _Types, results: _Types, needs_gradient: tuple[bool, ...]) -> Saves:
@@ -55,7 +53,7 @@ class SavesMeter:
         # Each mention of a value gets a tensor of its own: indices count mentions.
         tensors: dict[str, Tensor] = {}
         saved: list[Tensor] = []
-        renamed = _one_name_per_mention(op)
+        renamed = op.with_numbered_operands()
         with self._mode, torch.enable_grad():
             for name, kind, needs in zip(renamed.operands, operands, needs_gradient, strict=True):
                 leaf = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
@@ -73,11 +71,11 @@ class SavesMeter:
 def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -> Saves:
     places: dict[int, int] = {}
     for index, tensor in enumerate([*operands, *results]):
-        places.setdefault(compat.storage_key(tensor), index)
+        places.setdefault(torch_internals.storage_key(tensor), index)
     found: set[int] = set()
     extra: dict[int, int] = {}
     for tensor in saved:
-        key = compat.storage_key(tensor)
+        key = torch_internals.storage_key(tensor)
         if key in places:
             found.add(places[key])
         else:
@@ -85,18 +83,6 @@ def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -
     return tuple(sorted(found)), sum(extra.values())
 
 
-def _one_name_per_mention(op: Op) -> Op:
-    count = iter(range(10**9))
-
-    def visit(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(str(next(count)))
-        return tuple(map(visit, arg)) if isinstance(arg, tuple) else arg
-
-    args = tuple(map(visit, op.args))
-    return replace(op, args=args, kwargs=tuple((key, visit(arg)) for key, arg in op.kwargs))
-
-
 def _literals(op: Op) -> str:
-    named = _one_name_per_mention(op)
+    named = op.with_numbered_operands()
     return repr((named.args, named.kwargs))

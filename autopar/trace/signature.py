@@ -177,8 +177,7 @@ class _Forward:
         ):
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise InputShapeError(
-                    f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was "
-                    f"made for "
+                    f"input {name!r} is {_type_text(tuple(tensor.shape), tensor.dtype)}, but the plan was made for "
                     f"{_type_text(shape, dtype)}. Pass inputs like the example's, or plan again for these"
                 )
         cast = self.form.cast

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.trace.compat import flatten_one_level, unflatten_one_level
+from autopar.trace.torch_internals import flatten_one_level, unflatten_one_level
 
 __all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "rebuild", "walk"]
 

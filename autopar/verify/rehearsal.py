@@ -25,7 +25,7 @@ from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves,
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
 from autopar.planning.eval_mode import EvalFactories
-from autopar.program import Op, Option, Program, TensorType, Value
+from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced
 from autopar.verify.eval_outputs import eval_outputs
 
@@ -382,12 +382,7 @@ def _widen_value(value: Value) -> Value:
 
 
 def _widen_op(op: Op) -> Op:
-    return replace(
-        op,
-        args=_widen_arg(op.args),
-        kwargs=tuple((key, _widen_arg(arg)) for key, arg in op.kwargs),
-        options=tuple(map(_widen_option, op.options)),
-    )
+    return replace(op.map_args(_widen_arg), options=tuple(map(_widen_option, op.options)))
 
 
 def _widen_option(option: Option) -> Option:
@@ -397,7 +392,5 @@ def _widen_option(option: Option) -> Option:
     return replace(option, collectives=tuple(replace(each, dtype="float64") for each in option.collectives))
 
 
-def _widen_arg(arg: Any) -> Any:
-    if isinstance(arg, tuple):
-        return tuple(map(_widen_arg, arg))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+def _widen_arg(arg: Arg) -> Arg:
     return "torch.float64" if arg in ("torch.float32", "torch.bfloat16", "torch.float16") else arg

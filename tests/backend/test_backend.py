@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-from autopar.backend.graph import readable_name
+from autopar.backend.dynamo_graph import readable_name
 from autopar.backend.options import read_options
 from autopar.backend.running import RunningGraph
 from autopar.backend.session import session_of

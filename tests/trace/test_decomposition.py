@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from autopar.trace import compat, decomposition, trace
+from autopar.trace import decomposition, torch_internals, trace
 from tests import models
 
 
@@ -21,8 +21,10 @@ class Shifted(nn.Module):
 def test_ops_of_one_kind_become_the_same(name, monkeypatch):
     model, inputs = models.make(name)
     sizes = []
-    whole = compat.run_decompositions
-    monkeypatch.setattr(compat, "run_decompositions", lambda each: sizes.append(len(each.graph.nodes)) or whole(each))
+    whole = torch_internals.run_decompositions
+    monkeypatch.setattr(
+        torch_internals, "run_decompositions", lambda each: sizes.append(len(each.graph.nodes)) or whole(each)
+    )
     by_kind = trace(model, (), inputs).program
     monkeypatch.setattr(decomposition, "_kinds", lambda exported: {})
     at_once = trace(model, (), inputs).program

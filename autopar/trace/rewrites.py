@@ -12,9 +12,9 @@ import torch
 
 from autopar.ops.family import argument
 from autopar.program import Arg, Op, Ref, TensorType
-from autopar.trace.compat import argument_names
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph, Names
+from autopar.trace.torch_internals import argument_names
 
 __all__ = [
     "rewrite_batch_norm",
@@ -43,27 +43,14 @@ class Writer:
         return self.types.get(arg.name) or self.graph.types[arg.name]
 
     def add(
-        self,
-        target: str,
-        args: Sequence[Arg],
-        result: TensorType | str,
-        kwargs: tuple[tuple[str, Arg], ...] = (),
+        self, target: str, args: Sequence[Arg], result: TensorType | str, kwargs: tuple[tuple[str, Arg], ...] = ()
     ) -> Ref:
         """Append an op; `result` is the type of its one result, or the name of a value that exists already."""
         name = result if isinstance(result, str) else self.names.fresh(target.split(".")[1])
         if isinstance(result, TensorType):
             self.types[name] = result
-        self.ops.append(
-            Op(
-                name,
-                target,
-                tuple(args),
-                kwargs,
-                (name,),
-                source=self.around.source,
-                module=self.around.module,
-            )
-        )
+        around = self.around
+        self.ops.append(Op(name, target, tuple(args), kwargs, (name,), source=around.source, module=around.module))
         return Ref(name)
 
 
@@ -216,20 +203,18 @@ def rewrite_cross_entropy(graph: Graph) -> Graph:
     producers = graph.producers
 
     def write(writer: Writer, op: Op) -> None:
+        if op.target not in (*_CROSS_ENTROPIES, *_NLLS):
+            return
+        call = _LossCall(
+            op.args[0], op.args[1], argument(op, 2, "weight", None), argument(op, 3, "reduction", _MEAN),
+            argument(op, 4, "ignore_index", -100), argument(op, 5, "label_smoothing", 0.0), op.results[0],
+        )  # fmt: skip
         if op.target in _CROSS_ENTROPIES:
-            call = _CrossEntropy(
-                op.args[0], op.args[1], argument(op, 2, "weight", None), argument(op, 3, "reduction", _MEAN),
-                argument(op, 4, "ignore_index", -100), argument(op, 5, "label_smoothing", 0.0), op.results[0],
-            )  # fmt: skip
             if writer.type_of(call.target).is_floating:
                 _write_class_probabilities(writer, call)
             else:
                 _write_cross_entropy(writer, call)
-        elif op.target in _NLLS:
-            call = _CrossEntropy(
-                op.args[0], op.args[1], argument(op, 2, "weight", None), argument(op, 3, "reduction", _MEAN),
-                argument(op, 4, "ignore_index", -100), 0.0, op.results[0],
-            )  # fmt: skip
+        else:
             softmax = producers.get(op.operands[0])
             dim = 1 if len(writer.type_of(op.args[0]).shape) > 1 else 0
             if softmax is not None and softmax.target in _LOG_SOFTMAXES and _same_dim(softmax, dim, writer):
@@ -247,7 +232,7 @@ def _same_dim(softmax: Op, dim: int, writer: Writer) -> bool:
 
 
 @dataclass(frozen=True)
-class _CrossEntropy:
+class _LossCall:
     logits: Arg
     target: Arg
     weight: Arg
@@ -257,34 +242,28 @@ class _CrossEntropy:
     result: str
 
 
-def _write_cross_entropy(writer: Writer, call: _CrossEntropy) -> None:
+def _write_cross_entropy(writer: Writer, call: _LossCall) -> None:
     logits, target = writer.type_of(call.logits), writer.type_of(call.target)
     class_dim = 1 if len(logits.shape) > 1 else 0
     each = call.reduction == _NONE
     # Thousands of terms don't add up in 16 bits.
     sum_dtype = "float64" if logits.dtype == "float64" else "float32"
     kind = TensorType(target.shape, logits.dtype) if each else TensorType((), sum_dtype)
+    reduction = "none" if each else "sum"
     args = (
-        call.logits,
-        call.target,
-        call.weight,
-        class_dim,
-        call.ignore_index,
-        call.label_smoothing,
-        "none" if each else "sum",
-    )
+        call.logits, call.target, call.weight, class_dim, call.ignore_index, call.label_smoothing, reduction
+    )  # fmt: skip
     if call.reduction == _NONE or (call.reduction != _MEAN and logits.dtype == sum_dtype):
         writer.add("autopar.cross_entropy", args, call.result)
         return
-    if call.reduction != _MEAN:
-        total = writer.add("autopar.cross_entropy", args, kind)
-        writer.add("aten._to_copy.default", (total,), call.result, (("dtype", f"torch.{logits.dtype}"),))
-        return
     total = writer.add("autopar.cross_entropy", args, kind)
-    _divide_by_what_counts(writer, call, total, logits.shape[class_dim])
+    if call.reduction == _MEAN:
+        _divide_by_what_counts(writer, call, total, logits.shape[class_dim])
+    else:
+        writer.add("aten._to_copy.default", (total,), call.result, (("dtype", f"torch.{logits.dtype}"),))
 
 
-def _divide_by_what_counts(writer: Writer, call: _CrossEntropy, total: Ref, num_classes: int) -> None:
+def _divide_by_what_counts(writer: Writer, call: _LossCall, total: Ref, num_classes: int) -> None:
     args = (call.target, call.weight, call.ignore_index, num_classes)
     # As precise as the weights are, and at least float32: a count in half precision would be wrong.
     dtype = "float64" if call.weight is not None and writer.type_of(call.weight).dtype == "float64" else "float32"
@@ -297,7 +276,7 @@ def _divide_by_what_counts(writer: Writer, call: _CrossEntropy, total: Ref, num_
     writer.add("aten._to_copy.default", (quotient,), call.result, (("dtype", f"torch.{result.dtype}"),))
 
 
-def _write_class_probabilities(writer: Writer, call: _CrossEntropy) -> None:
+def _write_class_probabilities(writer: Writer, call: _LossCall) -> None:
     """Targets that are probabilities: minus the sum over classes of weight * target * log_softmax(logits)."""
     logits, target = writer.type_of(call.logits), writer.type_of(call.target)
     dim = 1 if len(logits.shape) > 1 else 0
@@ -325,7 +304,7 @@ def _write_class_probabilities(writer: Writer, call: _CrossEntropy) -> None:
     writer.add("aten.div.Tensor", (total, -count), call.result)
 
 
-def _write_likelihood(writer: Writer, call: _CrossEntropy, dim: int) -> None:
+def _write_likelihood(writer: Writer, call: _LossCall, dim: int) -> None:
     """Negative log likelihood of scores that come from anywhere: gather, mask, sum."""
     scores, target = writer.type_of(call.logits), writer.type_of(call.target)
     mask_type = TensorType(target.shape, "bool")

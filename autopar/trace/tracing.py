@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import OutputError
 from autopar.program import Program, Value
-from autopar.trace import broadcasting, cleanup, folding, losses, masks
+from autopar.trace import broadcasting, cleanup, folding, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -20,7 +20,7 @@ from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import cut_layers
-from autopar.trace.repetition import Run
+from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import call_form, make_flatten
 from autopar.trace.structure import Dropped, Leaf, Structure, rebuild, walk
 
@@ -53,11 +53,11 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_needless_copies,
     cleanup.spell_out_sizes,
     cleanup.spell_out_copies,
-    losses.rewrite_dropout,
-    losses.rewrite_batch_norm,
-    losses.rewrite_cross_entropy,
-    losses.rewrite_losses,
-    losses.rewrite_means,
+    rewrites.rewrite_dropout,
+    rewrites.rewrite_batch_norm,
+    rewrites.rewrite_cross_entropy,
+    rewrites.rewrite_losses,
+    rewrites.rewrite_means,
     cleanup.drop_identities,
     cleanup.drop_aliases,
     masks.restore_attention_masks,
@@ -144,25 +144,24 @@ class _Unflatten:
 
 def _dropped_notes(outputs: Structure) -> list[str]:
     return [
-        f"output {'.'.join(end.path) or 'of the model'} ({end.type_name}) can't be carried out of a "
-        f"parallel program: "
+        f"output {'.'.join(end.path) or 'of the model'} ({end.type_name}) can't be carried out of a parallel program: "
         "it is None"
         for end in walk(outputs)
         if isinstance(end, Dropped)
     ]
 
 
-def _merge_within_layers(graph: Graph, pieces: Sequence[Run]) -> tuple[Graph, list[Run]]:
+def _merge_within_layers(graph: Graph, pieces: Sequence[OpSpan]) -> tuple[Graph, list[OpSpan]]:
     """Compute nothing twice inside a layer; across layers that would make layers differ that are alike."""
     owner = {graph.ops[place].name: index for index, piece in enumerate(pieces) for place in piece.places}
     merged = cleanup.drop_dead_ops(cleanup.merge_equal_ops(graph, within=owner))
     check(merged)
     sizes = Counter(owner[op.name] for op in merged.ops)
-    made: list[Run] = []
+    made: list[OpSpan] = []
     start = 0
     for index, piece in enumerate(pieces):
         if sizes[index]:
-            made.append(Run(start, start + sizes[index], piece.unit))
+            made.append(OpSpan(start, start + sizes[index], piece.unit))
         start += sizes[index]
     return merged, made
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
@@ -196,14 +197,11 @@ def intercept_autograd_functions(
             report(cls, args)
         return original.__get__(None, cls)(*args, **kwargs)
 
-    function: Any = torch.autograd.Function
-    function.apply = classmethod(apply)
-    module._checkpoint_without_reentrant_generator = frame
-    try:
+    with (
+        patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+        patch.object(module, "_checkpoint_without_reentrant_generator", frame),
+    ):
         yield
-    finally:
-        function.apply = original
-        module._checkpoint_without_reentrant_generator = original_frame
 
 
 def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -220,36 +218,22 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=True))
 
 
-@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
-def unread_masks() -> Iterator[None]:
+def unread_masks() -> contextlib.AbstractContextManager[Any]:
     """Inside, torch's transformer layers don't compare the values of a mask with a causal one.
 
     They do so only to choose a kernel; the mask takes effect either way, and `trace` itself knows causal ones.
     """
-    layers: Any = torch.nn.modules.transformer
-    original = layers._detect_is_causal_mask
 
     def is_said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         del mask, size
         return is_causal is True
 
-    layers._detect_is_causal_mask = is_said_to_be_causal
-    try:
-        yield
-    finally:
-        layers._detect_is_causal_mask = original
+    return patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal)
 
 
-@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
-def written_instance_norms() -> Iterator[None]:
+def written_instance_norms() -> contextlib.AbstractContextManager[Any]:
     """Inside, instance norm updates its running statistics where tracing sees it: its kernel does so unseen."""
-    untyped: Any = torch
-    original = torch.instance_norm
-    untyped.instance_norm = partial(_instance_norm, original)
-    try:
-        yield
-    finally:
-        untyped.instance_norm = original
+    return patch.object(torch, "instance_norm", partial(_instance_norm, torch.instance_norm))
 
 
 def _instance_norm(  # noqa: PLR0913  (torch's own arguments)
