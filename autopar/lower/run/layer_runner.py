@@ -18,6 +18,7 @@ from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
 from autopar.placement import Axis, Step
 from autopar.plan import LayerStrategy
 from autopar.program import Layer
+from autopar.step.activation_policies import activation_policy
 
 __all__ = ["LayerRunner", "LayerUse"]
 
@@ -85,7 +86,7 @@ class LayerRunner:
         recompute = self.strategy.recompute if torch.is_grad_enabled() else "none"
         freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
         others = self._others(context.communicator)
-        if recompute == "full":
+        if activation_policy(recompute).keeps_inputs_only:
             return self._run_again_in_backward(use, inputs, others, context)
         held = self._held(use.copies(), others)
         if torch.is_grad_enabled() and (freed or self.keeping):
