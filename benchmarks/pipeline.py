@@ -1,8 +1,8 @@
 """Predicted against measured time of pipeline steps: ``python benchmarks/pipeline.py [--groups 2 4] [--steps 5]``.
 
 Every device group is one gloo process.  Its stages take a known time at each action, asleep (so that few cores are
-enough) or computing until that time is over, and send real tensors to each other; torch's runtime runs the action list,
-and `simulate_schedule` predicts from the same list.  What a transfer takes is measured by a ping-pong before all.  The
+enough) or computing until that time is over, and send real tensors to each other; each rank runs its action list, and
+`simulate_schedule` predicts from the same list.  What a transfer takes is measured by a ping-pong before all.  The
 figure is the median over steps of measured / predicted.  What else the machine does delays every wake-up: the longer
 an action (``--unit-ms``), the less that matters.
 """
@@ -28,9 +28,8 @@ import torch.distributed as dist
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.lower.run.schedules import StageWork, run_schedule
 from autopar.placement import Axis
-from autopar.schedule import ScheduleActions, StageCost, simulate_schedule
+from autopar.schedule import Action, ScheduleActions, StageCost, simulate_schedule
 from autopar.schedules import find_schedule, schedule_names, stage_group
 
 UNEVEN = (1.0, 1.6, 0.7, 1.3)  # what stages take relative to each other, round and round
@@ -88,7 +87,7 @@ class Outcome:
         return self.measured_s / self.predicted_s
 
 
-class TimedStage(StageWork):
+class TimedStage:
     """Takes a known time at every action, and passes a tensor on."""
 
     def __init__(self, case: Case, stage: int, talk: ProcessGroupCommunicator, unit_s: float) -> None:
@@ -109,43 +108,22 @@ class TimedStage(StageWork):
             self.incoming.pop((direction, microbatch)).wait()
         self.spend(units * self.forward_s)
 
-    def forward(self, microbatch: int) -> None:
-        """F."""
-        self._act("F", microbatch, 1.0)
-
-    def backward(self, microbatch: int) -> None:
-        """B."""
-        self._act("B", microbatch, 2.0)
-
-    def backward_inputs(self, microbatch: int) -> None:
-        """I."""
-        self._act("B", microbatch, 1.0)
-
-    def backward_weights(self, microbatch: int) -> None:
-        """W."""
-        self._act("W", microbatch, 1.0)
-
-    def send_forward(self, microbatch: int) -> None:
-        """To the next stage."""
-        self.sent.append(self.talk.start_send(self.outgoing, self.axis, self.after))
-
-    def send_backward(self, microbatch: int) -> None:
-        """To the stage before."""
-        self.sent.append(self.talk.start_send(self.outgoing, self.axis, self.before))
-
-    def receive_forward(self, microbatch: int) -> None:
-        """From the stage before."""
-        self.incoming["F", microbatch] = self.talk.start_receive((PAYLOAD,), torch.float32, self.axis, self.before)
-
-    def receive_backward(self, microbatch: int) -> None:
-        """From the next stage."""
-        self.incoming["B", microbatch] = self.talk.start_receive((PAYLOAD,), torch.float32, self.axis, self.after)
-
-    def take_forward(self, microbatch: int, previous: StageWork) -> None:
-        """Nothing to move."""
-
-    def take_backward(self, microbatch: int, following: StageWork) -> None:
-        """Nothing to move."""
+    def perform(self, action: Action) -> None:
+        """An action of this stage."""
+        talk, axis, microbatch = self.talk, self.axis, action.microbatch
+        match action.kind:
+            case "F" | "I" | "W":
+                self._act("B" if action.kind == "I" else action.kind, microbatch, 1.0)
+            case "B":
+                self._act("B", microbatch, 2.0)
+            case "SEND_F":
+                self.sent.append(talk.start_send(self.outgoing, axis, self.after))
+            case "SEND_B":
+                self.sent.append(talk.start_send(self.outgoing, axis, self.before))
+            case "RECV_F":
+                self.incoming["F", microbatch] = talk.start_receive((PAYLOAD,), torch.float32, axis, self.before)
+            case _:  # RECV_B
+                self.incoming["B", microbatch] = talk.start_receive((PAYLOAD,), torch.float32, axis, self.after)
 
 
 def compute(seconds: float) -> None:
@@ -182,7 +160,8 @@ def run_step(case: Case, talk: ProcessGroupCommunicator, unit_s: float, send_s: 
     actions = case.actions
     dist.barrier()
     started = time.perf_counter()
-    run_schedule(actions, talk.rank, works, rank=talk.rank)
+    for action in actions[talk.rank]:
+        works[action.stage].perform(action)
     stopped = time.perf_counter()
     for handle in itertools.chain.from_iterable(stage.sent for stage in works.values()):
         handle.wait()

@@ -18,6 +18,7 @@ from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.parameters.store import ParameterStore, Stored
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
+from autopar.lower.run.run_step import run_step
 from autopar.placement import refine_layout, refine_mesh
 from autopar.plan import Plan
 from autopar.program import Program
@@ -61,7 +62,7 @@ class RunningGraph:
             tensors = self._compared(executor.executable.flatten_inputs(given, {}))
             seed = agree_base_seed(self._communicator) if executor.is_random else 0
             executor.begin_step()
-            found = executor.run(tensors, seed)
+            found = run_step(executor, tensors, seed)
             self._update_buffers(found)
             made = {name: executor.make_output(name, found[name]) for name in dict.fromkeys(program.outputs)}
         entries = iter([made[name] for name in program.outputs])

@@ -22,7 +22,7 @@ Stored = tuple[tuple[str, tuple[int, ...], Layout], ...]
 
 
 def stored_parameters(module: nn.Module, mesh: DeviceMesh) -> Stored:
-    """How the parameters of `module` are stored.
+    """Where the parameters of `module` lie.
 
     Raises:
         BackendError: a DTensor is on other ranks than `mesh`, or not cut into equal slices of its dims.

@@ -13,12 +13,12 @@ from autopar.placement import Layout
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search.layout_choices import storage_layout
-from autopar.step.activation_policies import policy_names
 from autopar.step.local_layer import place
 from autopar.step.plan_collectives import own_strategy
 
 __all__ = ["Edit", "apply_edits", "parse_edit"]
 
+_KEYS = {"recompute": ("none", "selective", "full"), "zero": ("0", "1", "2", "3"), "like": ()}
 _HOW = (
     "write LAYERS: recompute=none|selective|full, LAYERS: zero=0|1|2|3 or LAYERS: like=LAYER, such as "
     '--set "model.layers.*: recompute=full"; without "LAYERS:" it is for all layers'
@@ -42,8 +42,7 @@ def parse_edit(text: str) -> Edit:
         QuestionError: it has another form.
     """
     match = re.fullmatch(r"\s*(?:([^:=]+?)\s*:)?\s*(\w+)\s*=\s*(\S+)\s*", text)
-    choices = {"recompute": policy_names(), "zero": ("0", "1", "2", "3"), "like": ()}
-    if match is None or match[2] not in choices or (choices[match[2]] and match[3] not in choices[match[2]]):
+    if match is None or match[2] not in _KEYS or (_KEYS[match[2]] and match[3] not in _KEYS[match[2]]):
         raise QuestionError(f"--set {text!r}: {_HOW}")
     return Edit(text, match[1] or "*", match[2], match[3])
 
@@ -51,8 +50,8 @@ def parse_edit(text: str) -> Edit:
 def apply_edits(plan: Plan, program: Program, edits: Iterable[Edit]) -> Plan:
     """`plan` with the edits, one after the other; nothing is predicted of it.
 
-    Layers keep their mesh and the factors of their ops.  Another ZeRO level changes how parameters are stored:
-    from 0 to more they are sharded over all axes on which compute reads them whole, and back.
+    Layers keep their mesh and the factors of their ops.  Another ZeRO level changes where parameters lie between steps:
+    from 0 to more they are cut over all axes on which computing reads them whole, and back.
 
     Args:
         plan: that fits `program`.
@@ -116,7 +115,7 @@ def _strategy_of(plan: Plan, number: int, edit: Edit) -> LayerStrategy:
 def _storage(
     plan: Plan, program: Program, layer: Layer, strategy: LayerStrategy, *, is_cut: bool
 ) -> tuple[Layout, ...]:
-    """How the layer's parameters are stored if they are sharded over all axes that read them whole, or over none."""
+    """Where the layer's parameters lie if they are cut over all axes that read them whole, or over none of these."""
     own = own_strategy(program, layer, strategy)
     placed = place(program, layer, own, plan.num_microbatches)
     axes = tuple(range(len(strategy.mesh))) if is_cut else ()

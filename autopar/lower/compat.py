@@ -344,14 +344,25 @@ def gradients_of(
 
 
 def run_backward_from(
-    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Tensor] | None = None
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    leaves: Sequence[Tensor] | None = None,
+    *,
+    keep_graph: bool = False,
 ) -> None:
     """Backward from several places with these gradients, adding up in the leaves' ``grad``.
 
-    With `leaves` only in theirs; the graph then stays for another pass.
+    With `leaves` only in theirs; the graph then stays for another pass, as it does with `keep_graph`.
     """
     untyped: Any = torch.autograd
-    untyped.backward(list(roots), list(gradients), retain_graph=leaves is not None, inputs=leaves)
+    retain_graph = keep_graph or leaves is not None
+    untyped.backward(list(roots), list(gradients), retain_graph=retain_graph, inputs=leaves)
+
+
+def keeps_graph() -> bool:
+    """Whether the ``backward`` that runs now was asked to ``retain_graph``."""
+    untyped: Any = torch
+    return bool(untyped._C._autograd._get_current_graph_task_keep_graph())
 
 
 def is_random(function: Any) -> bool:

@@ -11,7 +11,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,8 @@ from autopar.lower.communication.buckets import BucketHandle
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.simulated_ranks import ThreadCommunicator
 from autopar.lower.compat import run_backward
-from autopar.lower.parameters.layer_parameters import LayerParameters
+from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.lower.run.step import StepGradients
 from autopar.planning.arguments import read_dtype, training_spec
 from autopar.search import SearchRequest, search
 from autopar.step.memory import peak_bytes, step_memory
@@ -326,25 +325,36 @@ def _noting_copies() -> Generator[None]:
         LayerParameters.finish_gather = finish
 
 
+def _added_up(parameters: StepParameters) -> Iterator[Tensor | None]:
+    # pyright: reportPrivateUsage=false
+    yield from parameters.gradients
+    if parameters._adds_up:
+        yield from (leaf.grad for leaf in parameters._leaves or ())
+        yield from parameters._sums or ()
+
+
 @contextmanager
 def _noting_sums() -> Generator[None]:
     """Inside, what microbatches add up is known as gradients."""
-    finish = StepGradients.finish_microbatch
+    watched = {name: getattr(StepParameters, name) for name in ("end_backward", "finish_reduce")}
 
-    def noted(self: StepGradients, indices: range) -> None:
-        finish(self, indices)
-        tracker = _tracker()
-        leaves = [leaf for leaves in self._leaves.values() for leaf in leaves]  # pyright: ignore[reportPrivateUsage]
-        sums = [x for sums in self._sums.values() for x in sums]  # pyright: ignore[reportPrivateUsage]
-        for gradient in (*(leaf.grad for leaf in leaves), *sums):
-            if tracker is not None and gradient is not None:
-                tracker.add(gradient, "gradients")
+    def noting(name: str) -> Callable[[StepParameters], None]:
+        def noted(self: StepParameters) -> None:
+            watched[name](self)
+            tracker = _tracker()
+            for gradient in _added_up(self):
+                if tracker is not None and gradient is not None:
+                    tracker.add(gradient, "gradients")
 
-    StepGradients.finish_microbatch = noted
+        return noted
+
+    for name in watched:
+        setattr(StepParameters, name, noting(name))
     try:
         yield
     finally:
-        StepGradients.finish_microbatch = finish
+        for name, original in watched.items():
+            setattr(StepParameters, name, original)
 
 
 @contextmanager

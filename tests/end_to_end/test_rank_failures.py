@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.lower.run import pipeline
+from autopar.lower.run import tied_gradients
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_runner import LayerRunner
+from autopar.lower.run.step import Step
+from autopar.schedule import Action
 from tests.end_to_end.harness import parallelize, run_step
 from tests.end_to_end.pipelines import cut
 
@@ -59,28 +61,28 @@ def hang() -> NoReturn:
         time.sleep(1)
 
 
-def replace(owner: type, method: str, mishap: Mishap, microbatch: int | None = None) -> None:
-    """From now on `mishap` happens here instead of `method` (of that microbatch)."""
+def replace(owner: Any, method: str, mishap: Mishap, microbatch: int | None = None) -> None:
+    """From now on `mishap` happens here instead of `method` (in an action of that microbatch)."""
     original = getattr(owner, method)
 
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if microbatch is None or args == (microbatch,):
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if microbatch is None or any(isinstance(x, Action) and x.microbatch == microbatch for x in args):
             mishap()
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(owner, method, changed)
 
 
 def in_forward(mishap: Mishap) -> None:
-    replace(pipeline._StageWork, "forward", mishap, 2)
+    replace(Step, "_forward", mishap, 2)
 
 
 def in_backward(mishap: Mishap) -> None:
-    replace(pipeline._StageWork, "backward", mishap, 1)
+    replace(Step, "_backward", mishap, 1)
 
 
 def in_exchange(mishap: Mishap) -> None:
-    replace(pipeline._PipelineStep, "_sum_over_groups", mishap)
+    replace(tied_gradients, "_exchanged_sum", mishap)
 
 
 def in_broadcast(mishap: Mishap) -> None:

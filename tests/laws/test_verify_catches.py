@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from autopar.errors import PlanMismatchError, VerificationError
 from autopar.lower import kernels
 from autopar.lower.parameters import layer_parameters as parameters
 from autopar.lower.program import layer_ops
-from autopar.lower.run import hoisted, layer_runner, parallel_module
+from autopar.lower.run import hoisted, parallel_module
 from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
@@ -108,16 +107,13 @@ def test_a_gradient_that_is_not_reduced(
 def test_a_plan_whose_storage_loses_a_tied_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's gradient of a tied weight dropped: only the embedding's arrives."""
     model, inputs, plan = plan_of("gpt2", "data=2")
-    right = parameters.gather_parameters
-    local = threading.local()  # every rank is a thread
+    right = parameters.LayerParameters.start_reduce
 
-    def drop_in_head(gathering: parameters.Gathering, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        local.calls = getattr(local, "calls", 0) + 1
-        copies = right(gathering, entered)
-        is_head = local.calls % len(plan.layers) == 0
-        return tuple(copy.detach() if is_head and copy.shape == (64, 32) else copy for copy in copies)
+    def drop_in_head(layer: parameters.LayerParameters, gradients: Sequence[Tensor | None]) -> parameters.Reduction:
+        is_head = layer.layer == plan.layers[-1].name
+        return right(layer, [None if is_head and g is not None and g.shape == (64, 32) else g for g in gradients])
 
-    monkeypatch.setattr(layer_runner, "gather_parameters", drop_in_head)
+    monkeypatch.setattr(parameters.LayerParameters, "start_reduce", drop_in_head)
     with pytest.raises(VerificationError, match=r"transformer\.wte\.weight"):
         autopar.verify(model, plan, inputs, shrink=False)
 

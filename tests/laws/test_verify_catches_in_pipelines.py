@@ -13,9 +13,13 @@ from torch import Tensor
 
 import autopar
 from autopar.errors import VerificationError
-from autopar.lower.run import pipeline
+from autopar.lower.run import tied_gradients
+from autopar.lower.run.boundary_exchange import BoundaryExchange
+from autopar.lower.run.execution import Executor
 from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.step import Step
 from autopar.program import Program
+from autopar.schedule import Action
 from autopar.trace import trace
 from tests.models import make
 from tests.random_plans import random_pipeline
@@ -52,7 +56,10 @@ class Rehearsal:
 
 
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, change: Callable[..., Any]) -> None:
-    """Give what `method` returns to ``change(self, result, *args)``, and return that."""
+    """Give what `method` returns to ``change(self, result, *args)``, and return that.
+
+    There is one run path: what is to break pipelines only must look whether there is one.
+    """
     right = getattr(owner, method)
     monkeypatch.setattr(owner, method, lambda self, *args: change(self, right(self, *args), *args))
 
@@ -66,7 +73,7 @@ def test_a_good_pipeline_passes() -> None:
 @pytest.mark.slow
 def test_a_tied_gradient_that_is_not_summed_over_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = Rehearsal("gpt2", "1f1b")
-    monkeypatch.setattr(pipeline._PipelineStep, "_sum_over_groups", lambda self, x, groups: x.clone())
+    monkeypatch.setattr(tied_gradients, "_exchanged_sum", lambda executor, x, groups: x.clone())
     with pytest.raises(VerificationError, match=r"replicas of transformer\.wte\.weight differ") as caught:
         rehearsal.verify()
     assert "All ops agree, with pipeline stages, too, but replicas of transformer.wte.weight" in str(caught.value)
@@ -76,7 +83,8 @@ def test_a_tied_gradient_that_is_not_summed_over_groups(monkeypatch: pytest.Monk
 def test_a_tied_gradient_that_is_halved_on_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal on its groups, and wrong: as a mean over groups would be."""
     rehearsal = Rehearsal("gpt2", "gpipe")
-    wrap(monkeypatch, pipeline._PipelineStep, "_sum_over_groups", lambda step, total, *args: total / 2)
+    right = tied_gradients._exchanged_sum
+    monkeypatch.setattr(tied_gradients, "_exchanged_sum", lambda *args: right(*args) / 2)
     with pytest.raises(VerificationError, match=r"gradients within .* \(transformer\.wte\.weight\)") as caught:
         rehearsal.verify()
     where = "the gradient of transformer.wte.weight (tied across the device groups 0, 1) differs"
@@ -92,11 +100,12 @@ def test_a_gradient_of_a_skip_connection_that_is_lost_on_its_way(
     skipped = rehearsal.relayed()
     op = next(op for layer in rehearsal.program.layers for op in layer.ops if skipped in op.results)
 
-    def lose(work: pipeline._StageWork, _: None, passing: pipeline._Passing, *args: object) -> None:
-        if skipped in passing.gradients and skipped in work._leaving:
-            passing.gradients[skipped] = torch.zeros_like(passing.gradients[skipped])
+    def lose(step: Step, _: None, action: Action) -> None:
+        gradients = step._values[action.stage, action.microbatch].gradients
+        if skipped in gradients and any(skipped in names for names in step.executor.arriving[action.stage + 1 :]):
+            gradients[skipped] = torch.zeros_like(gradients[skipped])
 
-    wrap(monkeypatch, pipeline._StageWork, "_keep_gradients", lose)
+    wrap(monkeypatch, Step, "_end_backward", lose)
     with pytest.raises(VerificationError, match="Without pipeline stages all ops agree; with them") as caught:
         rehearsal.verify()
     assert f"the first gradient that differs is that of {op.name} = " in str(caught.value)
@@ -106,11 +115,12 @@ def test_a_gradient_of_a_skip_connection_that_is_lost_on_its_way(
 def test_a_gradient_of_a_microbatch_that_is_counted_twice(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     rehearsal = Rehearsal("crossing", schedule)
 
-    def twice(work: pipeline._StageWork, begun: tuple[Any, Any, list[Tensor]], microbatch: int) -> object:
-        passing, roots, gradients = begun
-        return (passing, roots, [2 * g for g in gradients]) if (microbatch, work._stage) == (1, 0) else begun
+    def twice(step: Step, _: None, action: Action) -> None:
+        if step.executor.stages.is_pipeline and (action.microbatch, action.stage) == (1, 0):
+            values = step._values[action.stage, action.microbatch]
+            values.gradients = {name: 2 * gradient for name, gradient in values.gradients.items()}
 
-    wrap(monkeypatch, pipeline._StageWork, "_begin_backward", twice)
+    wrap(monkeypatch, Step, "_begin_backward", twice)
     with pytest.raises(VerificationError, match=f"in one microbatch, all agrees; with 2 microbatches by {schedule}"):
         rehearsal.verify()
 
@@ -120,10 +130,10 @@ def test_gradients_of_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytes
     """What a runtime does that takes the model's own loss of each microbatch: here terms of one mean."""
     rehearsal = Rehearsal("crossing", "gpipe")
 
-    def scale(work: pipeline._StageWork, found: Mapping[str, Tensor], _: int) -> dict[str, Tensor]:
-        return {name: g / work._executor.num_microbatches for name, g in found.items()}
+    def scale(step: Step, gradient: Tensor, *_: object) -> Tensor:
+        return gradient / step.executor.num_microbatches if step.executor.stages.is_pipeline else gradient
 
-    wrap(monkeypatch, pipeline._StageWork, "_gradients_from_caller", scale)
+    wrap(monkeypatch, Step, "_gradient_of_returned", scale)
     with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the gradient of"):
         rehearsal.verify()
 
@@ -131,13 +141,12 @@ def test_gradients_of_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytes
 @pytest.mark.slow
 def test_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = Rehearsal("crossing", "gpipe")
-    right = pipeline.join_microbatches
 
-    def mean(executor: Any, name: str, parts: list[Tensor], **kwargs: bool) -> Tensor:
-        joined = right(executor, name, parts, **kwargs)
-        return joined / len(parts) if name == executor.executable.program.loss else joined
+    def mean(executor: Executor, joined: Tensor, name: str, parts: Sequence[Tensor]) -> Tensor:
+        is_loss = executor.stages.is_pipeline and name == executor.executable.program.loss
+        return joined / len(parts) if is_loss else joined
 
-    monkeypatch.setattr(pipeline, "join_microbatches", mean)
+    wrap(monkeypatch, Executor, "join_microbatches", mean)
     with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the loss is"):
         rehearsal.verify()
 
@@ -146,15 +155,14 @@ def test_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytest.MonkeyPatch
 def test_microbatches_whose_gradients_take_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second microbatch's backward gets the gradients of the first."""
     rehearsal = Rehearsal("crossing", "gpipe")
-    right = pipeline._StageWork._begin_backward
 
-    def swap(work: pipeline._StageWork, microbatch: int) -> object:
-        passing, roots, came = right(work, microbatch)
-        kept: dict[int, Sequence[Tensor]] = work.__dict__.setdefault("kept", {})
-        kept[microbatch] = came
-        return passing, roots, kept.get(1 - microbatch, came)
+    def swap(step: Step, _: None, action: Action) -> None:
+        values = step._values[action.stage, action.microbatch]
+        came: dict[tuple[int, int], dict[str, Tensor]] = step.__dict__.setdefault("came", {})
+        came[action.stage, action.microbatch] = dict(values.gradients)
+        values.gradients = dict(came.get((action.stage, 1 - action.microbatch), values.gradients))
 
-    monkeypatch.setattr(pipeline._StageWork, "_begin_backward", swap)
+    wrap(monkeypatch, Step, "_begin_backward", swap)
     with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the gradient of"):
         rehearsal.verify()
 
@@ -176,10 +184,12 @@ def test_values_that_arrive_as_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     assert len(twins) == 2, "the block's output, and the embedding that skips the blocks"
 
-    def exchange(work: pipeline._StageWork, handles: Any, wanted: Mapping[str, object], stage: int) -> Any:
-        is_forward = stage < work._stage
-        return handles | dict(zip(twins, [handles[n] for n in reversed(twins)], strict=True)) if is_forward else handles
+    def exchange(_: BoundaryExchange, tensors: Mapping[str, Tensor], action: Action) -> Mapping[str, Tensor]:
+        is_here = action.kind == "RECV_F" and bool(tensors)
+        return (
+            {**tensors, **dict(zip(twins, [tensors[n] for n in reversed(twins)], strict=True))} if is_here else tensors
+        )
 
-    wrap(monkeypatch, pipeline._StageWork, "_start_receiving", exchange)
+    wrap(monkeypatch, BoundaryExchange, "received", exchange)
     with pytest.raises(VerificationError, match=r"Without pipeline stages all ops agree; with them, .* first op whose"):
         rehearsal.verify()

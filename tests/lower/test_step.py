@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.lower.run.step import release_later
+from autopar.lower.run.run_step import release_later
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from autopar.lower.communication.collectives import Collective, Handle
-from autopar.lower.compat import after_backward, on_gradient
 from autopar.timeline import Event, StepTimeline
 
 __all__ = ["Stopwatch"]
@@ -36,7 +34,7 @@ class _Mark:
 
 
 @dataclass(frozen=True)
-class _TimedCollective:
+class _Flight:
     collective: Collective
     category: str
     layer: int
@@ -59,8 +57,7 @@ class Stopwatch:
         self._layers = list(layers)
         self._device = device
         self._marks: list[_Mark] = []
-        self._collectives: list[_TimedCollective] = []
-        self._in_backward = False
+        self._flights: list[_Flight] = []
         self._began_s = time.perf_counter()
         self._first = self._record() if device.type == "cuda" else None
 
@@ -68,21 +65,13 @@ class Stopwatch:
         """Layer `layer` begins to compute forward."""
         self._mark("forward", layer, microbatch)
 
-    def backward_begins_at(self, outputs: Sequence[Tensor], layer: int, microbatch: int) -> None:
-        """The layer's backward begins when a gradient of one of its `outputs` is there."""
-        begun: list[bool] = []
+    def backward(self, layer: int, microbatch: int) -> None:
+        """Layer `layer` begins to compute backward."""
+        self._mark("backward", layer, microbatch)
 
-        def begin(gradient: Tensor) -> None:
-            if not begun:
-                begun.append(True)
-                self._mark("backward", layer, microbatch)
-            if not self._in_backward:
-                self._in_backward = True
-                after_backward(self._end_backward)
-
-        for output in outputs:
-            if output.requires_grad:
-                on_gradient(output, begin)
+    def optimizer(self) -> None:
+        """The last backward has run."""
+        self._mark("optimizer", -1, -1)
 
     def pause(self) -> None:
         """What follows is no layer's."""
@@ -94,11 +83,7 @@ class Stopwatch:
         current = self._marks[-1].layer if self._marks else -1
         layer = self._layers.index(name) if name in self._layers else current
         start, stops = self._now(), list[Seconds]()
-
-        def stop() -> float:
-            return stops[0]() if stops else start()
-
-        self._collectives.append(_TimedCollective(collective, category, layer, start, stop))
+        self._flights.append(_Flight(collective, category, layer, start, lambda: stops[0]() if stops else start()))
 
         def watched(handle: Handle) -> Handle:
             handle.on_arrival(lambda: stops.append(self._now()))
@@ -113,16 +98,11 @@ class Stopwatch:
         step_s = time.perf_counter() - self._began_s
         return StepTimeline(step_s, (*self._computed(step_s), *self._moved()))
 
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        self._mark("optimizer", -1, -1)
-
     def _computed(self, step_s: float) -> list[Event]:
         ends = [*(mark.start() for mark in self._marks[1:]), step_s]
         found: list[Event] = []
         for mark, stop_s in zip(self._marks, ends, strict=True):
-            is_between = mark.category == "optimizer" and mark is not self._marks[-1]  # between microbatches
-            if mark.category and not is_between:
+            if mark.category:
                 name = self._layers[mark.layer] if mark.layer >= 0 else "behind the last backward"
                 where = mark.layer, mark.microbatch
                 found.append(Event(self._group, "compute", name, mark.category, mark.start(), stop_s, *where))
@@ -130,7 +110,7 @@ class Stopwatch:
 
     def _moved(self) -> list[Event]:
         found: list[Event] = []
-        for each in self._collectives:
+        for each in self._flights:
             ran = each.collective
             category = each.category or (ran.kind if ran.kind in _STREAMS else "activation communication")
             name = self._layers[each.layer] if each.layer >= 0 else ran.kind

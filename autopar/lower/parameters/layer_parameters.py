@@ -1,38 +1,34 @@
 """How a layer gets its compute copies of stored parameters, and how their gradients come back.
 
-`LayerParameters` knows for one layer the moves from storage (`store`) to the copy layouts; `Gathering` is one use of a
-layer's parameters: it gathers them, frees them (ZeRO-3) and gathers them anew, and reduces their gradients.
-
-What moves does so beside compute: forward, a layer's parameters are gathered while the layer before computes, and so
-backward while the layer behind does; its gradients are reduced while the layer before computes its backward.  One layer
-is on its way at a time, so memory is bounded.
+`LayerParameters` knows for one layer the moves from storage (`store`) to the copy layouts; `StepParameters` is one
+step's use of them: it unshards, reshards and reduces when the step's actions say so (`autopar.step.actions`), and adds
+up the gradients of microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import call_function, dtensor_like, local_part_of
+from autopar.lower.communication.moves import COLLECTIVE_KINDS
+from autopar.lower.compat import call_function, local_part_of
 from autopar.lower.parameters.store import ParameterStore
 from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 
-__all__ = ["Gathering", "LayerParameters", "Reduction", "enter_parameters", "gather_parameters"]
+__all__ = ["LayerParameters", "Reduction", "StepParameters", "add_gradient"]
 
 
 class LayerParameters:
     """How one layer's parameters get from storage to their copy layouts.
 
-    `positions` are theirs among the layer's held values.  `is_gathered_anew` says whether a backward has asked for
-    copies that were freed; not every layer's does (it may have kept nothing that needs them).
+    `positions` are theirs among the layer's held values.
     """
 
     def __init__(
@@ -64,9 +60,12 @@ class LayerParameters:
             )
             for name, copy in zip(names, copies, strict=True)
         )
+        # Whether a collective makes the gradient of the stored part.
+        self.is_reduced = tuple(
+            any(step.backward in COLLECTIVE_KINDS and step.axis.size > 1 for step in steps) for steps in self.steps
+        )
         self.moves_forward = any(step.forward != "none" for steps in self.steps for step in steps)
         self.moves_backward = any(step.backward != "none" for steps in self.steps for step in steps)
-        self.is_gathered_anew = False
         self._slots = [store.slot(name) for name in self.names]
 
     def current(self) -> list[nn.Parameter]:
@@ -123,146 +122,136 @@ class Reduction:
         return found
 
 
-class Gathering:
-    """One use of a layer's parameters: gathered when asked for, and if `is_freed` again after `free`.
+class StepParameters:
+    """One layer's parameters in one step: the compute copies while they are unsharded, and their gradients.
 
     Attributes:
-        before: the gathering that backward will ask for after this one; it is started when this one has come.
+        layer: how they move.
+        gradients: the gradients of the stored parts, of the reductions that have been waited for.
     """
 
-    def __init__(
-        self,
-        layer: LayerParameters,
-        parameters: Sequence[Tensor],
-        *,
-        is_freed: bool = False,
-        is_shared: bool = False,
-        prefetch: bool = False,
-        values: Sequence[Tensor] | None = None,
-        add: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None = None,
-    ) -> None:
-        """`parameters` are the stored DTensors, or plain tensors of the same local parts.
+    def __init__(self, layer: LayerParameters, *, frees: bool, adds_up: bool) -> None:
+        """They are sharded.
 
-        `is_shared`: microbatches use the same copies, so the backward of one keeps them for the others.  `values` are
-        the copies if they are there already; `add` adds to their gradients what is to be reduced with them.
+        Args:
+            layer: how they move.
+            frees: whether the copies are freed between forward and backward (ZeRO-3): autograd must not hold them.
+            adds_up: whether several backwards add up before one reduction; that is done in the dtype of storage.
         """
         self.layer = layer
-        self.parameters = parameters
-        self.is_freed = is_freed
-        self._is_shared = is_shared
-        self.before: Gathering | None = None
-        self._add = add
-        self._values: list[Tensor] | None = None if values is None else list(values)
-        self._was_freed = False
-        self._handle = layer.start_gather(parameters) if prefetch else None
+        self.gradients: list[Tensor | None] = [None] * len(layer.names)
+        self.frees = frees
+        self._adds_up = adds_up
+        self._handle: BucketHandle | None = None
+        self._copies: list[Tensor] | None = None
+        self._leaves: list[Tensor] | None = None
+        self._terms: list[Tensor | None] | None = None  # of copies that are no leaves
+        self._sums: list[Tensor | None] | None = None  # of earlier backwards, in the dtype of storage
         self._reduction: Reduction | None = None
 
-    def values(self) -> list[Tensor]:
-        """The compute copies, outside autograd."""
-        if self._values is None:
-            handle = self._handle or self.layer.start_gather(self.parameters)
+    def unshard(self) -> None:
+        """Start to gather the compute copies, unless they are there or under way."""
+        if self._copies is None and self._handle is None:
+            self._handle = self.layer.start_gather(self.layer.current())
+
+    def copies(self) -> list[Tensor]:
+        """The compute copies, outside autograd; waits for them.  What was not unsharded is so now."""
+        if self._copies is None:
+            self.unshard()
+            self._copies = self.layer.finish_gather(self.layer.current(), self._handle)
             self._handle = None
-            self.layer.is_gathered_anew |= self._was_freed
-            self._values = self.layer.finish_gather(self.parameters, handle)
-            if self.before is not None:
-                self.before.prefetch()
-        return self._values
+        return self._copies
 
-    def prefetch(self) -> None:
-        """Set the gathers off, if the copies are neither there nor on their way."""
-        if self._values is None and self._handle is None:
-            self._handle = self.layer.start_gather(self.parameters)
+    def reshard(self) -> None:
+        """Free the copies; their gradients stay until they are reduced."""
+        if self._leaves is not None:
+            self._terms = self._take_terms()
+        self._copies = self._leaves = self._handle = None
 
-    def free(self) -> None:
-        """Forget the copies, if they are to be freed; the next `values` gathers them anew."""
-        if self.is_freed:
-            self._values = None
-            self._was_freed = True
+    def differentiable(self) -> Sequence[Tensor]:
+        """The compute copies for a forward under autograd, whose backward leaves their gradients here."""
+        if not torch.is_grad_enabled():
+            return self.copies()
+        if self.frees:
+            anchor = torch.zeros((), requires_grad=True)
+            return call_function(_Copies, self, anchor) if self.layer.names else ()
+        return self.leaves()
 
-    def let_go(self) -> None:
-        """Backward is through: forget the copies, which a caller who keeps the loss would keep otherwise."""
-        self.free()
-        if not self._is_shared:
-            self._values = None
+    def leaves(self) -> list[Tensor]:
+        """The copies as leaves of autograd's graph, which all microbatches share."""
+        if self._leaves is None:
+            pairs = zip(self.copies(), self.layer.current(), strict=True)
+            self._leaves = [copy.detach().requires_grad_(p.requires_grad) for copy, p in pairs]
+        return self._leaves
 
-    def start_reduce(self, gradients: Sequence[Tensor | None]) -> None:
-        """Gradients of the copies set off; `finish_reduce` gives what becomes of them."""
-        self._reduction = self.layer.start_reduce(gradients if self._add is None else self._add(gradients))
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """The gradients of copies that are no leaves."""
+        # What no collective makes anew may be a tensor that autograd gives to others as well.
+        owned = [g if m or g is None else g.clone() for g, m in zip(gradients, self.layer.is_reduced, strict=True)]
+        self._terms = owned if self._terms is None else _add_all(self._terms, owned)
 
-    def finish_reduce(self) -> list[Tensor | None]:
-        """Gradients of the parameters as they were given, DTensor for DTensor."""
+    def end_backward(self) -> None:
+        """One backward is through: what was computed in a narrower dtype than is stored is added up in the latter."""
+        stored = self.layer.current()
+        if not self._adds_up or self._leaves is None:
+            return
+        if any(leaf.dtype != p.dtype for leaf, p in zip(self._leaves, stored, strict=True)):
+            pairs = zip(self._take_terms(), stored, strict=True)
+            terms = [None if term is None else term.to(p.dtype) for term, p in pairs]
+            self._sums = terms if self._sums is None else _add_all(self._sums, terms)
+
+    def start_reduce(self) -> None:
+        """Start to reduce what backwards have left since the last reduction."""
+        terms = self._take_terms()
+        if self._sums is not None:
+            terms, self._sums = _add_all(self._sums, terms), None
+        self._reduction = self.layer.start_reduce(terms)
+
+    def finish_reduce(self) -> None:
+        """Wait for that, and add it to `gradients`."""
         assert self._reduction is not None
         reduction, self._reduction = self._reduction, None
-        found: list[Tensor | None] = []
-        for parameter, local in zip(self.parameters, reduction.wait(), strict=True):
-            if local is not None:
-                local = local.to(parameter.dtype)
-                if isinstance(parameter, DTensor):
-                    local = dtensor_like(local, parameter)
-            found.append(local)
-        return found
+        pairs = zip(reduction.wait(), self.layer.current(), strict=True)
+        terms = [None if term is None else term.to(p.dtype) for term, p in pairs]
+        self.gradients = _add_all(self.gradients, terms)
+
+    def _take_terms(self) -> list[Tensor | None]:
+        if self._leaves is not None:
+            terms: list[Tensor | None] = [leaf.grad for leaf in self._leaves]
+            for leaf in self._leaves:
+                leaf.grad = None
+            return terms
+        terms, self._terms = self._terms or [None] * len(self.layer.names), None
+        return terms
 
 
-def enter_parameters(gathering: Gathering) -> Sequence[Tensor]:
-    """The local parts of the parameters, differentiable: backward waits here for the reductions of their gradients.
-
-    Autograd runs what is ready in the order of making, the latest first.  So gradients are waited for after the
-    backward of everything that is made after this call: entered before the layer before runs, a layer reduces its
-    gradients while that one computes its backward.
-    """
-    if not gathering.parameters:
-        return ()
-    return call_function(_Enter, gathering, *gathering.parameters)
+def _add_all(totals: Sequence[Tensor | None], terms: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [add_gradient(total, term) for total, term in zip(totals, terms, strict=True)]
 
 
-def gather_parameters(gathering: Gathering, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The compute copies of parameters that were `entered`, differentiable: backward sets the reductions of their
-    gradients off and gives up the copies.
-    """
-    if not entered:
-        return ()
-    return call_function(_Gather, gathering, *entered)
+def add_gradient(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    """Their sum, in the place of `total`; None counts as nothing."""
+    if total is None or term is None:
+        return term if total is None else total
+    return total.add_(term)
 
 
-class _Enter(torch.autograd.Function):
+class _Copies(torch.autograd.Function):
+    """Compute copies that autograd doesn't hold."""
+
     @staticmethod
-    def forward(ctx: Any, gathering: Gathering, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.gathering = gathering
+    def forward(ctx: Any, parameters: StepParameters, anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        return _copies(ctx, map(local_part_of, parameters), parameters)
+        copies = tuple(copy.detach() for copy in parameters.copies())
+        stored = parameters.layer.current()
+        ctx.mark_non_differentiable(*(c for c, p in zip(copies, stored, strict=True) if not p.requires_grad))
+        return copies
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
-        return None, *ctx.gathering.finish_reduce()
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gathering: Gathering, *entered: Tensor) -> tuple[Tensor, ...]:
-        ctx.gathering = gathering
-        ctx.set_materialize_grads(False)
-        return _copies(ctx, (value.detach() for value in gathering.values()), entered)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Any, ...]:
-        gathering: Gathering = ctx.gathering
-        gathering.let_go()
-        gathering.start_reduce(gradients)
-        # What autograd hands on is not looked at: tensors of the right form that are there anyway.
-        return None, *(
-            None if gradient is None else local_part_of(parameter)
-            for gradient, parameter in zip(gradients, gathering.parameters, strict=True)
-        )
-
-
-def _copies(ctx: Any, made: Iterable[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results of a function, differentiable where `parameters` are."""
-    copies = tuple(made)
-    ctx.mark_non_differentiable(*(c for c, p in zip(copies, parameters, strict=True) if not p.requires_grad))
-    return copies
+        ctx.parameters.take(gradients)
+        return None, None

@@ -1,9 +1,10 @@
-"""Run a plan's layers in order on this rank: what moves between them, what they hold, what comes out."""
+"""A plan's layers bound to this rank: what they hold, and what becomes of what they put out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,20 +15,19 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import can_part, stride_as_parts, to_parted_placements, to_torch_placements
-from autopar.lower.kernels.random import RandomState
 from autopar.lower.observe.stopwatch import Stopwatch
-from autopar.lower.parameters.layer_parameters import Gathering
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.compiled import compile_program
-from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
-from autopar.lower.run.layer_runner import LayerUse
 from autopar.lower.run.lowering import Executable, Lies, Lowering
 from autopar.lower.run.microbatch_updates import updates_per_microbatch
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.step.actions import StepActions, step_actions
+from autopar.step.training import TrainingSpec
 
 __all__ = ["Executor", "check_plan"]
 
@@ -59,10 +59,11 @@ class Executor:
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
         self.whole_outputs = False
         self.stopwatch: Stopwatch | None = None  # while somebody measures
-        self.kept = set(program.outputs) | set(program.updates.values())
+        # In an order that all ranks share: what is made whole is so one value after the other.
+        self.kept = tuple(dict.fromkeys((*program.outputs, *program.updates.values())))
         self.stages = StageMap(program, plan, communicator.rank)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
-        self.runners = lowering.lower_layers(self.kept)
+        self.runners = lowering.lower_layers(frozenset(self.kept))
         self.lies = lowering.lies
         self.arriving = lowering.arriving
         self.begin_step = lowering.hoisted.begin_step
@@ -93,63 +94,32 @@ class Executor:
                     "rank, or plan again for these inputs"
                 )
 
-    def open_layer(self, index: int) -> LayerUse:
-        """The usual way to a layer's parameters: gather from the DTensors, starting now."""
-        runner = self.runners[index]
-        gathering = Gathering(
-            runner.parameters, runner.parameters.current(), is_freed=runner.strategy.zero == 3, prefetch=True
-        )
-        return LayerUse.of(gathering)
+    @cached_property
+    def training_actions(self) -> StepActions:
+        """What the device groups do in a step with gradients."""
+        return self._actions(is_training=True)
 
-    def run(
-        self,
-        tensors: Sequence[Tensor],
-        base_seed: int = 0,
-        microbatch: int = 0,
-        open_layer: Callable[[int], LayerUse] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run one microbatch through all layers; returns the local parts of outputs and updates."""
-        values: dict[str, Tensor] = dict(zip(self.executable.program.inputs, tensors, strict=True))
-        self.run_layers(self.stages.ranges[0], values, base_seed, microbatch, open_layer)
-        return {name: values[name] for name in self.kept}
+    @cached_property
+    def forward_actions(self) -> StepActions:
+        """What they do in one without."""
+        return self._actions(is_training=False)
 
-    def run_layers(
-        self,
-        indices: range,
-        values: dict[str, Tensor],
-        base_seed: int = 0,
-        microbatch: int = 0,
-        open_layer: Callable[[int], LayerUse] | None = None,
-    ) -> None:
-        """Run consecutive layers of one microbatch on `values`, which afterwards has what later layers or the caller
-        read.
+    def _actions(self, *, is_training: bool) -> StepActions:
+        program, decisions = self.executable.program, self.executable.plan.decisions
+        decisions = replace(decisions, num_microbatches=self.num_microbatches)
+        return step_actions(program, decisions, TrainingSpec(is_training=is_training), schedule_actions)
 
-        The next layer's parameters are on their way while a layer computes, and so are in backward those that must be
-        gathered anew (it is known from the first backward on which are).
+    @cached_property
+    def returned_whole(self) -> tuple[str, ...]:
+        """The outputs that a step gives whole, to every rank, in an order that all ranks share.
+
+        Without a loss in a pipeline these are all outputs: the caller differentiates them.
         """
-        open_layer = open_layer or self.open_layer
-        random = RandomState(base_seed, self.communicator.device, microbatch) if self.is_random else None
-        use = open_layer(indices.start) if indices else None
-        awaited: Gathering | None = None
-        for index in indices:
-            assert use is not None
-            runner = self.runners[index]
-            if self.stopwatch is not None:
-                self.stopwatch.forward(index, microbatch)
-            following = open_layer(index + 1) if index + 1 < indices.stop else None
-            inputs = [reshard_tensor(values[name], steps, self.communicator) for name, steps in runner.moves]
-            context = LayerContext(self.communicator, microbatch, runner.first_op, random)
-            outputs = runner.run(use, inputs, context)
-            if self.stopwatch is not None:
-                self.stopwatch.backward_begins_at(outputs, index, microbatch)
-            if use.gathering is not None and runner.parameters.is_gathered_anew and _has_gradient(outputs):
-                use.gathering.before, awaited = awaited, use.gathering
-            values |= zip(runner.layer.outputs, outputs, strict=True)
-            for name in runner.dead:
-                values.pop(name, None)
-            use = following
-        if self.stopwatch is not None:
-            self.stopwatch.pause()
+        program = self.executable.program
+        if self.stages.is_pipeline and not program.loss:
+            return tuple(dict.fromkeys(program.outputs))
+        is_whole = self.stages.is_pipeline or self.num_microbatches > 1
+        return (program.loss,) if is_whole and program.loss else ()
 
     @torch.no_grad()
     def update_buffers_of_microbatch(self, values: Mapping[str, Tensor]) -> None:
@@ -182,6 +152,23 @@ class Executor:
         """`value` made whole along `dim` only."""
         lies = self.lies[name]
         return reshard_tensor(value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator)
+
+    def join_microbatches(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The microbatches' parts of an output as one: terms add up, slices are laid side by side.
+
+        The parts have the layout that the program puts them out in, those of `returned_whole` are whole.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        time = self.lies[name].time
+        if time.kind == "P":
+            return torch.stack(list(parts)).sum(0)
+        if not time.is_shard:
+            return parts[-1]
+        # The slices of devices and microbatches interleave, so what is to be plain is gathered along that dim first.
+        if name not in self.returned_whole and not self.stays_cut(name):
+            parts = [self.gather_along(name, part, time.dim) for part in parts]
+        return torch.cat(list(parts), time.dim)
 
     def make_output(self, name: str, value: Tensor) -> Tensor:
         """What the caller gets for an output of the whole batch: plain if whole, else a DTensor of its layout.
@@ -232,10 +219,6 @@ class Executor:
 
     def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
         return refine_mesh(self.store.mesh, mesh) == self.store.mesh
-
-
-def _has_gradient(outputs: Sequence[Tensor]) -> bool:
-    return any(x.requires_grad for x in outputs)
 
 
 def _whole_along(layout: Layout, dim: int) -> Layout:

@@ -11,36 +11,15 @@ from torch import Tensor
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import run_twice
-from autopar.lower.parameters.layer_parameters import Gathering, LayerParameters, enter_parameters, gather_parameters
+from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
 from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
 from autopar.placement import Axis, Step
 from autopar.plan import LayerStrategy
 from autopar.program import Layer
-from autopar.step.activation_policies import activation_policy
 
-__all__ = ["LayerRunner", "LayerUse"]
-
-
-@dataclass(frozen=True)
-class LayerUse:
-    """Where one run of a layer takes its parameters from: copies that are there already, or a gathering for those that
-    `entered`.
-    """
-
-    gathering: Gathering | None = None
-    entered: Sequence[Tensor] = ()
-    fixed: Sequence[Tensor] = ()
-
-    @classmethod
-    def of(cls, gathering: Gathering) -> LayerUse:
-        """One that begins now, before the layer before runs."""
-        return cls(gathering, enter_parameters(gathering))
-
-    def copies(self) -> Sequence[Tensor]:
-        """The compute copies, differentiable."""
-        return self.fixed if self.gathering is None else gather_parameters(self.gathering, self.entered)
+__all__ = ["LayerRunner"]
 
 
 @dataclass(frozen=True)
@@ -81,30 +60,26 @@ class LayerRunner:
             found |= node.meta.get("axes", frozenset())
         return frozenset(axis for axis in found if axis.size > 1)
 
-    def run(self, use: LayerUse, inputs: Sequence[Tensor], context: LayerContext) -> Sequence[Tensor]:
+    def run(self, parameters: StepParameters, inputs: Sequence[Tensor], context: LayerContext) -> Sequence[Tensor]:
         """The layer's outputs, remembering for backward what the strategy says."""
-        recompute = self.strategy.recompute if torch.is_grad_enabled() else "none"
-        freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
         others = self._others(context.communicator)
-        if activation_policy(recompute).keeps_inputs_only:
-            return self._run_again_in_backward(use, inputs, others, context)
-        held = self._held(use.copies(), others)
-        if torch.is_grad_enabled() and (freed or self.keeping):
-            return run_keeping_less(self.program, self.keeping, inputs, held, context, freed)
+        is_recording = torch.is_grad_enabled()
+        if is_recording and self.strategy.recompute == "full":
+            return self._run_again_in_backward(parameters, inputs, others, context)
+        held = self._held(parameters.differentiable(), others)
+        if is_recording and (parameters.frees or self.keeping):
+            return run_keeping_less(self.program, self.keeping, inputs, held, context, parameters)
         return self.program.module(*inputs, *held, context)
 
     def _run_again_in_backward(
-        self, use: LayerUse, inputs: Sequence[Tensor], others: Mapping[int, Tensor], context: LayerContext
+        self,
+        parameters: StepParameters,
+        inputs: Sequence[Tensor],
+        others: Mapping[int, Tensor],
+        context: LayerContext,
     ) -> Sequence[Tensor]:
-        freed = use.gathering if use.gathering is not None and use.gathering.is_freed else None
-        kept = None if freed else use.copies()
-
         def run(*inputs: Tensor) -> Sequence[Tensor]:
-            held = self._held(use.copies() if kept is None else kept, others)
-            outputs = self.program.module(*inputs, *held, context)
-            if freed:
-                freed.free()
-            return outputs
+            return self.program.module(*inputs, *self._held(parameters.differentiable(), others), context)
 
         # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were
         # priced.

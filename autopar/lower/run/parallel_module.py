@@ -30,8 +30,7 @@ from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.microbatch import run_microbatches
-from autopar.lower.run.pipeline import run_pipeline
+from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, reshard
 from autopar.plan import Plan
@@ -214,12 +213,7 @@ class ParallelModule(Skeleton):
         executable = executor.executable
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
-        if executor.stages.is_pipeline:
-            values = run_pipeline(executor, tensors, seed)
-        elif executor.num_microbatches > 1:
-            values = run_microbatches(executor, tensors, seed)
-        else:
-            values = executor.run(tensors, seed)
+        values = run_step(executor, tensors, seed)
         self._update_buffers(executor, values)
         if executor.stages.is_pipeline:
             if not self._trains():

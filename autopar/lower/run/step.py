@@ -1,26 +1,37 @@
-"""The gradients of one step whose backward passes run inside the forward call, until ``loss.backward()`` asks for them.
+"""One step of one rank: does what the actions of its device group say (`autopar.step.actions`), one after the other.
 
-ZeRO-0 and 1 add up gradients of the compute copies and reduce them once, in the last microbatch's backward where that
-is known beforehand, else at the end of the step; ZeRO-2 and 3 reduce in every microbatch's backward. Levels 0 to 2
-gather parameters once a step, level 3 for each use.
+There is no other order of things than this list, with and without pipeline stages, in one and in many microbatches: the
+same list is what the simulation times and what memory is predicted from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.lower.compat import call_function, local_part_of
-from autopar.lower.parameters.layer_parameters import Gathering, Reduction
+from autopar.lower.communication.failures import naming_failures
+from autopar.lower.compat import dtensor_like, edge_of, run_backward_from
+from autopar.lower.kernels.random import RandomState
+from autopar.lower.parameters.layer_parameters import StepParameters, add_gradient
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.run.boundary_exchange import BoundaryExchange
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.layer_runner import LayerUse
+from autopar.lower.run.layer_pass import LayerPass, StageValues
+from autopar.program import Program
+from autopar.schedule import Action
+from autopar.step.actions import LayerAction, StepActions
 
-__all__ = ["StepGradients", "release_later", "spread_overflow", "trained_parameters"]
+__all__ = ["BACKWARD", "FORWARD", "Step", "trained_parameters"]
+
+FORWARD = frozenset({"F", "SEND_F", "RECV_F"})
+BACKWARD = frozenset({"B", "I", "W", "SEND_B", "RECV_B"})
+_NO_ACTION = Action(-1, "", -1)  # before the first and behind the last
 
 
 def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
@@ -33,216 +44,331 @@ def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-class StepGradients:
-    """One step's parameters and the gradients that its microbatches add up."""
+class Step:
+    """The state of one step: parameters, and what every microbatch has in every stage of this rank.
 
-    def __init__(self, executor: Executor, split: Iterable[int] = ()) -> None:
-        """`split` are the layers whose backward runs in two parts, first for inputs, then for parameters.
-
-        There every parameter must be a leaf of its own, so ZeRO-2 reduces by hand; ZeRO-3 can't be split.  Who knows
-        which backward is the step's last says so by `is_last`, before the forward: what is reduced once a step is then
-        reduced in that backward, beside the compute of the layers before.
-        """
-        self._executor = executor
-        self._split = frozenset(split)
-        self._gathered: dict[int, Gathering] = {}
-        self._leaves: dict[int, list[Tensor]] = {}
-        self._sums: dict[int, list[Tensor | None]] = {}
-        self._stored: dict[int, list[Tensor]] = {}  # of layers whose gradients are reduced in the last backward
-        self.is_last = False
-
-    def open_layer(self, index: int) -> LayerUse:
-        """The layer's parameters as leaves that collect gradients."""
-        runner = self._executor.runners[index]
-        zero = runner.strategy.zero
-        stored = runner.parameters.current()
-        if zero < 2 or index in self._split:
-            if index not in self._leaves:
-                values = Gathering(runner.parameters, stored).values()
-                self._leaves[index] = _leaves(values, stored)
-            if self.is_last and index not in self._split:
-                return self._open_last(index)
-            return LayerUse(fixed=self._leaves[index])
-        if index not in self._leaves:
-            self._leaves[index] = _leaves(map(local_part_of, stored), stored)
-        if zero == 2:
-            if index not in self._gathered:
-                self._gathered[index] = Gathering(runner.parameters, self._leaves[index], is_shared=True, prefetch=True)
-            return LayerUse.of(self._gathered[index])
-        return LayerUse.of(Gathering(runner.parameters, self._leaves[index], is_freed=True, prefetch=True))
-
-    def _open_last(self, index: int) -> LayerUse:
-        """The same copies, whose gradients are reduced at once, together with those of earlier microbatches."""
-        runner, leaves = self._executor.runners[index], self._leaves[index]
-        stored = runner.parameters.current()
-
-        def add(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-            sums = self._sums.pop(index, None) or [leaf.grad for leaf in leaves]
-            self._stored[index] = parts
-            for position, (gradient, parameter) in enumerate(zip(gradients, stored, strict=True)):
-                leaves[position].grad = None
-                if gradient is not None:
-                    sums[position] = _add(sums[position], gradient.to(parameter.dtype))
-            return sums
-
-        parts = _leaves(map(local_part_of, stored), stored)
-        return LayerUse.of(Gathering(runner.parameters, parts, values=[leaf.detach() for leaf in leaves], add=add))
-
-    def open_layers_for_step(self) -> None:
-        """Gather now what is gathered once a step: else every stage would when the first microbatch comes by, one stage
-        after the other.
-        """
-        for index, runner in self._executor.runners.items():
-            if runner.strategy.zero < 3:
-                self.open_layer(index)
-
-    def is_split(self, indices: range) -> bool:
-        """Whether the backward of these layers runs in two parts."""
-        return self._split.issuperset(indices)
-
-    def leaves(self, index: int) -> list[Tensor]:
-        """The leaves of a layer of `split` that collect gradients."""
-        return [leaf for leaf in self._leaves[index] if leaf.requires_grad]
-
-    def finish_microbatch(self, indices: range) -> None:
-        """Take what the backward of one microbatch has left in these layers' leaves, where it can't stay there.
-
-        ZeRO-2 reduces it, if autograd did not; what was computed in a narrower dtype is added up in the stored one.
-        """
-        for index in indices:
-            runner = self._executor.runners[index]
-            stored, leaves = runner.parameters.current(), self._leaves[index]
-            by_hand = index in self._split and runner.strategy.zero == 2
-            if by_hand or any(leaf.dtype != p.dtype for leaf, p in zip(leaves, stored, strict=True)):
-                terms = [leaf.grad for leaf in leaves]
-                if by_hand:
-                    terms = runner.parameters.start_reduce(terms).wait()
-                sums = self._sums.setdefault(index, [None] * len(leaves))
-                for position, (term, parameter) in enumerate(zip(terms, stored, strict=True)):
-                    if term is not None:
-                        sums[position] = _add(sums[position], term.to(parameter.dtype))
-                    leaves[position].grad = None
-
-    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
-        """The step's gradient of each parameter, as DTensors."""
-        found: dict[int, Tensor] = {}
-        for index, local in self._reduced():
-            for parameter, gradient in zip(self._executor.runners[index].parameters.current(), local, strict=True):
-                if gradient is not None:
-                    found[id(parameter)] = _add(found.get(id(parameter)), gradient)
-        store = self._executor.store
-        return [
-            store.wrap(name, found[id(p)].to(p.dtype)) if id(p) in found else None for name, p in parameters.items()
-        ]
-
-    def _reduced(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
-        """Per layer the gradients of the stored parts; the next layer's are on their way while one's are waited for."""
-        before: tuple[int, Reduction] | None = None
-        for index, leaves in self._leaves.items():
-            runner = self._executor.runners[index]
-            if index in self._stored:
-                reduction = Reduction([part.grad for part in self._stored[index]])
-            else:
-                sums = self._sums.get(index, [None] * len(leaves))
-                local = [leaf.grad if s is None else s for leaf, s in zip(leaves, sums, strict=True)]
-                reduction = runner.parameters.start_reduce(local) if runner.strategy.zero < 2 else Reduction(local)
-                del sums, local
-                self._sums.pop(index, None)
-                for leaf in leaves:
-                    leaf.grad = None
-            if before is not None:
-                yield before[0], before[1].wait()
-            before = index, reduction
-        if before is not None:
-            yield before[0], before[1].wait()
-
-
-def _add(total: Tensor | None, term: Tensor) -> Tensor:
-    return term if total is None else total.add_(term)
-
-
-def _leaves(values: Iterable[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [v.detach().requires_grad_(p.requires_grad) for v, p in zip(values, parameters, strict=True)]
-
-
-def spread_overflow(gradients: Sequence[Tensor | None], any_rank: Callable[[Tensor], Tensor]) -> None:
-    """Where some rank's gradients are not finite, make every rank's not finite: a gradient scaler, which looks on the
-    devices of one stage only, then skips the step on all of them.
-
-    Args:
-        gradients: of this rank, changed in place.
-        any_rank: a scalar that is 1.0 or 0.0 here -> the largest on all ranks.
+    Attributes:
+        found: per microbatch, the values that the caller or an update gets, as this rank has them.
+        differentiable: those of them that a gradient can come for.
+        differentiable_inputs: the program's inputs that require a gradient, by value name.
     """
-    locals_ = _locals(gradients)
-    flags = [local.isfinite().all().logical_not() for local in locals_]
-    is_bad = any_rank(torch.stack(flags).any().float() if flags else torch.zeros(())) > 0
-    for local in locals_:
-        first = local.view(-1)[:1]
-        first.copy_(torch.where(is_bad, torch.inf, first))
+
+    def __init__(self, executor: Executor, actions: StepActions, tensors: Sequence[Tensor], base_seed: int) -> None:
+        """Nothing has run; `tensors` are the whole batch on every rank."""
+        self.executor = executor
+        self.actions = actions
+        self.found: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
+        self.differentiable: set[str] = set()
+        self._inputs = dict(zip(executor.executable.program.inputs, tensors, strict=True))
+        self.differentiable_inputs = {name: x for name, x in self._inputs.items() if x.requires_grad}
+        self._input_gradients: dict[str, Tensor] = {}
+        self._base_seed = base_seed
+        self._parameters = {index: self._of_layer(index) for index in executor.runners}
+        self._values: dict[tuple[int, int], StageValues] = {}
+        self._passes: dict[tuple[int, int], LayerPass] = {}
+        self._returned: dict[tuple[str, int], tuple[Tensor, GradientEdge]] = {}
+        self._boundaries = BoundaryExchange(executor)
+        # Of what the caller differentiates, by name: set when it is known.
+        self._given: Mapping[str, Tensor] = {}
+        self._differentiated: Set[str] = frozenset()
+        self._keeps_graph = False
+
+    def _of_layer(self, index: int) -> StepParameters:
+        runner, policy = self.executor.runners[index], self.actions.policies[index]
+        adds_up = not (self.actions.is_single or policy.reduces_each)
+        return StepParameters(runner.parameters, frees=policy.unshards_each, adds_up=adds_up)
+
+    # --- the list
+
+    def begin(self) -> None:
+        """What comes before the first action."""
+        with self.naming("the gathers of parameters before a step"):
+            self._perform(self.actions.begin(self.executor.stages.group))
+
+    def run(self, kinds: Collection[str]) -> None:
+        """Run the actions of these kinds, in order."""
+        for action in self.actions.listed[self.executor.stages.group]:
+            if action.kind in kinds:
+                with self.naming(action):
+                    self._run(action)
+        self._boundaries.wait()
+
+    def run_backward(self, gradients: Mapping[str, Tensor], *, keep_graph: bool = False) -> None:
+        """Run the backward actions.
+
+        Args:
+            gradients: of `found` values over all microbatches, of the loss for instance.
+            keep_graph: they may come once more.
+        """
+        self.expect(gradients)
+        self._keeps_graph = keep_graph
+        self.run(BACKWARD)
+
+    def expect(self, gradients: Mapping[str, Tensor]) -> None:
+        """The gradients of returned values that backward actions begin with; every rank knows the same names."""
+        self._given = gradients
+        self._differentiated = _influences(self.executor.executable.program, gradients)
+
+    def end(self) -> None:
+        """What comes behind the last action."""
+        with self.naming("the reduction of gradients at the end of the step"):
+            self._perform(self.actions.end(self.executor.stages.group))
+        if self.executor.stopwatch is not None:
+            self.executor.stopwatch.optimizer()
+
+    def results(self) -> dict[str, Tensor]:
+        """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
+        executor = self.executor
+        results = {name: self._inputs[name] for name in executor.kept if name in self._inputs}
+        for name in tuple(self.found[0]):
+            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.found])
+        for name in executor.returned_whole:
+            results[name] = executor.share_across_groups(name, results.get(name))
+        return results
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The step's gradient of each parameter of this rank as far as one came, as DTensors, and those of the
+        program's inputs that require one; they can be taken once.
+
+        What several device groups read is not summed over them yet.
+        """
+        trained = trained_parameters(self.executor)
+        names = {id(parameter): name for name, parameter in trained.items()}
+        found: dict[str, Tensor | None] = {}
+        for parameters in self._parameters.values():
+            for parameter, gradient in zip(parameters.layer.current(), parameters.gradients, strict=True):
+                if id(parameter) in names:
+                    name = names[id(parameter)]
+                    found[name] = add_gradient(found.get(name), gradient)
+            parameters.gradients = [None] * len(parameters.gradients)
+        inputs, self._input_gradients = self._input_gradients, {}
+        return inputs | {name: _like(trained[name], local) for name, local in found.items() if local is not None}
+
+    def is_differentiated(self, value: str) -> bool:
+        """Whether a gradient flows to this value in this step: all ranks know that alike."""
+        return value in self._differentiated
+
+    def naming(self, what: Action | str) -> AbstractContextManager[None]:
+        """With stages, failures inside name the rank and `what` it did."""
+        stages = self.executor.stages
+        return naming_failures(stages.who, what) if stages.is_pipeline else nullcontext()
+
+    def _run(self, action: Action) -> None:
+        match action.kind:
+            case "SEND_F":
+                self._send_forward(action)
+            case "RECV_F":
+                self._boundaries.receive(action, self.executor.arriving[action.stage])
+            case "SEND_B":
+                self._send_backward(action)
+            case "RECV_B":
+                self._boundaries.receive(action, self._differentiated_of(action.stage + 1))
+            case "F":
+                self._begin_forward(action)
+                self._perform(self.actions.of(action), action)
+                self._end_forward(action)
+            case "B" | "I":
+                self._begin_backward(action)
+                self._perform(self.actions.of(action), action)
+                self._end_backward(action)
+            case _:  # W
+                self._perform(self.actions.of(action), action)
+        if self.executor.stopwatch is not None:
+            self.executor.stopwatch.pause()
+
+    def _perform(self, actions: Iterable[LayerAction], action: Action = _NO_ACTION) -> None:
+        for kind, layer in actions:
+            parameters = self._parameters[layer]
+            match kind:
+                case "UNSHARD":
+                    parameters.unshard()
+                case "WAIT_UNSHARD":
+                    parameters.copies()
+                case "RESHARD":
+                    self._reshard(layer)
+                case "REDUCE":
+                    parameters.start_reduce()
+                case "WAIT_REDUCE":
+                    parameters.finish_reduce()
+                case "F":
+                    self._forward(layer, action)
+                case "B":
+                    self._backward(layer, action)
+                case "I":
+                    self._backward_inputs(layer, action)
+                case _:  # W
+                    self._backward_weights(layer, action)
+
+    # --- layers
+
+    def _forward(self, layer: int, action: Action) -> None:
+        executor = self.executor
+        runner, values = executor.runners[layer], self._values[action.stage, action.microbatch]
+        if executor.stopwatch is not None:
+            executor.stopwatch.forward(layer, action.microbatch)
+        random = (
+            RandomState(self._base_seed, executor.communicator.device, action.microbatch)
+            if executor.is_random
+            else None
+        )
+        context = LayerContext(executor.communicator, action.microbatch, runner.first_op, random)
+        layer_pass = LayerPass(runner, self._parameters[layer], values, context)
+        if torch.is_grad_enabled():
+            self._passes[layer, action.microbatch] = layer_pass
+        for name in runner.dead:
+            values.tensors.pop(name, None)
+
+    def _backward(self, layer: int, action: Action) -> None:
+        values = self._values[action.stage, action.microbatch]
+        layer_pass = self._pass(layer, action, values)
+        if layer_pass is not None:
+            layer_pass.backward(values, keep_graph=self._keeps_graph)
+
+    def _backward_inputs(self, layer: int, action: Action) -> None:
+        values = self._values[action.stage, action.microbatch]
+        self._mark_backward(layer, action)
+        self._passes[layer, action.microbatch].backward_inputs(values)
+
+    def _backward_weights(self, layer: int, action: Action) -> None:
+        self._mark_backward(layer, action)
+        self._passes.pop((layer, action.microbatch)).backward_weights()
+
+    def _pass(self, layer: int, action: Action, values: StageValues) -> LayerPass | None:
+        """The forward whose backward is to run, None if no gradient came for it."""
+        self._mark_backward(layer, action)
+        key = layer, action.microbatch
+        found = self._passes.get(key)
+        if found is None or not found.needs(values.gradients):
+            came = [
+                name
+                for name in self.executor.runners[layer].layer.outputs
+                if values.gradients.pop(name, None) is not None
+            ]
+            if found is None and came:
+                raise AutoparError(
+                    "backward() has already run through this forward pass: call the model again before each "
+                    "backward(), add the losses up and call it once, or pass retain_graph=True"
+                )
+            return None
+        if not self._keeps_graph:
+            del self._passes[key]
+        return found
+
+    def _mark_backward(self, layer: int, action: Action) -> None:
+        if self.executor.stopwatch is not None:
+            self.executor.stopwatch.backward(layer, action.microbatch)
+
+    def _reshard(self, layer: int) -> None:
+        parameters = self._parameters[layer]
+        # Leaves that a graph of this step still ends in collect gradients.
+        if parameters.frees or not any((layer, number) in self._passes for number in range(len(self.found))):
+            parameters.reshard()
+
+    # --- stages
+
+    def _begin_forward(self, action: Action) -> None:
+        arrived = self._arrived(action)
+        inputs = {name for name, x in self._inputs.items() if x.requires_grad}
+        program = self.executor.executable.program
+        differentiable = inputs | {name for name in arrived if program.values[name].requires_grad}
+        self._values[action.stage, action.microbatch] = StageValues({**self._inputs, **arrived}, differentiable)
+
+    def _arrived(self, action: Action) -> Mapping[str, Tensor]:
+        """What crosses the cut before this stage: received, or from the stage before if this rank runs it, too."""
+        stage, microbatch = action.stage, action.microbatch
+        before = self._values.get((stage - 1, microbatch))
+        if before is None:
+            return self._boundaries.received(Action(stage, "RECV_F", microbatch))
+        return {name: before.tensors.pop(name) for name in self.executor.arriving[stage]}
+
+    def _end_forward(self, action: Action) -> None:
+        executor, stages = self.executor, self.executor.stages
+        values = self._values[action.stage, action.microbatch]
+        own = {name: x for name, x in values.tensors.items() if stages.stage_of.get(name) == action.stage}
+        executor.update_buffers_of_microbatch(own)
+        found = self.found[action.microbatch]
+        for name in executor.kept:
+            if name in own:
+                found[name] = self._return(name, action, values)
+                if name in values.differentiable:
+                    self.differentiable.add(name)
+        leaving = executor.arriving[action.stage + 1] if action.stage + 1 < len(stages.ranges) else {}
+        values.tensors = {name: values.tensors[name] for name in leaving}
+
+    def _return(self, name: str, action: Action, values: StageValues) -> Tensor:
+        """What is kept of an output: what every rank gets is made whole, and its gradient will come whole."""
+        value = values.tensors[name]
+        if name not in self.executor.returned_whole:
+            return value
+        if name not in values.differentiable or not torch.is_grad_enabled():
+            return self.executor.make_whole(name, value).detach()
+        leaf = value.detach().requires_grad_()
+        whole = self.executor.make_whole(name, leaf)
+        self._returned[name, action.microbatch] = leaf, edge_of(whole)
+        return whole.detach()
+
+    def _begin_backward(self, action: Action) -> None:
+        """What comes from the next stage and from the caller."""
+        stage, microbatch = action.stage, action.microbatch
+        values = self._values[stage, microbatch]
+        following = self._values.get((stage + 1, microbatch))
+        if following is not None:
+            for name in self.executor.arriving[stage + 1]:
+                values.add_gradient(name, following.gradients.pop(name, None))
+        for name, gradient in self._boundaries.received(Action(stage, "RECV_B", microbatch)).items():
+            values.add_gradient(name, gradient)
+        for name, gradient in self._given.items():
+            if self.executor.stages.stage_of.get(name) == stage:
+                values.add_gradient(name, self._gradient_of_returned(name, microbatch, gradient))
+
+    def _gradient_of_returned(self, name: str, microbatch: int, gradient: Tensor) -> Tensor | None:
+        """One microbatch's part of the gradient of a value that the caller got."""
+        time = self.executor.lies[name].time
+        if time.is_shard and self.executor.num_microbatches > 1:
+            gradient = gradient.chunk(self.executor.num_microbatches, time.dim)[microbatch]
+        if (name, microbatch) not in self._returned:
+            return gradient
+        leaf, edge = self._returned[name, microbatch]
+        if not self._keeps_graph:
+            del self._returned[name, microbatch]
+        run_backward_from([edge], [gradient], keep_graph=True)
+        found, leaf.grad = leaf.grad, None
+        return found
+
+    def _end_backward(self, action: Action) -> None:
+        values = self._values[action.stage, action.microbatch]
+        for name in self._inputs:
+            if name in values.gradients:
+                before = self._input_gradients.get(name)
+                gradient = values.gradients.pop(name)
+                self._input_gradients[name] = gradient if before is None else before + gradient
+
+    # --- between stages
+
+    def _send_forward(self, action: Action) -> None:
+        tensors = self._values[action.stage, action.microbatch].tensors
+        self._boundaries.send(action, [tensors.pop(name) for name in self.executor.arriving[action.stage + 1]])
+
+    def _send_backward(self, action: Action) -> None:
+        """Zeros where autograd finds none in spite of all, so that every rank sends what its peer awaits."""
+        gradients = self._values[action.stage, action.microbatch].gradients
+        found = {name: gradients.pop(name, None) for name in self._differentiated_of(action.stage)}
+        self._boundaries.send(action, [self._boundaries.zeros(n) if x is None else x for n, x in found.items()])
+
+    def _differentiated_of(self, stage: int) -> list[str]:
+        """The values that cross the cut before this stage whose gradients come back."""
+        return [name for name in self.executor.arriving[stage] if name in self._differentiated]
 
 
-def _locals(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [local_part_of(g) for g in gradients if g is not None]
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    return dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local
 
 
-def release_later(
-    loss: Tensor,
-    gradients: Sequence[Tensor | None],
-    parameters: Sequence[nn.Parameter],
-    spread: Callable[[Sequence[Tensor | None]], None] | None = None,
-    *,
-    is_scaled: bool = False,
-) -> Tensor:
-    """`loss` with a backward that gives `gradients` to `parameters`, scaled by the gradient that comes in.
-
-    Args:
-        loss: a scalar outside autograd.
-        gradients: one per parameter.
-        parameters: where they go; there may be none, and the loss is differentiable all the same.
-        spread: see `spread_overflow`.  Called if they are scaled (by a gradient scaler): with stages an overflow may be
-            in one of them only.
-        is_scaled: expect a gradient scaler, even where its scale is 1.
-    """
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    return call_function(_Release, loss, _Waiting(list(gradients), spread, is_scaled), anchor, *parameters)
-
-
-class _Waiting:
-    """Gradients that wait for ``loss.backward()``; they can be taken once."""
-
-    def __init__(
-        self,
-        gradients: list[Tensor | None],
-        spread: Callable[[Sequence[Tensor | None]], None] | None,
-        is_scaled: bool,
-    ) -> None:
-        self._gradients: list[Tensor | None] | None = gradients
-        self._spread = spread
-        self._is_scaled = is_scaled
-
-    def take(self, scale: Tensor) -> list[Tensor | None]:
-        if self._gradients is None:
-            raise AutoparError(
-                "the gradients of this step were already released by an earlier backward(): with "
-                "microbatches or pipeline stages, call the model again before each backward()"
-            )
-        gradients, self._gradients = self._gradients, None
-        for local in _locals(gradients):
-            local.mul_(scale.to(local.dtype))
-        if self._spread is not None and (self._is_scaled or float(scale) != 1.0):
-            self._spread(gradients)
-        return gradients
-
-
-class _Release(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, waiting: _Waiting, anchor: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.waiting = waiting
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Any, ...]:
-        return None, None, None, *ctx.waiting.take(gradients[0])
+def _influences(program: Program, results: Iterable[str]) -> Set[str]:
+    """The values, parameters among them, from which a gradient of `results` flows to what is trained."""
+    found = {name for name in results if name and program.values[name].requires_grad}
+    for layer in reversed(program.layers):
+        for op in reversed(layer.ops):
+            if not found.isdisjoint(op.results):
+                found.update(name for name in op.operands if program.values[name].requires_grad)
+    return found

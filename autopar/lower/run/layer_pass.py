@@ -1,0 +1,112 @@
+"""One microbatch through one layer: forward, and when the step's actions come to it, backward.
+
+Each pass is an autograd graph of its own, from what the layer reads to what it puts out; between layers values and
+gradients are handed on by name (`StageValues`).  So what runs when is decided by the actions of the step and not by
+autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autopar.lower.communication.reshard_ops import reshard_tensor
+from autopar.lower.compat import edge_of, run_backward_from
+from autopar.lower.parameters.layer_parameters import StepParameters
+from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.split_backward import SplitBackward
+from autopar.lower.run.layer_runner import LayerRunner
+
+__all__ = ["LayerPass", "StageValues"]
+
+
+@dataclass
+class StageValues:
+    """What one microbatch has in one stage.
+
+    Args:
+        tensors: value name -> this device's part, outside autograd, while somebody will read it.
+        differentiable: the values that a gradient can flow to.
+        gradients: value name -> the gradient of that part, as far as its readers have added to it.
+    """
+
+    tensors: dict[str, Tensor]
+    differentiable: set[str]
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def add_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """One reader's term; the tensor stays as it is."""
+        if gradient is not None:
+            before = self.gradients.get(name)
+            self.gradients[name] = gradient if before is None else before + gradient
+
+
+class LayerPass:
+    """See the module.  Made by its forward."""
+
+    def __init__(
+        self, runner: LayerRunner, parameters: StepParameters, values: StageValues, context: LayerContext
+    ) -> None:
+        """Run the layer on what it reads of `values`, and put its outputs there."""
+        self._runner = runner
+        self._parameters = parameters
+        self._leaves: dict[str, Tensor] = {}
+        self._roots: dict[str, GradientEdge] = {}
+        self._split: SplitBackward | None = None
+        inputs = [reshard_tensor(self._read(values, name), steps, context.communicator) for name, steps in runner.moves]
+        outputs = runner.run(parameters, inputs, context)
+        for name, output in zip(runner.layer.outputs, outputs, strict=True):
+            values.tensors[name] = output.detach()
+            if output.requires_grad:
+                self._roots[name] = edge_of(output)
+                values.differentiable.add(name)
+
+    def _read(self, values: StageValues, name: str) -> Tensor:
+        if name not in values.differentiable or not torch.is_grad_enabled():
+            return values.tensors[name]
+        if name not in self._leaves:
+            self._leaves[name] = values.tensors[name].detach().requires_grad_()
+        return self._leaves[name]
+
+    def needs(self, names: Collection[str]) -> bool:
+        """Whether a gradient for one of these values runs through this pass."""
+        return not self._roots.keys().isdisjoint(names)
+
+    def backward(self, values: StageValues, *, keep_graph: bool = False) -> None:
+        """From the gradients of what it put out, those of what it read and of its parameters."""
+        roots, gradients = self._begin(values, keep_graph=keep_graph)
+        if roots:
+            run_backward_from(roots, gradients, keep_graph=keep_graph)
+        self._finish(values, [leaf.grad for leaf in self._leaves.values()])
+        self._parameters.end_backward()
+
+    def backward_inputs(self, values: StageValues) -> None:
+        """The part of the backward that the layers before wait for."""
+        roots, gradients = self._begin(values)
+        trained = [leaf for leaf in self._parameters.leaves() if leaf.requires_grad]
+        self._split = SplitBackward(roots, gradients, list(self._leaves.values()), trained)
+        self._finish(values, self._split.inputs())
+
+    def backward_weights(self) -> None:
+        """The rest of it: the gradients of parameters."""
+        assert self._split is not None
+        self._split.parameters()
+        self._split = None
+        self._parameters.end_backward()
+
+    def _begin(self, values: StageValues, *, keep_graph: bool = False) -> tuple[list[GradientEdge], list[Tensor]]:
+        own = {name: values.gradients.pop(name) for name in self._runner.layer.outputs if name in values.gradients}
+        roots = [self._roots[name] for name in own if name in self._roots]
+        gradients = [gradient for name, gradient in own.items() if name in self._roots]
+        if not keep_graph:
+            self._roots = {}
+        return roots, gradients
+
+    def _finish(self, values: StageValues, gradients: list[Tensor | None]) -> None:
+        for (name, leaf), gradient in zip(self._leaves.items(), gradients, strict=True):
+            leaf.grad = None
+            values.add_gradient(name, gradient)

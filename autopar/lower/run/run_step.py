@@ -1,0 +1,228 @@
+"""A step as the caller sees it: outputs now, and gradients when ``backward()`` asks for them.
+
+- With the loss in the program and several microbatches or stages, forward and backward of all microbatches run in the
+  call; the loss that comes back carries their gradients, and its ``backward()`` hands them out, scaled by the gradient
+  that it gets.
+- Else the call runs the forward actions, and ``backward()`` of what the caller makes of the outputs runs the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.errors import AutoparError
+from autopar.lower.compat import call_function, keeps_graph, local_part_of
+from autopar.lower.run.execution import Executor
+from autopar.lower.run.step import BACKWARD, FORWARD, Step, trained_parameters
+from autopar.lower.run.tied_gradients import sum_over_groups
+
+__all__ = ["release_later", "run_step", "spread_overflow"]
+
+Gradients = Sequence[Tensor | None]
+
+
+def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> dict[str, Tensor]:
+    """Run one step; every rank calls it with the whole batch.
+
+    Returns:
+        Of outputs and updates the local parts, of the whole batch, on the group of the stage that computes them; those
+        of `Executor.returned_whole` are whole and on every rank.
+    """
+    if not (torch.is_grad_enabled() and _is_differentiable(executor, tensors)):
+        step = Step(executor, executor.forward_actions, tensors, base_seed)
+        with torch.no_grad():
+            step.run(FORWARD)
+        return step.results()
+    step = Step(executor, executor.training_actions, tensors, base_seed)
+    step.begin()
+    loss = executor.executable.program.loss
+    with torch.enable_grad():
+        if loss and not executor.training_actions.is_single:
+            return _run_to_the_end(step, loss)
+        step.run(FORWARD)
+    found = step.results()
+    values = executor.executable.program.values
+    # With stages all ranks must agree, and this one may not have computed them.
+    agreed = {name for name in executor.returned_whole if values[name].requires_grad}
+    names = [name for name in found if name in (agreed if executor.stages.is_pipeline else step.differentiable)]
+    later = _BackwardHalf(step, names)
+    outputs = _as_outputs([found[name] for name in names], later, list(later.sources.values()))
+    return found | dict(zip(names, outputs, strict=True))
+
+
+def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
+    if executor.stages.is_pipeline:  # decided by what all ranks know: this one may have nothing to train
+        program = executor.executable.program
+        return any(program.values[name].requires_grad for name in executor.returned_whole)
+    return bool(trained_parameters(executor)) or any(x.requires_grad for x in tensors)
+
+
+def _run_to_the_end(step: Step, loss: str) -> dict[str, Tensor]:
+    executor = step.executor
+    like = executor.executable.program.type_of(loss)
+    dtype: torch.dtype = getattr(torch, like.dtype)
+    step.expect({loss: torch.ones(like.shape, dtype=dtype, device=executor.communicator.device)})
+    step.run(FORWARD | BACKWARD)
+    found = step.results()
+    step.end()
+    gradients = step.gradients()
+    if executor.stages.is_pipeline:
+        sum_over_groups(step, gradients)
+    sources = _sources(step)
+    # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
+    is_half = any(value.type.dtype == "float16" for value in executor.executable.program.values.values())
+    spread = _spreading(executor) if executor.stages.is_pipeline else None
+    found[loss] = release_later(
+        found[loss], [gradients.get(name) for name in sources], list(sources.values()), spread, is_scaled=is_half
+    )
+    return found
+
+
+def _sources(step: Step) -> dict[str, Tensor]:
+    """What the caller may want a gradient of, by name: inputs of the program and parameters."""
+    return {**step.differentiable_inputs, **trained_parameters(step.executor)}
+
+
+def _spreading(executor: Executor) -> Callable[[Gradients], None]:
+    talk, stages = executor.communicator, executor.stages
+
+    def spread(gradients: Gradients) -> None:
+        spread_overflow(gradients, lambda flag: talk.all_reduce(flag.to(talk.device), stages.axis, "max"))
+
+    return spread
+
+
+def spread_overflow(gradients: Gradients, any_rank: Callable[[Tensor], Tensor]) -> None:
+    """Where some rank's gradients are not finite, make every rank's not finite: a gradient scaler, which looks on the
+    devices of one stage only, then skips the step on all of them.
+
+    Args:
+        gradients: of this rank, changed in place.
+        any_rank: a scalar that is 1.0 or 0.0 here -> the largest on all ranks.
+    """
+    locals_ = _locals(gradients)
+    flags = [local.isfinite().all().logical_not() for local in locals_]
+    is_bad = any_rank(torch.stack(flags).any().float() if flags else torch.zeros(())) > 0
+    for local in locals_:
+        first = local.view(-1)[:1]
+        first.copy_(torch.where(is_bad, torch.inf, first))
+
+
+def _locals(gradients: Gradients) -> list[Tensor]:
+    return [local_part_of(g) for g in gradients if g is not None]
+
+
+# --- where the caller's backward enters
+
+
+def release_later(
+    loss: Tensor,
+    gradients: Gradients,
+    sources: Sequence[Tensor],
+    spread: Callable[[Gradients], None] | None = None,
+    *,
+    is_scaled: bool = False,
+) -> Tensor:
+    """`loss` with a backward that gives `gradients` to `sources`, scaled by the gradient that comes in.
+
+    Args:
+        loss: a scalar outside autograd.
+        gradients: one per source.
+        sources: where they go; there may be none, and the loss is differentiable all the same.
+        spread: see `spread_overflow`.  Called if they are scaled (by a gradient scaler): with stages an overflow may be
+            in one of them only.
+        is_scaled: expect a gradient scaler, even where its scale is 1.
+    """
+    return _as_outputs([loss], _Release(list(gradients), spread, is_scaled), sources)[0]
+
+
+class _Release:
+    """Gradients that wait for ``loss.backward()``; they can be taken once."""
+
+    def __init__(
+        self, gradients: list[Tensor | None], spread: Callable[[Gradients], None] | None, is_scaled: bool
+    ) -> None:
+        self._gradients: list[Tensor | None] | None = gradients
+        self._spread = spread
+        self._is_scaled = is_scaled
+
+    def __call__(self, incoming: Gradients) -> Gradients:
+        """The gradients, times the one of the loss."""
+        if self._gradients is None:
+            raise AutoparError(
+                "the gradients of this step were already released by an earlier backward(): with "
+                "microbatches or pipeline stages, call the model again before each backward()"
+            )
+        gradients, self._gradients = self._gradients, None
+        (scale,) = incoming
+        assert scale is not None
+        for local in _locals(gradients):
+            local.mul_(scale.to(local.dtype))
+        if self._spread is not None and (self._is_scaled or float(scale) != 1.0):
+            self._spread(gradients)
+        return gradients
+
+
+class _BackwardHalf:
+    """The backward actions of a step whose loss is the caller's."""
+
+    def __init__(self, step: Step, names: Sequence[str]) -> None:
+        self.sources = _sources(step)
+        self._step = step
+        self._outputs = names
+        self._has_run = False
+
+    def __call__(self, incoming: Gradients) -> Gradients:
+        """The gradients of `sources` when these are those of the outputs."""
+        step, executor = self._step, self._step.executor
+        is_pipeline = executor.stages.is_pipeline
+        if is_pipeline and self._has_run:
+            raise AutoparError(
+                "backward() has already run through the stages of this forward pass: call the model again before each "
+                "backward(), or add the losses up and call it once"
+            )
+        self._has_run = True
+        given = {name: g for name, g in zip(self._outputs, incoming, strict=True) if g is not None}
+        step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
+        step.end()
+        gradients = step.gradients()
+        if is_pipeline:
+            sum_over_groups(step, gradients)
+        found = [gradients.get(name) for name in self.sources]
+        if is_pipeline:
+            _spreading(executor)(found)  # whether they are scaled can't be seen here
+        return found
+
+
+def _as_outputs(
+    outputs: Sequence[Tensor], backward: Callable[[Gradients], Gradients], sources: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """`outputs`, which are outside autograd, as if computed from `sources`."""
+    anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
+    return call_function(_Outputs, tuple(outputs), backward, anchor, *sources)
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: tuple[Tensor, ...],
+        run_backward: Callable[[Gradients], Gradients],
+        anchor: Tensor,
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.run_backward = run_backward
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Any, ...]:
+        return None, None, None, *ctx.run_backward(gradients)

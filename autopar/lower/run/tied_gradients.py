@@ -1,0 +1,66 @@
+"""Gradients of what layers in several device groups read: each group has its own term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.lower.communication.collectives import Handle
+from autopar.lower.compat import local_part_of
+from autopar.lower.run.execution import Executor
+from autopar.lower.run.step import Step, trained_parameters
+
+__all__ = ["sum_over_groups"]
+
+
+def sum_over_groups(step: Step, gradients: dict[str, Tensor]) -> None:
+    """Replace this rank's terms of gradients that other device groups have terms of by their sums.
+
+    Args:
+        step: whose gradients they are.
+        gradients: by name of parameter or input, changed.
+    """
+    executor = step.executor
+    program, store = executor.executable.program, executor.store
+    trained = trained_parameters(executor)
+    differentiated = {program.parameters[x] for x in program.parameters if step.is_differentiated(x)}
+    for name in sorted(differentiated & trained.keys()):
+        groups = store.stored[name].groups
+        if len(groups) > 1:
+            own = (
+                local_part_of(gradients[name]) if name in gradients else torch.zeros_like(local_part_of(trained[name]))
+            )
+            with step.naming(f"the exchange of the gradients of {name!r}"):
+                gradients[name] = store.wrap(name, _exchanged_sum(executor, own, groups))
+    for name, x in step.differentiable_inputs.items():  # every rank has the whole batch
+        own = gradients.get(name)
+        talk = executor.communicator
+        with step.naming(f"the sum of the gradients of input {name!r}"):
+            own = torch.zeros_like(x, requires_grad=False) if own is None else own
+            gradients[name] = talk.all_reduce(own, executor.stages.axis, "sum")
+
+
+def _exchanged_sum(executor: Executor, x: Tensor, groups: Sequence[int]) -> Tensor:
+    """The sum of the tensors that these groups have here, in their order: the same bits on each.
+
+    Of each pair the lower one sends first: NCCL runs the messages of a pair in one order, both directions together.
+    """
+    talk, stages = executor.communicator, executor.stages
+    sent: list[Handle] = []
+    came: dict[int, Handle] = {}
+    for other in groups:
+        if stages.group < other:
+            sent.append(talk.start_send(x, stages.axis, other))
+        if stages.group != other:
+            came[other] = talk.start_receive(tuple(x.shape), x.dtype, stages.axis, other)
+        if stages.group > other:
+            sent.append(talk.start_send(x, stages.axis, other))
+    terms = [x if group == stages.group else came[group].wait() for group in groups]
+    for handle in sent:
+        handle.wait()
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total.add_(term)
+    return total
