@@ -41,7 +41,6 @@ class ParameterBytes:
         sum_bytes: the same, in the dtype in which microbatches add up.
         reduced_bytes: `copy_gradient_bytes` where collectives reduce it.
         arriving_bytes: what comes of that.
-        is_part: whether a device stores fewer elements than it computes with (or more).
         is_cast: whether it is stored in another dtype than it is computed with.
         is_reordered: whether what collectives move is not contiguous: slices of inner dims.
         is_scattered: whether each device gets a part of the reduced gradient.
@@ -57,16 +56,14 @@ class ParameterBytes:
     sum_bytes: float = 0.0
     reduced_bytes: float = 0.0
     arriving_bytes: float = 0.0
-    is_part: bool = False
     is_cast: bool = False
     is_reordered: bool = False
     is_scattered: bool = False
 
     def held(self, zero: int) -> LayerCost:
         """The bytes that a search counts at this ZeRO level: always, and (`transient_bytes`) while the layer runs."""
-        # A copy of as many elements as are stored, cut in another dim, is counted in the memory of a step alone.
-        copied_bytes = self.copied_bytes if self.is_part or self.is_cast else 0.0
-        own_bytes = self.sum_bytes if self.is_part else 0.0
+        copied_bytes = self.copied_bytes
+        own_bytes = self.sum_bytes if self.received_bytes else 0.0
         return LayerCost(
             parameter_bytes=self.stored_bytes + (copied_bytes if zero < 3 else 0.0),
             gradient_bytes=self.gradient_bytes + (own_bytes if zero < 2 else 0.0),
@@ -103,7 +100,6 @@ def parameter_bytes(
         sum_bytes=float(copied * max(gradient, computed)),
         reduced_bytes=float(copied * computed) if reduces else 0.0,
         arriving_bytes=float(stored * computed) if reduces else 0.0,
-        is_part=stored != copied,
         is_cast=storage != compute,
         is_reordered=any(max(step.src.dim, step.dst.dim) > 0 for step in steps),
         is_scattered=trains and any(step.backward == "reduce_scatter" for step in steps),

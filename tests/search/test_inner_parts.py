@@ -28,6 +28,7 @@ from autopar.placement import (
 )  # fmt: skip
 from autopar.prediction import LayerCost
 from autopar.program import Op, Ref, TensorType
+from autopar.search import SearchRequest, search
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import (
     arrival_layout,
@@ -39,6 +40,7 @@ from autopar.search.layout_choices import (
 from autopar.search.reshard_prices import collective_counts, reshard_tables
 from autopar.step.layer_cost import TrainingSpec, layer_cost, parameter_times
 from autopar.step.parameter_bytes import parameter_bytes
+from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import Builder, TablePrices, build_problem, decoder_layer
 
 
@@ -147,6 +149,27 @@ def test_zero_levels_hold_what_they_say(zero: int, parameter: float, gradient: f
         transient,
     )
     assert memory.optimizer_bytes == 8.0 * stored
+
+
+def test_a_copy_that_is_cut_in_another_dim_than_the_storage_is_a_tensor_of_its_own() -> None:
+    steps = reshard((shard(0),), (shard(1),), (8,))
+    memory = parameter_bytes("bfloat16", 50, 50, steps, trains=True, training=TrainingSpec()).held(0)
+    assert (memory.parameter_bytes, memory.gradient_bytes, memory.transient_bytes) == (200.0, 200.0, 0.0)
+
+
+def test_a_shared_parameter_that_a_layer_reads_in_another_dim_costs_it_a_copy() -> None:
+    program = decoder_model(1, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=True)
+    plan = search(program, 2, TablePrices(), SearchRequest(constraints=("tensor=2",)))
+    strategy, layer = plan.decisions.layer_strategies[-1], program.layers[-1]
+    (name,) = layer.held
+    assert dict(strategy.copies)[name] == (shard(0),)
+    same, other = (
+        layer_cost(program, layer, strategy, 1, TablePrices(), TrainingSpec(), {name: (strategy.mesh, (shard(dim),))})
+        for dim in (0, 1)
+    )
+    copy_bytes = program.type_of(name).num_bytes / 2
+    assert (same.parameter_bytes, same.gradient_bytes) == (0.0, 0.0)
+    assert (other.parameter_bytes, other.gradient_bytes) == (copy_bytes, copy_bytes)
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_optimizer() -> None:
