@@ -11,28 +11,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError, PlanMismatchError
+from autopar.errors import PlanMismatchError
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import after_backward, local_tensor, make_dtensor, on_gradient
+from autopar.lower.compat import after_backward, make_dtensor, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.observe.reporting import report_steps
 from autopar.lower.observe.step_report import StepReport
+from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import Skeleton, state_names
 from autopar.lower.parameters.stage_gradient import StageGradient
-from autopar.lower.parameters.store import local_part, make_store
+from autopar.lower.parameters.store import make_store
 from autopar.lower.program.program_text import LoweredProgram
+from autopar.lower.run.caller_outputs import caller_outputs
+from autopar.lower.run.eval_executors import EvalExecutors, EvalFactory
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
-from autopar.placement import REPLICATE, reshard
+from autopar.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.program import Program
 
@@ -42,7 +44,6 @@ __all__ = ["EvalFactory", "LoweredProgram", "ParallelModule", "lower"]
 _NOTHING = "nothing_to_train"
 
 T = TypeVar("T")
-EvalFactory = Callable[[], Sequence[Any]]
 
 
 def lower(  # noqa: PLR0913  (the contract between the stages)
@@ -123,13 +124,11 @@ class ParallelModule(Skeleton):
         """See `lower`; `eval_factories` are those of calls with and without a target."""
         super().__init__()
         self._communicator = communicator
-        self._eval_factories = eval_factories
-        self._eval_executors: dict[EvalFactory | None, Executor] = {}
-        self._compile_layers = compile_layers
         self._predictions = predictions
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         self._store = make_store(self, module, draws, stages, communicator, mesh)
         self._executor = Executor(executable, self._store, communicator, compile_layers)
+        self._executors = EvalExecutors(self._executor, eval_factories, compile_layers)
         # Not registered: no name of the original's state.
         nothing = torch.empty(0, device=communicator.device)
         whole = (REPLICATE,) * len(self._store.mesh)
@@ -203,7 +202,7 @@ class ParallelModule(Skeleton):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Executor, Sequence[Tensor]], Iterable[tuple[str, Tensor]]]:
         """What runs the current mode and the call's tensors; and these by name."""
-        executor = self._current(has_target=kwargs.get("target") is not None)
+        executor = self._executors.of_mode(is_training=self.training, has_target=kwargs.get("target") is not None)
         tensors = executor.executable.flatten_inputs(args, kwargs)
         executor.check_inputs(tensors)
         return (executor, tensors), zip(executor.executable.program.inputs, tensors, strict=True)
@@ -221,7 +220,7 @@ class ParallelModule(Skeleton):
             for value in values.values():
                 if value.requires_grad:
                     on_gradient(value, self._mark_gradients_later)
-        return executable.unflatten_outputs(self._outputs(executor, values))
+        return executable.unflatten_outputs(caller_outputs(executor, values))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -296,7 +295,7 @@ class ParallelModule(Skeleton):
         """
         group, stored = self._executor.stages.group, self._store.stored
         mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
-        fitted = {name: self._fit(name, value) for name, value in mine.items()}
+        fitted = {name: fit_to_store(self._store, self._communicator, name, value) for name, value in mine.items()}
         return super().load_state_dict(fitted, strict=strict, assign=assign)
 
     def extra_repr(self) -> str:
@@ -323,45 +322,6 @@ class ParallelModule(Skeleton):
             if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
                 parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
 
-    def _current(self, *, has_target: bool) -> Executor:
-        """The executor of the current mode; those of eval mode are made when first needed."""
-        trained = self._executor.executable
-        if self.training == trained.program.training or not trained.program.training:
-            return self._executor
-        with_target, without_target = self._eval_factories
-        factory = with_target if has_target else without_target or with_target
-        if factory not in self._eval_executors:
-            self._eval_executors[factory] = self._make_eval_executor(trained, factory)
-        return self._eval_executors[factory]
-
-    def _make_eval_executor(self, trained: Executable, factory: EvalFactory | None) -> Executor:
-        if factory is None:
-            if self._executor.is_random or trained.program.updates:
-                raise AutoparError(
-                    "this module was lowered for training only: it draws random numbers or updates "
-                    "buffers, so eval() needs an eval_factory"
-                )
-            return self._executor
-        made = tuple(factory())
-        executable = Executable(*made, *trained[len(made) :])
-        self._check_places(executable)
-        return Executor(executable, self._store, self._communicator, self._compile_layers)
-
-    def _check_places(self, evaluated: Executable) -> None:
-        """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads in eval mode."""
-        stages = StageMap(evaluated.program, evaluated.plan, self._communicator.rank)
-        own = self._executor.stages
-        for name, groups in stages.holders.items():
-            stored = self._store.stored.get(self._store.first_name.get(name, name))
-            held = groups if stored is None else stored.groups
-            if stages.axis != own.axis or not set(groups) <= set(held):
-                raise PlanMismatchError(
-                    f"in eval mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
-                    f"the pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss "
-                    "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
-                    "the original model"
-                )
-
     @torch.no_grad()
     def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
         program = executor.executable.program
@@ -370,47 +330,5 @@ class ParallelModule(Skeleton):
             whole = executor.share_across_groups(new, None if own is None else executor.make_whole(new, own.detach()))
             self.get_buffer(program.parameters[buffer]).copy_(whole)
 
-    def _outputs(self, executor: Executor, values: Mapping[str, Tensor]) -> list[Tensor | None]:
-        names = executor.executable.program.outputs
-        made = {name: self._output(executor, name, values.get(name)) for name in dict.fromkeys(names)}
-        return [made[name] for name in names]
-
-    def _output(self, executor: Executor, name: str, value: Tensor | None) -> Tensor | None:
-        """What the caller gets of an output of which `value` is this rank's part (None: another stage has it)."""
-        program = executor.executable.program
-        is_loss = name == program.loss
-        is_done = executor.num_microbatches > 1 and is_loss
-        if executor.stages.is_pipeline and (is_loss or not program.loss):
-            return value
-        made = value if is_done or value is None else executor.make_output(name, value)
-        return executor.share_across_groups(name, made) if self.whole_outputs else made
-
     def _whole(self, name: str, value: Tensor | None) -> Tensor:
-        """A parameter or buffer whole on every rank; `value` is this rank's, None if other device groups hold it."""
-        stored = self._store.stored.get(name)
-        if stored is None:
-            assert value is not None
-            return value.detach().clone()
-        stages = self._executor.stages
-        owner = stored.groups[0]
-        if isinstance(value, DTensor) and stages.group in stored.groups:
-            steps = reshard(stored.layout, (REPLICATE,) * len(stored.layout), self._store.mesh)
-            whole = apply_forward(local_tensor(value), steps, self._communicator)
-            whole = whole if steps else whole.clone()
-        else:
-            whole = torch.empty(stored.shape, dtype=stored.dtype, device=self._communicator.device)
-        return self._communicator.broadcast(whole, stages.axis, owner)
-
-    def _fit(self, name: str, value: Any) -> Any:
-        stored = self._store.stored.get(name)
-        if stored is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
-            return value
-        if tuple(value.shape) != stored.shape:
-            return value  # torch names the parameter and both shapes
-        part = local_part(
-            value.detach().to(self._communicator.device, stored.dtype),
-            stored.layout,
-            self._store.mesh,
-            self._communicator,
-        )
-        return self._store.wrap(name, part)
+        return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)
