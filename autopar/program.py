@@ -110,6 +110,7 @@ class KernelCollective:
         drop_dims: dims left out of that shape.
         dtype: dtype of the buffer.
         count: how many such tensors travel in one buffer.
+        is_ring: it runs once for each other device of the axis, as a ring does, not once.
     """
 
     kind: str
@@ -118,6 +119,7 @@ class KernelCollective:
     drop_dims: tuple[int, ...] = ()
     dtype: str = "float32"
     count: int = 1
+    is_ring: bool = False
 
 
 @dataclass(frozen=True)

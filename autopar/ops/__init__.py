@@ -1,8 +1,8 @@
 """What autopar knows of ops, in one record for each family (`family.OpFamily`): how they split over one mesh axis,
 what they compute and move, what they keep, how they lie in memory, which special kernels run them.
 
-The records are in `pointwise`, `products`, `attention`, `reductions`, `views`, `indexing`, `normalization`, `spatial`,
-`creation`, `random_ops` and `losses`; the language of factor rules is explained in `declaration`.
+The records are the `FAMILIES` of the files of this folder, which are found by themselves: `pointwise`, `products`,
+`attention` ...; the language of factor rules is explained in `declaration`.
 """
 
 from autopar.ops.family import OpFamily, packet_name

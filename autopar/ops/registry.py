@@ -1,6 +1,6 @@
 """The registry: which record an op has.
 
-Our own records are in plain tuples, one a topic.  Users add to them with `register_rule`.
+Our own records are in the `FAMILIES` of the files of this folder.  Users add to them with `register_rule`.
 """
 
 from __future__ import annotations
@@ -8,22 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from autopar.errors import RuleError
-from autopar.ops import (
-    attention,
-    creation,
-    indexing,
-    losses,
-    normalization,
-    pointwise,
-    products,
-    random_ops,
-    reductions,
-    spatial,
-    views,
-)
 from autopar.ops.declaration import parse
 from autopar.ops.derivation import derive_options
 from autopar.ops.family import OpFamily, Types, packet_name
@@ -36,11 +26,8 @@ __all__ = [
     "registered_targets", "result_order",
 ]  # fmt: skip
 
-_TOPICS = (
-    pointwise, products, attention, reductions, views, indexing, normalization, spatial, creation,
-    random_ops, losses,
-)  # fmt: skip
-_FAMILIES = tuple(family for topic in _TOPICS for family in topic.FAMILIES)
+_FILES = (import_module(f"autopar.ops.{file.name}") for file in iter_modules([str(Path(__file__).parent)]))
+_FAMILIES = tuple(family for file in _FILES for family in getattr(file, "FAMILIES", ()))
 _OWN: Mapping[str, OpFamily] = {target: family for family in _FAMILIES for target in family.rules}
 _PACKETS: Mapping[str, OpFamily] = {packet_name(target): family for target, family in reversed(_OWN.items())}
 

@@ -188,5 +188,6 @@ def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, 
             shape = types[collective.operand].shape
             elements = math.prod(size for dim, size in enumerate(shape) if dim not in collective.drop_dims)
             num_bytes = elements * itemsize_bytes(collective.dtype) * collective.count
-            runs.append(CollectiveCall(collective.kind, collective.phase, axis, num_bytes))
+            call = CollectiveCall(collective.kind, collective.phase, axis, num_bytes)
+            runs += [call] * (axis.size - 1 if collective.is_ring else 1)
     return tuple(runs)
