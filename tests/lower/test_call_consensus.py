@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
 from autopar.lower.communication import call_consensus
 from autopar.lower.communication.call_consensus import CallConsensus
+from autopar.lower.communication.torch_groups import open_host_store
 
 STEP = "training step {}"
 drawn = threading.local()  # where the generator of a rank stands
@@ -79,6 +82,67 @@ def test_ranks_that_do_the_same_wait_only_in_the_first_call(monkeypatch: pytest.
         for calls in ranks.calls:  # one after the other: waiting would never end
             assert step(calls, X + number) == "ran"
     assert ranks.store.num_keys() - keys <= 4
+
+
+class CountedStore:
+    """A store that counts exchanges."""
+
+    def __init__(self) -> None:
+        self.store, self.exchanges = dist.HashStore(), 0
+
+    def compare_set(self, *arguments: str) -> bytes:
+        self.exchanges += 1
+        return self.store.compare_set(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_ranks_of_a_host_compare_in_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_consensus, "_KEPT_CALLS", 3)
+    world, hosts = CountedStore(), [CountedStore(), CountedStore()]
+    ranks = Ranks(0)
+    ranks.calls = [
+        CallConsensus(world, rank, 6, torch.device("cpu"), 20.0, host_store=hosts[rank // 3]) for rank in range(6)
+    ]
+    assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran"] * 6
+    begun = [store.exchanges for store in (world, *hosts)]
+    keys = [store.num_keys() for store in (world, *hosts)]
+    for number in range(10):
+        for calls in ranks.calls:
+            assert step(calls, X + number) == "ran"
+    assert [store.exchanges - before for store, before in zip((world, *hosts), begun, strict=True)] == [20, 30, 30]
+    assert all(store.num_keys() - before <= 4 for store, before in zip((world, *hosts), keys, strict=True))
+    for rank in (0, 1, 2, 3):
+        if rank == 3:  # the first of the other host
+            with pytest.raises(MeshError, match="'ids' of rank 3 differs from that of rank 0"):
+                step(ranks.calls[rank], X + 1)
+        else:
+            step(ranks.calls[rank], X)
+    with pytest.raises(MeshError, match=r"^rank 3 failed"):
+        ranks.calls[1].look()
+
+
+def test_processes_of_a_host_find_its_store() -> None:
+    shared = dist.HashStore()
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(open_host_store(shared))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len({store.port for store in found}) == 1
+    found[0].set("word", "said")
+    assert [store.get("word") for store in found] == [b"said"] * 3
+
+
+def test_a_host_whose_store_cannot_be_reached_has_none() -> None:
+    shared = dist.HashStore()
+    kept = open_host_store(shared)
+    (port,) = (key for key in (f"host/{socket.gethostname()}/{uuid.getnode()}/port",) if shared.check([key]))
+    shared.set(port, "none")
+    assert open_host_store(shared) is None
+    assert kept is not None
 
 
 def test_another_batch_in_a_later_step() -> None:

@@ -4,6 +4,8 @@ All ranks make the same calls in the same order: a training step, an evaluation,
 rank to come to call number n writes what it is about to do into the process group's store, under n, and each other
 rank, coming later, compares.  That is one exchange of some hundred bytes with the store: no rank waits for another and
 no device is waited for.  Inputs on an accelerator are digested there, and their digests compared in the next call.
+A store serves some ten thousand exchanges a second.  So where there are many ranks, those of a host compare in a store
+that they alone use, and the first of them compares with other hosts.
 
 A rank that finds a difference raises, and leaves its error in the store under n.  A rank that waits in a collective of
 call n for longer than `POLL_S` looks for such an error, and raises it, too.  In the first call of its kind every rank
@@ -41,6 +43,7 @@ T = TypeVar("T")
 Named = Iterable[tuple[str, Tensor]]
 
 POLL_S = 1.0  # a collective that takes longer is rare, and a look at the store takes a ten thousandth of it
+_POLL_PER_RANK_S = 2e-4  # looking whether all are there takes a third of that of the store's server
 _WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compiling may take as long
 _LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
 _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
@@ -92,12 +95,21 @@ class CallConsensus:
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, device: torch.device, timeout_s: float = 600.0
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float = 600.0,
+        host_store: Store | None = None,
     ) -> None:
-        """`store` is of these ranks alone; `timeout_s` is how long the first call of a kind waits for all of them."""
+        """`store` is of these ranks alone, `host_store` of those on this host; `timeout_s` is how long the first call
+        of a kind waits for all of them.
+        """
         self.is_in_step = False
         self.is_broken = False
         self._store = store
+        self._stores = (store,) if host_store is None else (host_store, store)
         self._rank = rank
         self._world_size = world_size
         self._device = device
@@ -108,7 +120,7 @@ class CallConsensus:
         self._where = "parallelize"
         self._ran_backward = True
         self._told = -1  # the call in which this rank left its error, or found another's
-        self._written: deque[int] = deque()  # the calls whose records this rank wrote
+        self._written: deque[tuple[int, Store]] = deque()  # the calls whose records this rank wrote, and where
         self._late: Callable[[], list[Any]] | None = None  # digests of the call before
         weakref.finalize(self, _say_ended, store, rank)
 
@@ -211,48 +223,24 @@ class CallConsensus:
         return result
 
     def _compare(self, mine: dict[str, Any]) -> None:
-        """Raise if the rank that came first wrote another record."""
-        written = self._store.compare_set(str(self._number), "", json.dumps([self._rank, mine]))
-        rank, theirs = json.loads(written)
-        if rank == self._rank:
-            self._written.append(self._number)
-            if self._written[0] <= self._number - _KEPT_CALLS:
-                self._store.delete_key(str(self._written.popleft()))
-            return
+        """Raise if the rank that came first, of this host or of all, wrote another record."""
+        record = json.dumps([self._rank, mine])
+        for store in self._stores:
+            rank, theirs = json.loads(store.compare_set(str(self._number), "", record))
+            if rank != self._rank:
+                self._compare_with(rank, theirs, mine)
+                break  # the first rank of this host compares with the others
+            self._written.append((self._number, store))
+        while self._written and self._written[0][0] <= self._number - _KEPT_CALLS:
+            number, store = self._written.popleft()
+            store.delete_key(str(number))
+
+    def _compare_with(self, rank: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         if mine["random"] != theirs["random"] and not self._met:
             self._store.set("unlike", "")
-        error = self._difference(mine, rank, theirs)
+        error = _difference(self._rank, mine, rank, theirs, is_in_step=self.is_in_step)
         if error is not None:
             raise error
-
-    def _difference(self, mine: dict[str, Any], rank: int, theirs: dict[str, Any]) -> AutoparError | None:
-        me = self._rank
-        if mine["call"] != theirs["call"]:
-            return RankError(
-                f"rank {me} came to {mine['call']} when rank {rank} came to {theirs['call']}: all ranks must make the "
-                "same calls in the same order, also to evaluate, to clip gradients or to gather the state"
-            )
-        if mine["backward"] != theirs["backward"]:
-            who = me if theirs["backward"] else rank
-            return RankError(
-                f"rank {who} came to {mine['call']} without a backward() since the call before, rank {me + rank - who} "
-                "ran one: call it on every rank or on none"
-            )
-        if mine["inputs"] != theirs["inputs"]:
-            call, digests = mine["inputs"]
-            unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
-            return MeshError(
-                f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs "
-                f"from that of rank {rank}. {_BATCHES}"
-            )
-        if self.is_in_step and mine["random"] != theirs["random"]:
-            return RankError(
-                f"the default random generators of ranks {me} and {rank} are out of step in {mine['call']}: since the "
-                "call before one of them has drawn more numbers, or was seeded anew, so that what is drawn next (a "
-                "batch, a shuffle) differs. Draw on every rank alike; on one rank alone, inside "
-                "torch.random.fork_rng() or from a torch.Generator of its own"
-            )
-        return None
 
     def _digests(self, named: Named, *, waits: bool) -> list[Any]:
         """``[the call that they are of, {input: digest}]``.
@@ -288,7 +276,7 @@ class CallConsensus:
                 self._complain(here, waited_s)
                 warn_s = self._timeout_s
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.1)
+            pause_s = min(2 * pause_s, max(0.1, _POLL_PER_RANK_S * self._world_size))
         self.look()
         if not self._met:
             self.is_in_step = not self._store.check(["unlike"])
@@ -326,6 +314,37 @@ class CallConsensus:
         if not silent:
             return "All other ranks failed, too: look for their messages"
         return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
+
+
+def _difference(
+    me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any], *, is_in_step: bool
+) -> AutoparError | None:
+    if mine["call"] != theirs["call"]:
+        return RankError(
+            f"rank {me} came to {mine['call']} when rank {rank} came to {theirs['call']}: all ranks must make the "
+            "same calls in the same order, also to evaluate, to clip gradients or to gather the state"
+        )
+    if mine["backward"] != theirs["backward"]:
+        who = me if theirs["backward"] else rank
+        return RankError(
+            f"rank {who} came to {mine['call']} without a backward() since the call before, rank {me + rank - who} "
+            "ran one: call it on every rank or on none"
+        )
+    if mine["inputs"] != theirs["inputs"]:
+        call, digests = mine["inputs"]
+        unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
+        return MeshError(
+            f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs "
+            f"from that of rank {rank}. {_BATCHES}"
+        )
+    if is_in_step and mine["random"] != theirs["random"]:
+        return RankError(
+            f"the default random generators of ranks {me} and {rank} are out of step in {mine['call']}: since the "
+            "call before one of them has drawn more numbers, or was seeded anew, so that what is drawn next (a "
+            "batch, a shuffle) differs. Draw on every rank alike; on one rank alone, inside "
+            "torch.random.fork_rng() or from a torch.Generator of its own"
+        )
+    return None
 
 
 def _say_ended(store: Store, rank: int) -> None:

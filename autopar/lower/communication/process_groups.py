@@ -21,6 +21,8 @@ __all__ = ["ProcessGroupCommunicator"]
 
 T = TypeVar("T")
 
+_ONE_STORE_RANKS = 256  # their exchanges take 6 ms of the CPU of a store's server, in every step
+
 # What gloo carries as it is; other dtypes travel as bytes.
 _GLOO_DTYPES = {
     torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -70,9 +72,11 @@ class ProcessGroupCommunicator(Communicator):
         self._groups: dict[Axis, _Group] = {}
         if self.world_size > 1:
             timeout = torch_groups.world_timeout()
+            store = torch_groups.open_store(self._ranks)
             self.calls = CallConsensus(
-                torch_groups.open_store(self._ranks), self.rank, self.world_size, self.device,
+                store, self.rank, self.world_size, self.device,
                 *([] if timeout is None else [timeout.total_seconds()]),
+                host_store=torch_groups.open_host_store(store) if self.world_size > _ONE_STORE_RANKS else None,
             )  # fmt: skip
         self._sending: list[_Sending] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +19,7 @@ __all__ = [
     "group_name",
     "on_completion",
     "open_group",
+    "open_host_store",
     "open_store",
     "start_all_gather",
     "start_all_reduce",
@@ -31,6 +33,7 @@ __all__ = [
     "world_timeout",
 ]
 
+_REACHED_S = timedelta(seconds=10)  # a store on this host answers at once or never
 _dist: Any = dist  # the annotations of its collectives are incomplete
 
 
@@ -108,6 +111,25 @@ def open_store(ranks: tuple[int, ...]) -> Any:
     store = _dist.distributed_c10d._get_default_store().clone()
     name = f"autopar/{hash(ranks)}"
     return _dist.PrefixStore(f"{name}/{store.add(f'{name}/{dist.get_rank()}', 1)}", store)
+
+
+def open_host_store(store: Any) -> Any:
+    """A store that the processes on this host share, kept by the first of them; None if it can't be reached.
+
+    All processes that have `store` call it.
+    """
+    host = f"host/{socket.gethostname()}/{uuid.getnode()}"
+    keeps = store.add(host, 1) == 1
+    with suppress(OSError, RuntimeError, ValueError):
+        if keeps:
+            kept = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set(f"{host}/port", str(kept.port))
+            return kept
+        port = int(store.get(f"{host}/port"))
+        return _dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=_REACHED_S)
+    if keeps:
+        store.set(f"{host}/port", "none")
+    return None
 
 
 def store_answers(store: Any) -> bool:
