@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from autopar.errors import PlanFormatError
 from autopar.json_reading import read_json
@@ -27,6 +27,8 @@ from autopar.schedules import Shape, schedule_problem, stage_group
 __all__ = ["FORMAT_VERSION", "Decisions", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
 FORMAT_VERSION = 5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,19 @@ class Decisions:
         return hashlib.sha256(f"{text}{layers}".encode()).hexdigest()[:16]
 
 
+class _From(Generic[T]):
+    """A field of a part of a plan (its decisions or prediction), read from the plan itself."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, plan: Any, owner: type[Any]) -> T:
+        return getattr(getattr(plan, self._part), self._name)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Decisions for one program on one number of devices, what is predicted of them, and what was asked for.
@@ -203,95 +218,24 @@ class Plan:
         """The plan with some fields of `decisions` changed, of which nothing is predicted then."""
         return replace(self, decisions=replace(self.decisions, **changes), prediction=Prediction())
 
-    @property
-    def fingerprint(self) -> str:
-        """As `Decisions.fingerprint`."""
-        return self.decisions.fingerprint
-
-    @property
-    def world_size(self) -> int:
-        """As `Decisions.world_size`."""
-        return self.decisions.world_size
-
-    @property
-    def num_microbatches(self) -> int:
-        """As `Decisions.num_microbatches`."""
-        return self.decisions.num_microbatches
-
-    @property
-    def layers(self) -> tuple[PlannedLayer, ...]:
-        """As `Decisions.layers`."""
-        return self.decisions.layers
-
-    @property
-    def strategies(self) -> tuple[LayerStrategy, ...]:
-        """As `Decisions.strategies`."""
-        return self.decisions.strategies
-
-    @property
-    def shared_mesh(self) -> tuple[int, ...]:
-        """As `Decisions.shared_mesh`."""
-        return self.decisions.shared_mesh
-
-    @property
-    def shared_storage(self) -> tuple[tuple[str, Layout], ...]:
-        """As `Decisions.shared_storage`."""
-        return self.decisions.shared_storage
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """As `Decisions.stages`."""
-        return self.decisions.stages
-
-    @property
-    def schedule(self) -> str:
-        """As `Decisions.schedule`."""
-        return self.decisions.schedule
-
-    @property
-    def num_groups(self) -> int:
-        """As `Decisions.num_groups`."""
-        return self.decisions.num_groups
-
-    @property
-    def group_size(self) -> int:
-        """As `Decisions.group_size`."""
-        return self.decisions.group_size
-
-    @property
-    def device(self) -> str:
-        """As `Prediction.device`."""
-        return self.prediction.device
-
-    @property
-    def price_source(self) -> tuple[tuple[str, float], ...]:
-        """As `Prediction.price_source`."""
-        return self.prediction.price_source
-
-    @property
-    def step_time_s(self) -> float:
-        """As `Prediction.step_time_s`."""
-        return self.prediction.step_time_s
-
-    @property
-    def overlapped_s(self) -> float:
-        """As `Prediction.overlapped_s`."""
-        return self.prediction.overlapped_s
-
-    @property
-    def peak_memory_bytes(self) -> float:
-        """As `Prediction.peak_memory_bytes`."""
-        return self.prediction.peak_memory_bytes
-
-    @property
-    def samples_per_step(self) -> int:
-        """As `Prediction.samples_per_step`."""
-        return self.prediction.samples_per_step
-
-    @property
-    def costs(self) -> tuple[LayerCost, ...]:
-        """As `Prediction.costs`."""
-        return self.prediction.costs
+    fingerprint = _From[str]("decisions")
+    world_size = _From[int]("decisions")
+    num_microbatches = _From[int]("decisions")
+    layers = _From[tuple[PlannedLayer, ...]]("decisions")
+    strategies = _From[tuple[LayerStrategy, ...]]("decisions")
+    shared_mesh = _From[tuple[int, ...]]("decisions")
+    shared_storage = _From[tuple[tuple[str, Layout], ...]]("decisions")
+    stages = _From[tuple[Stage, ...]]("decisions")
+    schedule = _From[str]("decisions")
+    num_groups = _From[int]("decisions")
+    group_size = _From[int]("decisions")
+    device = _From[str]("prediction")
+    price_source = _From[tuple[tuple[str, float], ...]]("prediction")
+    step_time_s = _From[float]("prediction")
+    overlapped_s = _From[float]("prediction")
+    peak_memory_bytes = _From[float]("prediction")
+    samples_per_step = _From[int]("prediction")
+    costs = _From[tuple[LayerCost, ...]]("prediction")
 
     def group_peak_bytes(self, group: int) -> float:
         """Predicted peak bytes of a device of this group."""

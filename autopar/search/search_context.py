@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,45 +32,46 @@ _WIDEST_INNER_NODES = 4
 _MEMORY_PRICE_SHARE = 0.5  # of the ideal step time, as the usual price of all of a device's memory
 
 
+@dataclass(eq=False)
 class SearchContext:
     """The search on device groups of one size: a whole search without pipeline stages, or a part of one with them.
 
-    `notes` grows while it works.  `settled` has for each class of layers the demands that its first candidates could
-    meet: later ones must meet as much, so that more microbatches never excuse a plan from a constraint.
+    Args:
+        program: what is planned.
+        num_devices: of one group, which every layer runs on.
+        prices: of the cluster.
+        request: what the user asks for.
+        constraints: those of the request, read.
+        demands: what they demand of each layer.
+        num_groups: device groups.
+        notes: for the user; they grow while the search works.
+        settled: for each class of layers the demands that its first candidates could meet.  Later ones must meet as
+            much, so that more microbatches never excuse a plan from a constraint.
+        facts: of layers, which all parts of a search share.
+        known_candidates: of layers that were searched before.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        num_devices: int,
-        prices: Prices,
-        request: SearchRequest,
-        constraints: Constraints,
-        demands: tuple[LayerDemands, ...],
-        num_groups: int = 1,
-    ) -> None:
-        """`num_devices` are those of one group, which every layer runs on; `demands` has one entry per layer."""
-        self.program = program
-        self.num_devices = num_devices
-        self.prices = prices
-        self.request = request
-        self.constraints = constraints
-        self.demands = demands
-        self.num_groups = num_groups
-        self.notes: list[str] = []
-        self.settled: dict[int, LayerDemands] = {}
-        self.facts = LayerFacts()
-        self.known_candidates: dict[tuple[object, ...], tuple[LayerCandidate, ...]] = {}
+    program: Program
+    num_devices: int
+    prices: Prices
+    request: SearchRequest
+    constraints: Constraints
+    demands: tuple[LayerDemands, ...]
+    num_groups: int = 1
+    notes: list[str] = field(default_factory=list[str])
+    settled: dict[int, LayerDemands] = field(default_factory=dict[int, LayerDemands])
+    facts: LayerFacts = field(default_factory=LayerFacts)
+    known_candidates: dict[tuple[object, ...], tuple[LayerCandidate, ...]] = field(
+        default_factory=dict[tuple[object, ...], tuple[LayerCandidate, ...]]
+    )
 
     def on_groups(self, num_groups: int) -> SearchContext:
         """The same search with the devices divided into so many groups."""
-        devices = self.num_devices * self.num_groups // num_groups
-        made = SearchContext(
-            self.program, devices, self.prices, self.request, self.constraints, self.demands, num_groups
-        )
-        made.settled.update(self.settled)
-        made.facts = self.facts
-        return made
+        num_devices = self.num_devices * self.num_groups // num_groups
+        return replace(
+            self, num_devices=num_devices, num_groups=num_groups, notes=[], settled=dict(self.settled),
+            known_candidates={},
+        )  # fmt: skip
 
     @property
     def pipeline_axis(self) -> Axis:

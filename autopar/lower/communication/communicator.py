@@ -27,7 +27,7 @@ from autopar.placement import Axis
 __all__ = ["Communicator", "TracedCommunicator"]
 
 
-class Communicator(ABC):
+class Communicator:
     """Collectives on local tensors, along mesh axes, for one rank.
 
     The members of a collective are ``axis.group(rank)``, in coordinate order.  Operands may be non-contiguous
@@ -37,32 +37,23 @@ class Communicator(ABC):
     ``wait()`` gives the result; all members must start their collectives in the same order.
 
     A backend adds the transport of buffers that are stacked along a new leading dim.
+
+    Attributes:
+        rank: this device's logical rank, 0 <= rank < world_size.
+        world_size: number of devices that the program runs on.
+        device: where this rank's tensors are.
+        calls: compares what ranks do, where they are processes of their own.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         """`rank` is logical: the position among the ranks that the program runs on."""
-        self._rank = rank
-        self._world_size = world_size
-        self._device = device
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
         self._records: list[list[Collective]] = []
         self._watch: Watch | None = None
         self._purpose = ("", "")
         self.calls: CallConsensus | None = None
-
-    @property
-    def rank(self) -> int:
-        """This device's logical rank, 0 <= rank < world_size."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of devices that the program runs on."""
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self._device
 
     @contextmanager
     def recording(self) -> Generator[list[Collective]]:
@@ -199,40 +190,41 @@ class Communicator(ABC):
         """Start a collective, of which a backend may say more where it fails."""
         return start()
 
-    @abstractmethod
     def prepare(self, axes: Iterable[Axis]) -> None:
         """Create what collectives on `axes` need; every rank calls it with the same axes, in one order."""
 
-    @abstractmethod
+    # What a backend implements, as far as its programs need it.
+
     def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
         """``[...] -> [size, ...]``, the members' tensors in coordinate order."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
         """``[size, ...] -> [...]``, this coordinate's entry of the sum of the members' stacks."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
         """``[...] -> [...]``, reduced over the members; must not write to `x`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
         """``[size, ...] -> [size, ...]``, entry c to and from coordinate c."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         """``[...] -> [...]``, the tensor of coordinate `source`; must not write to `x`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         """Send `x` to coordinate `to`; keeps it until it is sent, also if nobody keeps the handle."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         """``[...]``, what coordinate `source` sends next."""
+        raise NotImplementedError
 
 
-class TracedCommunicator(Communicator):
+class TracedCommunicator(Communicator, ABC):
     """Whose collectives become ops of the graph that is traced."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ Only tracing calls it; what is traced then runs on the process groups themselves
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +19,19 @@ from autopar.placement import Axis
 __all__ = ["FunctionalCommunicator", "GroupOrder"]
 
 
-class GroupOrder:
+class GroupOrder(NamedTuple):
     """The process group of an axis by name, and the order of its members.
 
     `to_group` and `from_group` permute coordinates of the axis to ranks of the group and back; None: the same order.
     """
 
-    def __init__(self, name: str, to_group: list[int] | None, from_group: list[int] | None) -> None:
-        """See the class."""
-        self.name = name
-        self.to_group = to_group
-        self.from_group = from_group
+    name: str
+    to_group: list[int] | None
+    from_group: list[int] | None
 
 
 class FunctionalCommunicator(TracedCommunicator):
-    """See `Communicator`; the stacked buffers travel by functional collectives.
+    """See `Communicator`; the stacked buffers travel by functional collectives.  No layer broadcasts or sends.
 
     Args:
         like: whose rank, world and device it has.
@@ -85,15 +84,6 @@ class FunctionalCommunicator(TracedCommunicator):
     def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
         result = compat.functional_all_reduce(self._summed(x), op, self._order(axis).name)
         return Handle(lambda: compat.functional_wait(result).to(x.dtype))
-
-    def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
-        raise NotImplementedError("no layer broadcasts")
-
-    def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
-        raise NotImplementedError("no layer sends")
-
-    def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
-        raise NotImplementedError("no layer receives")
 
     def _carried(self, x: Tensor) -> Tensor:
         return x.unsqueeze(-1).view(torch.uint8) if self._carries and x.dtype not in self._carries else x

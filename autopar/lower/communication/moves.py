@@ -71,28 +71,12 @@ def _mask(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
     return x if move.axis.coordinate(communicator.rank) == 0 else torch.zeros_like(x)
 
 
-def _all_gather(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
-    return communicator.all_gather(x, move.axis, move.dim)
-
-
-def _reduce_scatter(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
-    return communicator.reduce_scatter(x, move.axis, move.dim)
-
-
-def _all_reduce(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
-    return communicator.all_reduce(x, move.axis)
-
-
-def _all_to_all(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
-    return communicator.all_to_all(x, move.axis, move.to_dim, move.from_dim)
-
-
 _MOVES: Mapping[str, Callable[[Tensor, Move, Communicator], Tensor]] = {
     "slice": _slice,
     "pad": _pad,
     "mask": _mask,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
+    "all_gather": lambda x, move, communicator: communicator.all_gather(x, move.axis, move.dim),
+    "reduce_scatter": lambda x, move, communicator: communicator.reduce_scatter(x, move.axis, move.dim),
+    "all_reduce": lambda x, move, communicator: communicator.all_reduce(x, move.axis),
+    "all_to_all": lambda x, move, communicator: communicator.all_to_all(x, move.axis, move.to_dim, move.from_dim),
 }

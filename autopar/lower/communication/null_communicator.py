@@ -6,7 +6,7 @@ either, but for the first time that tensors of a shape come along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ class NullCommunicator(TracedCommunicator):
         self._is_keeping = is_keeping
         self._known: dict[tuple[object, ...], Tensor] = {}
 
-    def prepare(self, axes: Iterable[Axis]) -> None:
-        """Nothing to prepare."""
-
     def traced(self) -> NullCommunicator:
         """See `Communicator.traced`.
 
@@ -52,35 +49,28 @@ class NullCommunicator(TracedCommunicator):
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """See `Communicator.start_all_gather`."""
-        if axis.size == 1:
-            return super().start_all_gather(x, axis, dim)
-        self._note("all_gather", axis, x.nbytes * axis.size)
-        return self._give(("all_gather", axis.size, dim), x, lambda: torch.cat([x.detach()] * axis.size, dim))
+        num_bytes = x.nbytes * axis.size
+        return self._give("all_gather", x, axis, num_bytes, lambda: torch.cat([x.detach()] * axis.size, dim), dim)
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """See `Communicator.start_reduce_scatter`."""
-        if axis.size == 1:
-            return super().start_reduce_scatter(x, axis, dim)
-        self._note("reduce_scatter", axis, x.nbytes)
-        return self._give(("reduce_scatter", axis.size, dim), x, lambda: _parts(x, axis, dim)[0].clone())
+        return self._give("reduce_scatter", x, axis, x.nbytes, lambda: _parts(x, axis, dim)[0].clone(), dim)
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
         """See `Communicator.start_all_reduce`."""
-        if axis.size == 1:
-            return super().start_all_reduce(x, axis, op)
-        self._note("all_reduce", axis, x.nbytes)
-        return self._give(("all_reduce",), x, lambda: _copy(x))
+        return self._give("all_reduce", x, axis, x.nbytes, lambda: _copy(x))
 
     def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Handle:
         """See `Communicator.start_all_to_all`."""
-        if axis.size == 1:
-            return super().start_all_to_all(x, axis, split_dim, concat_dim)
-        self._note("all_to_all", axis, x.nbytes)
-        key = ("all_to_all", axis.size, split_dim, concat_dim)
-        return self._give(key, x, lambda: merge_stack(_parts(x, axis, split_dim), concat_dim % x.ndim))
 
-    def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
-        return self._give(("broadcast",), x, lambda: _copy(x))
+        def make() -> Tensor:
+            return merge_stack(_parts(x, axis, split_dim), concat_dim % x.ndim)
+
+        return self._give("all_to_all", x, axis, x.nbytes, make, split_dim, concat_dim)
+
+    def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
+        """See `Communicator.start_broadcast`."""
+        return self._give("broadcast", x, axis, x.nbytes, lambda: _copy(x))
 
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         return Handle(lambda: x)
@@ -88,26 +78,17 @@ class NullCommunicator(TracedCommunicator):
     def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         return Handle(lambda: torch.zeros(shape, dtype=dtype, device=self.device))
 
-    def _start_gather(self, x: Tensor, axis: Axis) -> Handle:
-        return self._give(("gather", axis.size), x, lambda: torch.stack([x] * axis.size))
-
-    def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
-        return self._give(("scatter",), stack, lambda: stack[0].clone())
-
-    def _start_reduce(self, x: Tensor, axis: Axis, op: ReduceOp) -> Handle:
-        return self._give(("reduce",), x, lambda: _copy(x))
-
-    def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
-        return self._give(("exchange",), stack, lambda: _copy(stack))
-
-    def _give(self, how: Sequence[object], x: Tensor, make: Callable[[], Tensor]) -> Handle:
-        key = (*how, x.shape, x.dtype)
-        found = self._known.get(key)
-        if found is None:
-            found = make()
+    def _give(self, kind: str, x: Tensor, axis: Axis, num_bytes: int, make: Callable[[], Tensor], *dims: int) -> Handle:
+        if axis.size == 1:
+            return Handle(x.detach().contiguous)
+        self._note(kind, axis, num_bytes)
+        key = (kind, axis.size, dims, x.shape, x.dtype)
+        result = self._known.get(key)
+        if result is None:
+            result = make()
         if self._is_keeping:
-            self._known[key] = found
-        return Handle(lambda: found)
+            self._known[key] = result
+        return Handle(lambda: result)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -203,9 +203,6 @@ class ThreadCommunicator(Communicator):
         """`room` is shared by the ranks of one simulation."""
         super().__init__(rank, room.world_size, device)
         self._room = room
-
-    def prepare(self, axes: Iterable[Axis]) -> None:
-        """See `Communicator.prepare`; threads need nothing."""
 
     def _start_send(self, x: Tensor, axis: Axis, to: int) -> Handle:
         road = _Road(axis, self.rank, axis.group(self.rank)[to])
