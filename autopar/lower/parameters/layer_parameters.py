@@ -143,6 +143,7 @@ class StepParameters:
         self.frees = frees
         self._adds_up = adds_up
         self._handle: BucketHandle | None = None
+        self._is_under_way = False
         self._copies: list[Tensor] | None = None
         self._leaves: list[Tensor] | None = None
         self._terms: list[Tensor | None] | None = None  # of copies that are no leaves
@@ -151,15 +152,16 @@ class StepParameters:
 
     def unshard(self) -> None:
         """Start to gather the compute copies, unless they are there or under way."""
-        if self._copies is None and self._handle is None:
+        if self._copies is None and not self._is_under_way:
             self._handle = self.layer.start_gather(self.layer.current())
+            self._is_under_way = True
 
     def copies(self) -> list[Tensor]:
         """The compute copies, outside autograd; waits for them.  What was not unsharded is so now."""
         if self._copies is None:
             self.unshard()
             self._copies = self.layer.finish_gather(self.layer.current(), self._handle)
-            self._handle = None
+            self._handle, self._is_under_way = None, False
         return self._copies
 
     def reshard(self) -> None:
@@ -167,6 +169,7 @@ class StepParameters:
         if self._leaves is not None:
             self._terms = self._take_terms()
         self._copies = self._leaves = self._handle = None
+        self._is_under_way = False
 
     def differentiable(self) -> Sequence[Tensor]:
         """The compute copies for a forward under autograd, whose backward leaves their gradients here."""

@@ -80,7 +80,10 @@ class Executor:
         return tuple({id(runner.program): runner.program for runner in self.runners.values()}.values())
 
     def check_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Raise InputShapeError unless `tensors` are what the program was traced for."""
+        """Raise InputShapeError unless `tensors` are what the program was traced for.
+
+        With stages a gradient crosses a cut only if all ranks expect it, so an input may not ask for one unannounced.
+        """
         program = self.executable.program
         if len(tensors) != len(program.inputs):
             raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
@@ -92,6 +95,11 @@ class Executor:
                     f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for "
                     f"{list(wanted.shape)} {wanted.dtype}. Pass the whole batch on every "
                     "rank, or plan again for these inputs"
+                )
+            if self.stages.is_pipeline and tensor.requires_grad and not program.values[name].requires_grad:
+                raise InputShapeError(
+                    f"input {name!r} requires a gradient, which the example input did not: the pipeline stages of this "
+                    "plan send none back for it. Call requires_grad_() on the example input, and plan again"
                 )
 
     @cached_property

@@ -76,9 +76,15 @@ class LayerPass:
         """Whether a gradient for one of these values runs through this pass."""
         return not self._roots.keys().isdisjoint(names)
 
-    def backward(self, values: StageValues, *, keep_graph: bool = False) -> None:
-        """From the gradients of what it put out, those of what it read and of its parameters."""
-        roots, gradients = self._begin(values, keep_graph=keep_graph)
+    def backward(self, values: StageValues, *, keep_graph: bool = False, keep_rest: bool = False) -> None:
+        """From the gradients of what it put out, those of what it read and of its parameters.
+
+        Args:
+            values: where they are.
+            keep_graph: the same gradients may come once more.
+            keep_rest: those that did not come now may come later.
+        """
+        roots, gradients = self._begin(values, keep_graph=keep_graph, keep_rest=keep_rest)
         if roots:
             run_backward_from(roots, gradients, keep_graph=keep_graph)
         self._finish(values, [leaf.grad for leaf in self._leaves.values()])
@@ -98,12 +104,19 @@ class LayerPass:
         self._split = None
         self._parameters.end_backward()
 
-    def _begin(self, values: StageValues, *, keep_graph: bool = False) -> tuple[list[GradientEdge], list[Tensor]]:
+    @property
+    def is_over(self) -> bool:
+        """Whether no gradient may come any more."""
+        return not self._roots
+
+    def _begin(
+        self, values: StageValues, *, keep_graph: bool = False, keep_rest: bool = False
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
         own = {name: values.gradients.pop(name) for name in self._runner.layer.outputs if name in values.gradients}
         roots = [self._roots[name] for name in own if name in self._roots]
         gradients = [gradient for name, gradient in own.items() if name in self._roots]
         if not keep_graph:
-            self._roots = {}
+            self._roots = {n: edge for n, edge in self._roots.items() if keep_rest and n not in own}
         return roots, gradients
 
     def _finish(self, values: StageValues, gradients: list[Tensor | None]) -> None:

@@ -71,7 +71,7 @@ class Step:
         # Of what the caller differentiates, by name: set when it is known.
         self._given: Mapping[str, Tensor] = {}
         self._differentiated: Set[str] = frozenset()
-        self._keeps_graph = False
+        self._keeps_graph = self._has_kept_graph = False
 
     def _of_layer(self, index: int) -> StepParameters:
         runner, policy = self.executor.runners[index], self.actions.policies[index]
@@ -102,6 +102,7 @@ class Step:
         """
         self.expect(gradients)
         self._keeps_graph = keep_graph
+        self._has_kept_graph |= keep_graph
         self.run(BACKWARD)
 
     def expect(self, gradients: Mapping[str, Tensor]) -> None:
@@ -222,7 +223,9 @@ class Step:
         values = self._values[action.stage, action.microbatch]
         layer_pass = self._pass(layer, action, values)
         if layer_pass is not None:
-            layer_pass.backward(values, keep_graph=self._keeps_graph)
+            layer_pass.backward(values, keep_graph=self._keeps_graph, keep_rest=self._has_kept_graph)
+            if layer_pass.is_over:
+                del self._passes[layer, action.microbatch]
 
     def _backward_inputs(self, layer: int, action: Action) -> None:
         values = self._values[action.stage, action.microbatch]
@@ -250,8 +253,6 @@ class Step:
                     "backward(), add the losses up and call it once, or pass retain_graph=True"
                 )
             return None
-        if not self._keeps_graph:
-            del self._passes[key]
         return found
 
     def _mark_backward(self, layer: int, action: Action) -> None:
