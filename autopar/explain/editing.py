@@ -13,12 +13,12 @@ from autopar.placement import Layout
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search.layout_choices import storage_layout
+from autopar.step.activation_policies import policy_names
 from autopar.step.local_layer import place
 from autopar.step.plan_collectives import own_strategy
 
 __all__ = ["Edit", "apply_edits", "parse_edit"]
 
-_KEYS = {"recompute": ("none", "selective", "full"), "zero": ("0", "1", "2", "3"), "like": ()}
 _HOW = (
     "write LAYERS: recompute=none|selective|full, LAYERS: zero=0|1|2|3 or LAYERS: like=LAYER, such as "
     '--set "model.layers.*: recompute=full"; without "LAYERS:" it is for all layers'
@@ -42,7 +42,8 @@ def parse_edit(text: str) -> Edit:
         QuestionError: it has another form.
     """
     match = re.fullmatch(r"\s*(?:([^:=]+?)\s*:)?\s*(\w+)\s*=\s*(\S+)\s*", text)
-    if match is None or match[2] not in _KEYS or (_KEYS[match[2]] and match[3] not in _KEYS[match[2]]):
+    choices = {"recompute": policy_names(), "zero": ("0", "1", "2", "3"), "like": ()}
+    if match is None or match[2] not in choices or (choices[match[2]] and match[3] not in choices[match[2]]):
         raise QuestionError(f"--set {text!r}: {_HOW}")
     return Edit(text, match[1] or "*", match[2], match[3])
 

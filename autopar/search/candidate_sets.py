@@ -23,6 +23,7 @@ from autopar.search.layer_candidates import LayerCandidate, layer_candidates
 from autopar.search.layer_problem import StepSettings
 from autopar.search.layout_choices import Policy, arrival_layout
 from autopar.search.search_context import SearchContext, input_rows
+from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import BoundaryValue, MeshLayout, boundary_values, transfer_matrices
 from autopar.step.layer_cost import SharedStorage
 from autopar.step.plan_collectives import broadcast_s
@@ -194,7 +195,7 @@ def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
 
 def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
     states, own = candidates.states, candidates.by_class[first]
-    splits = [each.strategy.splits_backward for each in own]
+    splits = [splits_backward(each.strategy) for each in own]
     costs = CostColumns.of([each.cost for each in own], splits, candidates.settings.num_microbatches)
     return LayerCosts(
         **vars(costs),

@@ -37,11 +37,11 @@ from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
+from autopar.step.activation_policies import policy_names
 
 __all__ = ["DEGREES", "Constraints", "LayerDemands", "check_degrees", "demands_on", "parse_constraints"]
 
 DEGREES = ("data", "tensor", "sequence")
-_RECOMPUTE = ("none", "selective", "full")
 _SCOPED = (*DEGREES, "zero", "recompute", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
 _GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
@@ -137,7 +137,7 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
 
 
 def _parse_value(key: str, value: str, text: str, world_size: int) -> ConstraintValue:
-    choices = {"recompute": _RECOMPUTE, "schedule": schedule_names()}.get(key)
+    choices = {"recompute": policy_names(), "schedule": schedule_names()}.get(key)
     if choices:
         if value not in choices:
             near = difflib.get_close_matches(value, choices, 1)

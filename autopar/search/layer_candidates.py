@@ -24,6 +24,7 @@ from autopar.search.degree_roles import AxisRoles, allowed_options, meets_degree
 from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import Policy, storage_layout
+from autopar.step.activation_policies import activation_policy, policy_names
 from autopar.step.layer_cost import own_training, running_costs, storage_cost, stored_collectives
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
@@ -262,7 +263,8 @@ def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDeman
 def _recompute_variants(settings: StepSettings, demands: LayerDemands) -> tuple[str, ...]:
     if demands.recompute:
         return (demands.recompute,)
-    return ("none", "selective", "full") if settings.training.is_training else ("none",)
+    searched = tuple(name for name in policy_names() if activation_policy(name).is_searched)
+    return searched if settings.training.is_training else ("none",)
 
 
 def _drop_dominated(variants: list[_Variant], in_flight: int) -> Iterator[_Variant]:

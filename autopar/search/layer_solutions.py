@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ops import is_cheap
 from autopar.placement import LOCAL, Axis, Layout, local_shape, tidy
 from autopar.plan import LayerStrategy
 from autopar.prediction import LayerCost
@@ -27,8 +26,9 @@ from autopar.program import Op
 from autopar.search.layer_problem import LayerProblem, ParameterCopy
 from autopar.search.layout_choices import storage_layout
 from autopar.search.variable_elimination import Table, minimise
+from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.gradient_sums import gradient_sum_s
-from autopar.step.layer_cost import is_rerun, parameter_times, placed_cost, updates
+from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost, updates
 from autopar.step.local_layer import PlacedLayer, stored_steps
 from autopar.step.parameter_bytes import parameter_bytes
 from autopar.step.value_flows import is_alias
@@ -128,7 +128,7 @@ def _objective(problem: LayerProblem, variant: SolvedVariant) -> list[Table]:
     """The tables whose sum is the objective."""
     tables: list[Table] = []
     training, recompute = problem.training, variant.recompute
-    again = 2.0 if training.is_training and training.reruns and recompute == "full" else 1.0
+    again = 2.0 if is_layer_rerun(recompute, training) else 1.0
     for index, (op, each) in enumerate(zip(problem.layer.ops, problem.op_tables, strict=True)):
         runs = 2.0 if is_rerun(op, recompute, training) else 1.0
         kernels = again * each.kernel_forward_s + each.kernel_backward_s
@@ -180,7 +180,10 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
 
 def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
     """Saved bytes as a sum over variables: a tensor's bytes are shared equally by the mentions that save it."""
-    if recompute == "full":
+    policy = activation_policy(recompute)
+    if policy.transfer_s is not None:
+        return
+    if policy.keeps_inputs_only:
         for name in problem.layer.inputs:
             if name not in problem.program.inputs:
                 tensor = problem.view.value_type(problem.flows[name])
@@ -191,7 +194,7 @@ def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
         return
     savers: dict[str, list[tuple[int, int]]] = {}
     for index, op in enumerate(problem.layer.ops):
-        for position, name in _kept(op, recompute):
+        for position, name in _kept(op, policy):
             root = _viewed(problem, name)
             if problem.flows[root].source != "held":
                 savers.setdefault(root, []).append((index, position))
@@ -201,11 +204,11 @@ def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
             yield (index,), np.array(bytes_by_state, dtype=float) / len(mentions)
 
 
-def _kept(op: Op, recompute: str) -> Iterator[tuple[int, str]]:
+def _kept(op: Op, policy: ActivationPolicy) -> Iterator[tuple[int, str]]:
     """The tensors that one op keeps, as indices into operands, then results."""
     names = (*op.operands, *op.results)
-    results = () if is_cheap(op) else range(len(op.operands), len(names))
-    positions = results if recompute == "selective" else op.saves
+    results = () if policy.is_rerun(op) else range(len(op.operands), len(names))
+    positions = op.saves if policy.reruns is None else results
     return ((position, names[position]) for position in positions)
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
 from autopar.schedule import Action, ScheduleActions, ScheduleSource
+from autopar.step.activation_policies import splits_backward
 from autopar.step.layer_cost import own_training
 from autopar.step.training import TrainingSpec
 
@@ -64,7 +65,7 @@ class LayerPolicy:
     def of(cls, strategy: LayerStrategy, own: TrainingSpec) -> LayerPolicy:
         """The policy of a layer's strategy; `own` is its `own_training`."""
         again = strategy.zero == 3 and own.is_training and own.reruns
-        return cls(strategy.zero == 3, again, strategy.zero >= 2, strategy.splits_backward)
+        return cls(strategy.zero == 3, again, strategy.zero >= 2, splits_backward(strategy))
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.ops import is_cheap
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
 from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Program, Value
+from autopar.step.activation_policies import activation_policy
 from autopar.step.collective_calls import CollectiveCall, reshard_calls
 from autopar.step.gradient_sums import gradient_sums_s
-from autopar.step.liveness import running_memory
+from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer, SharedStorage, place
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_states import kernel_runs
@@ -39,6 +39,7 @@ __all__ = [
     "SharedStorage",
     "TrainingSpec",
     "is_differentiable",
+    "is_layer_rerun",
     "is_rerun",
     "layer_collectives",
     "layer_cost",
@@ -53,6 +54,7 @@ __all__ = [
     "running_costs",
     "storage_cost",
     "stored_collectives",
+    "transfer_s",
     "weight_share",
 ]
 
@@ -145,9 +147,11 @@ def stored_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[
             yield from _storage_collectives(placed, flow, training)
 
 
-def running_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
-    """All the others; `training` is the layer's own."""
-    reruns = training.is_training and training.reruns and placed.recompute == "full"
+def running_collectives(
+    placed: PlacedLayer, training: TrainingSpec, *, reruns: bool | None = None
+) -> Iterator[PricedCollective]:
+    """All the others, also those of a forward that runs again (None: if the layer's does); `training` is its own."""
+    reruns = is_layer_rerun(placed.recompute, training) if reruns is None else reruns
     count = placed.view.num_microbatches
     local = local_program(placed)
     for each in local.instructions:
@@ -222,7 +226,7 @@ def running_costs(
         backward_s += count * time.backward_s
         weight_s += count * time.backward_s * weight_share(placed.program, op)
     activation_s = parameter_s = again_s = ahead_s = 0.0
-    runs = list(running_collectives(replace(placed, recompute="full"), training))
+    runs = list(running_collectives(placed, training, reruns=training.is_training and training.reruns))
     for run in runs:
         seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
         if run.phase == "recompute":
@@ -238,8 +242,10 @@ def running_costs(
     for how, memory in running_memory(placed, hows, training).items():
         rerun = zip(placed.layer.ops, forward_s, strict=True)
         recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
+        recompute_s += again_s if is_layer_rerun(how, training) else 0.0
+        recompute_s += count * transfer_s(memory, how)
         found[how] = LayerCost(
-            sum(forward_s), backward_s, recompute_s + (again_s if how == "full" else 0.0), activation_s,
+            sum(forward_s), backward_s, recompute_s, activation_s,
             parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
             forward_comm_s=ahead_s, weight_s=weight_s,
         )  # fmt: skip
@@ -301,9 +307,18 @@ def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
 
 def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
     """Whether backward computes the op again."""
-    if not (training.is_training and training.reruns):
-        return False
-    return recompute == "full" or (recompute == "selective" and is_cheap(op))
+    return training.is_training and training.reruns and activation_policy(recompute).is_rerun(op)
+
+
+def is_layer_rerun(recompute: str, training: TrainingSpec) -> bool:
+    """Whether backward runs the layer's whole forward again, collectives included."""
+    return training.is_training and training.reruns and activation_policy(recompute).keeps_inputs_only
+
+
+def transfer_s(memory: RunningMemory, recompute: str) -> float:
+    """Seconds in which what a layer of `memory` saves leaves the device in one microbatch, and comes back."""
+    moves_s = activation_policy(recompute).transfer_s
+    return moves_s(memory.moved_bytes) if moves_s is not None and memory.moved_bytes else 0.0
 
 
 def optimizer_s_per_element(

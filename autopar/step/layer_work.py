@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from autopar.placement import Axis
 from autopar.program import Layer, Program
+from autopar.step.activation_policies import activation_policy
 from autopar.step.gradient_sums import gradient_sums_s
 from autopar.step.layer_cost import (
     PricedCollective,
@@ -20,8 +21,10 @@ from autopar.step.layer_cost import (
     own_training,
     running_collectives,
     stored_collectives,
+    transfer_s,
     weight_share,
 )
+from autopar.step.liveness import running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import in_one_buffer
 from autopar.step.prices import Prices
@@ -135,7 +138,10 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
     sum_s = gradient_sums_s(placed, prices, training) / placed.view.num_microbatches
     return LayerWork(
         forward=_in_order("forward", ahead_s, [run for run in runs if run.phase == "forward"], prices),
-        again=_in_order("recompute", rerun_s, [run for run in runs if run.phase == "recompute"], prices),
+        again=(
+            *_in_order("recompute", rerun_s, [run for run in runs if run.phase == "recompute"], prices),
+            *_computing("recompute", _transfer_s(placed, training)),
+        ),
         backward=(*_in_order("backward", back_s, back, prices), *_computing("backward", sum_s)),
         inputs=_in_order("backward", inputs_s, [run for run in back if run.purpose != "parameter"], prices),
         weights=(
@@ -145,6 +151,12 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         gathers=_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
         reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
     )
+
+
+def _transfer_s(placed: PlacedLayer, training: TrainingSpec) -> float:
+    if activation_policy(placed.recompute).transfer_s is None:
+        return 0.0
+    return transfer_s(running_memory(placed, (placed.recompute,), training)[placed.recompute], placed.recompute)
 
 
 def _computing(category: str, seconds: float) -> tuple[Item, ...]:

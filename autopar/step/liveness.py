@@ -3,8 +3,8 @@
 Forward, a tensor lives from the op that makes it to the last one that reads it; what autograd saves, and what leaves
 the layer, lives on.  Backward, ops run in reverse order: the gradient of a value lives from the backward of its last
 reader to that of its producer, and what an op saved until its own backward has run.  A layer that recomputes makes
-what it did not keep again first: all of it (``"full"``: its forward once more), or the results of cheap ops
-(``"selective"``).
+what it did not keep again first: all of it (its forward once more), or the results of some ops; one whose saved tensors
+leave the device has them back (`activation_policies`).
 
 What the layer holds (parameters, buffers, constants) is left out, but not what is cut or gathered from it for one op.
 """
@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.ops import family_of, is_cheap, result_order
+from autopar.ops import family_of, result_order
 from autopar.ops.memory_order import Order, in_order
 from autopar.placement import LOCAL, Step
+from autopar.program import Op
+from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.training import TrainingSpec
@@ -37,6 +39,7 @@ class RunningMemory:
         backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
         weight_bytes: the same, with the gradients of parameters that are there at that moment.
         inputs: bytes of each input as it arrives; 0 of what the caller holds.
+        moved_bytes: what leaves the device for the time between.
         branch_bytes: gradients at which a way to a parameter begins, that a backward in two parts keeps for the second.
         outputs: per output the tensor's key, its bytes (0: a view of what is held or of an input of the caller), and
             the bytes of its gradient (0: it gets none).
@@ -48,6 +51,7 @@ class RunningMemory:
     backward_bytes: float = 0.0
     weight_bytes: float = 0.0
     branch_bytes: float = 0.0
+    moved_bytes: float = 0.0
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     outputs: tuple[tuple[str, float, float], ...] = ()
 
@@ -93,7 +97,7 @@ class _Node:
 
     `targets` are where the gradients of what it makes arrive, `sources` where it sends those of what it reads.
     `forward_extra` and `backward_extra` are bytes besides, while it runs.  What `hands_on` gives its operands the very
-    gradient that arrives; what `is_joint`, parts of it.
+    gradient that arrives; what `is_joint`, parts of it.  `op` is None of a move, which `is_local` without collectives.
     """
 
     reads: list[_Key]
@@ -106,7 +110,12 @@ class _Node:
     backward_extra: float = 0.0
     hands_on: bool = False
     is_joint: bool = False
-    is_cheap: bool = True
+    op: Op | None = None
+    is_local: bool = True
+
+    def is_rerun(self, policy: ActivationPolicy) -> bool:
+        """Whether a layer that reruns ops reruns it; moves inside a device with them."""
+        return self.is_local if self.op is None else policy.is_rerun(self.op)
 
 
 def running_memory(placed: PlacedLayer, hows: Iterable[str], training: TrainingSpec) -> dict[str, RunningMemory]:
@@ -194,7 +203,7 @@ class _Life:
                 reads, makes, targets, sources, kept, extra * share + buffers.kept,
                 forward_extra=buffers.forward, backward_extra=buffers.backward,
                 hands_on=op.is_view or family.gradient != "own", is_joint=family.gradient == "parts",
-                is_cheap=is_cheap(op),
+                op=op,
             )
         )  # fmt: skip
 
@@ -216,7 +225,7 @@ class _Life:
                 forward_extra=_staging(reshard.steps, num_bytes, point.num_bytes, is_forward=True),
                 backward_extra=_staging(reshard.steps, num_bytes, point.num_bytes, is_forward=False),
                 hands_on=all(step.backward == "none" for step in reshard.steps),
-                is_cheap=all(step.forward in LOCAL for step in reshard.steps),
+                is_local=all(step.forward in LOCAL for step in reshard.steps),
             )
         )  # fmt: skip
         self.places[reshard.target] = _Place(
@@ -225,23 +234,25 @@ class _Life:
 
     # --- what is kept
 
-    def _saves(self, how: str) -> tuple[dict[_Key, float], float]:
+    def _saves(self, policy: ActivationPolicy) -> tuple[dict[_Key, float], float]:
         """What is kept from forward to backward, and bytes besides."""
         everything = [key for node in self.nodes for key in node.saves]
         extra = sum(node.saved_extra for node in self.nodes)
-        if how == "full":
+        if policy.transfer_s is not None:
+            return {}, 0.0
+        if policy.keeps_inputs_only:
             read = {key for node in self.nodes for key in node.reads}
             kept = [key for index in self.local.inputs if (key := self.places[index].key) in read]
             return self._sized(kept), 0.0
-        if how == "selective":
-            everything = self._without_cheap(everything)
+        if policy.reruns is not None:
+            everything = self._without_rerun(everything, policy)
         return self._sized(everything), extra
 
     def _sized(self, keys: Iterable[_Key]) -> dict[_Key, float]:
         return {key: self.sizes[key] for key in keys if key in self.sizes}
 
-    def _without_cheap(self, wanted: Iterable[_Key]) -> set[_Key]:
-        """What to keep so that `wanted` can be had again by running cheap ops."""
+    def _without_rerun(self, wanted: Iterable[_Key], policy: ActivationPolicy) -> set[_Key]:
+        """What to keep so that `wanted` can be had again by rerunning ops."""
         maker = {key: node for node in self.nodes for key in node.makes}
         kept: set[_Key] = set()
         seen: set[_Key] = set()
@@ -251,7 +262,7 @@ class _Life:
             if key in seen:
                 continue
             seen.add(key)
-            if key in maker and maker[key].is_cheap:
+            if key in maker and maker[key].is_rerun(policy):
                 waiting += maker[key].reads
             else:
                 kept.add(key)
@@ -270,24 +281,24 @@ class _Life:
             return dict.fromkeys(
                 hows, RunningMemory({}, 0.0, ahead, inputs=self._input_sizes(), outputs=self._leaving())
             )
-        everything, extra = self._saves("none")
+        all_kept = activation_policy("none")
+        everything, extra = self._saves(all_kept)
         all_bytes = sum(everything.values()) + extra
-        whole = self._backward({})
+        whole = self._backward({}, all_kept)
         found: dict[str, RunningMemory] = {}
         for how in hows:
-            saved, own_extra = (everything, extra) if how == "none" else self._saves(how)
+            policy = activation_policy(how)
+            saved, own_extra = self._saves(policy)
             own_bytes = sum(saved.values()) + own_extra
-            dropped = {key: size for key, size in everything.items() if key not in saved} if how == "selective" else {}
-            tally = self._backward(dropped) if dropped else whole
+            missing = {key: size for key, size in everything.items() if key not in saved}
+            tally = self._backward(missing, policy) if missing and policy.reruns is not None else whole
             again = 0.0
-            if how == "none":
-                ahead = self._forward(set(everything), with_extra=True)
-            elif how == "selective":
-                ahead = self._forward(set(everything) | self._around_cheap(), with_extra=True)
-            else:
+            if policy.keeps_inputs_only:
                 ahead = self._forward(set(), with_extra=False)
                 again = self._forward(set(everything), with_extra=True) + tally.first
-            there = max(all_bytes, own_bytes) if how == "full" else own_bytes
+            else:
+                ahead = self._forward(set(everything) | self._around_rerun(policy), with_extra=True)
+            there = own_bytes if policy.stays else max(all_bytes, own_bytes)
             found[how] = RunningMemory(
                 {_text(key): size for key, size in saved.items()},
                 own_extra,
@@ -295,6 +306,7 @@ class _Life:
                 max(again, there + tally.most),
                 max(again, there + tally.most_with_weights),
                 tally.branches,
+                all_bytes if policy.transfer_s is not None else 0.0,
                 self._input_sizes(),
                 self._leaving(),
             )
@@ -316,9 +328,11 @@ class _Life:
             for place, flow in ordered
         )
 
-    def _around_cheap(self) -> set[_Key]:
-        """What cheap ops read and make, which a layer that recomputes them holds until its forward has run."""
-        return {key for node in self.nodes if node.is_cheap for key in (*node.reads, *node.makes)}
+    def _around_rerun(self, policy: ActivationPolicy) -> set[_Key]:
+        """What rerun ops read and make, which the layer holds until its forward has run."""
+        if policy.reruns is None:
+            return set()
+        return {key for node in self.nodes if node.is_rerun(policy) for key in (*node.reads, *node.makes)}
 
     def _forward(self, kept: set[_Key], *, with_extra: bool) -> float:
         """The most that there is while the layer runs, if `kept` is never given up."""
@@ -334,13 +348,13 @@ class _Life:
                     now -= self.sizes[key]
         return most
 
-    def _backward(self, dropped: Mapping[_Key, float]) -> _Gradients:
+    def _backward(self, dropped: Mapping[_Key, float], policy: ActivationPolicy) -> _Gradients:
         """The gradients of a backward; `most` counts what it gives up of what was kept.
 
         What was `dropped` is computed again all at once, for the first op that saved some of it, and is there as long
         as one needs any; so is what it is computed from.
         """
-        ends = self._ends(dropped)
+        ends = self._ends(dropped, policy)
         tally = _Gradients()
         for place, flow in self.outputs:
             if flow.value.requires_grad and _gets_gradient(self.placed, flow):
@@ -360,7 +374,7 @@ class _Life:
             freed += node.saved_extra + sum(self.sizes.get(key, 0.0) for key in ends.get(number, ()))
         return tally
 
-    def _ends(self, dropped: Mapping[_Key, float]) -> dict[int, list[_Key]]:
+    def _ends(self, dropped: Mapping[_Key, float], policy: ActivationPolicy) -> dict[int, list[_Key]]:
         """By node, what its backward gives up of what was saved: it is the last that needs it."""
         first: dict[_Key, int] = {}
         for number, node in enumerate(self.nodes):
@@ -368,7 +382,7 @@ class _Life:
                 first.setdefault(key, number)
         if dropped:
             together = min(first[key] for key in dropped)
-            first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_cheap(dropped)), together)
+            first |= dict.fromkeys(first.keys() & (dropped.keys() | self._without_rerun(dropped, policy)), together)
         found: dict[int, list[_Key]] = {}
         for key, number in first.items():
             if not self._arrived(key):

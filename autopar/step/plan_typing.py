@@ -14,12 +14,12 @@ from autopar.errors import PlanMismatchError
 from autopar.placement import REPLICATE, Layout, Placement, format_layout, local_shape, refine_mesh
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
+from autopar.step.activation_policies import policy_names
 from autopar.step.local_layer import place
 from autopar.step.local_program import LocalProgram, RunOp, derive
 
-__all__ = ["RECOMPUTE", "ZERO_LEVELS", "decision_problems", "derivation_problems", "storage_problems"]
+__all__ = ["ZERO_LEVELS", "decision_problems", "derivation_problems", "storage_problems"]
 
-RECOMPUTE = ("none", "selective", "full")
 ZERO_LEVELS = (0, 1, 2, 3)
 
 
@@ -40,8 +40,8 @@ def decision_problems(plan: Plan) -> Iterator[str]:
     for index, strategy in enumerate(plan.strategies):
         if strategy.zero not in ZERO_LEVELS:
             yield f"strategies[{index}]: zero is {strategy.zero}, but must be one of {list(ZERO_LEVELS)}"
-        if strategy.recompute not in RECOMPUTE:
-            yield f"strategies[{index}]: recompute is {strategy.recompute!r}, but must be one of {list(RECOMPUTE)}"
+        if strategy.recompute not in policy_names():
+            yield f"strategies[{index}]: recompute is {strategy.recompute!r}, but must be one of {list(policy_names())}"
 
 
 def _holds(mesh: tuple[int, ...], plan: Plan) -> bool:

@@ -18,6 +18,7 @@ from autopar.plan import Decisions
 from autopar.prediction import LayerCost, Prediction
 from autopar.program import Program
 from autopar.schedule import ScheduleSource, StageCost, count_flights
+from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import transfer_parts_s
 from autopar.step.layer_cost import is_differentiable, is_rerun, own_training, placed_collectives, placed_cost
 from autopar.step.layer_facts import LayerFacts
@@ -132,7 +133,7 @@ def _stage_costs(
         has_gradient = sent.crossing.requires_grad and training.is_training
         seconds = prices.collective_s("send", axis, sent.num_bytes)
         sends[sent.stage] += seconds, seconds if has_gradient else 0.0
-    splits = [strategy.splits_backward for strategy in layers.strategies]
+    splits = [splits_backward(strategy) for strategy in layers.strategies]
     return stage_costs(
         decisions.shape,
         [*starts, len(costs)],

@@ -18,10 +18,10 @@ from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target
 from autopar.lower.program.layer_ops import draw, microbatch_slice, redistribute, run_kernel
 from autopar.lower.program.naming import layout_suffix, node_name, type_comment
-from autopar.ops import is_cheap
 from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
 from autopar.program import Arg, Layer, Program, Ref
+from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.collective_calls import reshard_calls
 from autopar.step.local_layer import place
 from autopar.step.local_program import LocalProgram, Reshard, RunOp, TakeMicrobatch, derive
@@ -36,7 +36,7 @@ class LayerProgram:
 
     `module` is called ``module(*inputs, *held, context)``: inputs in the strategy's input layouts, held
     values in their copy layouts, a `LayerContext`.  It returns the outputs in the strategy's output layouts.
-    `local` is what it was emitted from.  `cheap` names the nodes that selective recomputation may run again.
+    `local` is what it was emitted from.  `rerun` names the nodes that `ActivationPolicy.reruns`.
     """
 
     module: fx.GraphModule
@@ -44,7 +44,7 @@ class LayerProgram:
     strategy: LayerStrategy
     num_microbatches: int
     local: LocalProgram
-    cheap: frozenset[str]
+    rerun: frozenset[str]
 
 
 def layer_program(
@@ -74,13 +74,14 @@ def layer_program(
             f"{len(strategy.assignments)} in space and {len(strategy.time)} in time"
         )
     local = derive(place(program, layer, strategy, num_microbatches), arrivals)
-    emitter = _Emitter(layer, strategy.mesh, num_microbatches, local, device)
+    policy = activation_policy(strategy.recompute)
+    emitter = _Emitter(layer, strategy.mesh, num_microbatches, local, device, policy)
     emitter.add_placeholders()
     for instruction in local.instructions:
         emitter.add(instruction)
     graph = emitter.finish()
     module = fx.GraphModule(torch.nn.Module(), graph, class_name=f"Kind{layer.kind}")
-    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.cheap))
+    return LayerProgram(module, layer, strategy, num_microbatches, local, frozenset(emitter.rerun))
 
 
 @dataclass
@@ -92,9 +93,10 @@ class _Emitter:
     num_microbatches: int
     local: LocalProgram
     device: str
+    policy: ActivationPolicy
     graph: fx.Graph = field(default_factory=fx.Graph)
     nodes: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
-    cheap: set[str] = field(default_factory=set[str])
+    rerun: set[str] = field(default_factory=set[str])
     place: tuple[str, str] = ("", "")  # the module and the line that nodes are made for
 
     def add_placeholders(self) -> None:
@@ -133,7 +135,7 @@ class _Emitter:
         target = self.local.values[instruction.target]
         args = (self.nodes[instruction.source], target.time.dim, self.num_microbatches, self.context)
         node = self._call(microbatch_slice, args, f"{node_name(target.value.name)}_microbatch")
-        self.cheap.add(node.name)
+        self.rerun.add(node.name)
         self._keep(instruction.target, node)
 
     def _reshard(self, instruction: Reshard) -> None:
@@ -148,7 +150,7 @@ class _Emitter:
         )
         node.meta["axes"] = frozenset(step.axis for step in instruction.steps)
         if all(step.forward in LOCAL for step in instruction.steps):
-            self.cheap.add(node.name)
+            self.rerun.add(node.name)
         self._keep(instruction.target, node)
 
     def _run(self, instruction: RunOp) -> None:
@@ -164,8 +166,8 @@ class _Emitter:
         nodes = [node]
         if len(op.results) > 1:
             nodes = [self._call(operator.getitem, (node, i), node_name(name)) for i, name in enumerate(op.results)]
-            if node.name in self.cheap:
-                self.cheap.update(each.name for each in nodes)
+            if node.name in self.rerun:
+                self.rerun.update(each.name for each in nodes)
         for index, name, own in zip(instruction.results, op.results, nodes, strict=True):
             own.meta["value"] = name  # fx renames nodes that are called as a builtin is
             self._keep(index, own)
@@ -184,8 +186,8 @@ class _Emitter:
             shards = self._axes_where(tuple(placement.is_shard for placement in state.results[0]))
             return self._call(draw, (op.target, instruction.index, shards, self.context, *args), name, kwargs)
         node = self._call(resolve_target(op.target), args, name, kwargs)
-        if is_cheap(op):
-            self.cheap.add(node.name)
+        if self.policy.is_rerun(op):
+            self.rerun.add(node.name)
         return node
 
     def _axes_where(self, chosen: tuple[bool, ...]) -> tuple[tuple[int, int], ...]:

@@ -2,8 +2,8 @@
 
 Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `_Box`, and when the layer has
 run, boxes whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
-result of a cheap op (selective recomputation) is computed again.  Tensors are recognised by their storage,
-so views count too.
+result of an op that is rerun (`ActivationPolicy.reruns`) is computed again, what is moved off the device
+(`ActivationPolicy.transfer_s`) is moved back.  Tensors are recognised by their storage, so views count too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from autopar.lower.compat import local_part_of, storage_key
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
+from autopar.step.activation_policies import activation_policy
 
-__all__ = ["KeepingProgram", "run_keeping_less"]
+__all__ = ["MOVES", "KeepingProgram", "keeping_program", "run_keeping_less"]
 
 # Gives a tensor that was let go: a function of nothing.
 _Recipe = Callable[[], Tensor]
+
+MOVES: dict[str, Callable[[Tensor], _Recipe]] = {}
+"""By the name of an `ActivationPolicy` with `transfer_s`: moves a tensor away, and returns how to move it back."""
 
 
 class _Box:
@@ -50,8 +54,8 @@ class _Box:
 
 
 class KeepingProgram:
-    """A layer program that also returns what its cheap ops read and compute, and the programs that compute
-    it again.
+    """A layer program that also returns what its rerun ops read and compute, and the programs that compute
+    it again; or one whose saved tensors are moved off the device.
 
     One for all layers of a kind and strategy.
     """
@@ -59,15 +63,16 @@ class KeepingProgram:
     def __init__(self, program: LayerProgram) -> None:
         """Build the forward program; recomputing programs follow when it is known what autograd saves."""
         self.program = program
+        self.move = MOVES.get(program.strategy.recompute)
         graph = program.module.graph
-        self.nodes = _relevant_nodes(graph, program.cheap)
+        self.nodes = _relevant_nodes(graph, program.rerun)
         self.module = _returning(graph, self.nodes)
         self._recomputing: dict[frozenset[str], _Recomputing] = {}
 
     def recomputing(self, names: frozenset[str]) -> _Recomputing:
         """The program that computes the nodes called `names` from kept ones."""
         if names not in self._recomputing:
-            self._recomputing[names] = _recomputing(self.program.module.graph, self.program.cheap, names)
+            self._recomputing[names] = _recomputing(self.program.module.graph, self.program.rerun, names)
         return self._recomputing[names]
 
 
@@ -80,10 +85,10 @@ class _Recomputing:
     names: tuple[str, ...]
 
 
-def _relevant_nodes(graph: fx.Graph, cheap: frozenset[str]) -> tuple[str, ...]:
-    """Cheap nodes and what they read, in the graph's order, without the context and multiple results."""
-    wanted = {n.name for n in graph.nodes if n.name in cheap}
-    wanted |= {n.name for node in graph.nodes if node.name in cheap for n in node.all_input_nodes}
+def _relevant_nodes(graph: fx.Graph, rerun: frozenset[str]) -> tuple[str, ...]:
+    """Rerun nodes and what they read, in the graph's order, without the context and multiple results."""
+    wanted = {n.name for n in graph.nodes if n.name in rerun}
+    wanted |= {n.name for node in graph.nodes if node.name in rerun for n in node.all_input_nodes}
     return tuple(n.name for n in graph.nodes if n.name in wanted and "comment" in n.meta)
 
 
@@ -97,7 +102,7 @@ def _returning(graph: fx.Graph, names: Sequence[str]) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), copied)
 
 
-def _recomputing(graph: fx.Graph, cheap: frozenset[str], names: frozenset[str]) -> _Recomputing:
+def _recomputing(graph: fx.Graph, rerun: frozenset[str], names: frozenset[str]) -> _Recomputing:
     by_name = {node.name: node for node in graph.nodes}
     needed: set[fx.Node] = set()
     waiting = [by_name[name] for name in names]
@@ -106,7 +111,7 @@ def _recomputing(graph: fx.Graph, cheap: frozenset[str], names: frozenset[str]) 
         node = waiting.pop()
         if node in needed or node in kept or node.name == "context":
             continue
-        if node.name not in cheap:
+        if node.name not in rerun:
             kept.add(node)
             continue
         needed.add(node)
@@ -146,6 +151,15 @@ class _Recomputation:
         return self._values[name]
 
 
+def keeping_program(program: LayerProgram, *, compiled: bool) -> KeepingProgram | None:
+    """The variant of `program` for how its strategy keeps activations; None if autograd keeps what it wants, the whole
+    layer runs again, or a compiler sees to it.
+    """
+    policy = activation_policy(program.strategy.recompute)
+    needs_one = policy.reruns is not None or policy.transfer_s is not None
+    return KeepingProgram(program) if needs_one and not compiled else None
+
+
 def run_keeping_less(
     program: LayerProgram,
     keeping: KeepingProgram | None,
@@ -154,11 +168,11 @@ def run_keeping_less(
     context: LayerContext,
     parameters: StepParameters | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run a layer program; let autograd keep neither compute copies that are to be freed nor results of cheap ops.
+    """Run a layer program; let autograd keep neither gathered parameters nor what its strategy does not keep.
 
     Args:
         program: to run.
-        keeping: its variant for selective recomputation, None if cheap results are kept.
+        keeping: its `keeping_program`.
         inputs: the layer's inputs.
         held: its held values, in their copy layouts.
         context: of this run.
@@ -177,8 +191,10 @@ def run_keeping_less(
         else:
             outputs, values = keeping.module(*inputs, *held, context)
     gathered = _drop_copies(boxes, parameters) if parameters is not None and parameters.frees else {}
-    if keeping is not None:
-        _drop_cheap(boxes, keeping, values, gathered, context)
+    if keeping is not None and keeping.move is not None:
+        _move_away(boxes, keeping.move, held)
+    elif keeping is not None:
+        _drop_rerun(boxes, keeping, values, gathered, context)
     boxes.clear()  # autograd holds `pack` until the layer's last backward has run
     return outputs
 
@@ -196,14 +212,28 @@ def _drop_copies(boxes: Sequence[_Box], parameters: StepParameters) -> dict[int,
     return recipes
 
 
-def _drop_cheap(
+def _move_away(boxes: Sequence[_Box], move: Callable[[Tensor], _Recipe], held: Sequence[Tensor]) -> None:
+    """Move saved tensors off the device, each storage once, but not what the layer holds."""
+    stays = {storage_key(x) for x in held}
+    moved: dict[tuple[int, torch.dtype], _Recipe] = {}
+    for box in boxes:
+        tensor = box.tensor
+        if tensor is None or storage_key(tensor) in stays:
+            continue
+        key = storage_key(tensor), tensor.dtype
+        if key not in moved:
+            moved[key] = move(tensor.new_empty(0).set_(tensor.untyped_storage()))
+        box.let_go(moved[key])
+
+
+def _drop_rerun(
     boxes: Sequence[_Box],
     keeping: KeepingProgram,
     values: Sequence[Tensor],
     gathered: dict[int, _Recipe],
     context: LayerContext,
 ) -> None:
-    """Let go of saved results of cheap ops."""
+    """Let go of saved results of ops that are rerun."""
     by_name = dict(zip(keeping.nodes, values, strict=True))
     owner: dict[int, str] = {}
     for name, value in by_name.items():
@@ -213,7 +243,7 @@ def _drop_cheap(
         if box.tensor is None:
             continue
         name = owner.get(storage_key(box.tensor))
-        if name is not None and name in keeping.program.cheap and by_name[name].dtype == box.tensor.dtype:
+        if name is not None and name in keeping.program.rerun and by_name[name].dtype == box.tensor.dtype:
             dropped.setdefault(name, []).append(box)
     if not dropped:
         return

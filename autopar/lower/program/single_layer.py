@@ -17,10 +17,11 @@ from autopar.lower.kernels.random import RandomState
 from autopar.lower.program.compiled import compile_program
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
-from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
+from autopar.lower.program.recompute import keeping_program, run_keeping_less
 from autopar.ops import family_of
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
+from autopar.step.activation_policies import activation_policy
 from autopar.step.local_program import LocalValue
 
 __all__ = ["LoneLayer"]
@@ -61,9 +62,8 @@ class LoneLayer:
         self.device = torch.device(device)
         lowered = layer_program(program, layer, strategy, num_microbatches, device=str(self.device))
         self._program = lowered
-        self._recompute = strategy.recompute
-        keeps_less = strategy.recompute == "selective" and not compiled
-        self._keeping = KeepingProgram(lowered) if keeps_less else None
+        self._reruns = activation_policy(strategy.recompute).keeps_inputs_only
+        self._keeping = keeping_program(lowered, compiled=compiled)
         random = RandomState(0, self.device) if any(op.is_random for op in layer.ops) else None
         self._context = LayerContext(NullCommunicator(math.prod(strategy.mesh), self.device), random=random)
         maker = _Maker(program, layer, self.device, constants or {})
@@ -84,7 +84,7 @@ class LoneLayer:
     def forward(self) -> Sequence[Tensor]:
         """The outputs, with what backward needs."""
         module, held, context = self._program.module, self._held, self._context
-        if self._recompute == "full":
+        if self._reruns:
             return run_twice(lambda *inputs: module(*inputs, *held, context), self._inputs)
         if self._keeping is not None:
             return run_keeping_less(self._program, self._keeping, self._inputs, held, context)

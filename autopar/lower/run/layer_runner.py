@@ -18,6 +18,7 @@ from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
 from autopar.placement import Axis, Step
 from autopar.plan import LayerStrategy
 from autopar.program import Layer
+from autopar.step.activation_policies import activation_policy
 
 __all__ = ["LayerRunner"]
 
@@ -64,7 +65,7 @@ class LayerRunner:
         """The layer's outputs, remembering for backward what the strategy says."""
         others = self._others(context.communicator)
         is_recording = torch.is_grad_enabled()
-        if is_recording and self.strategy.recompute == "full":
+        if is_recording and activation_policy(self.strategy.recompute).keeps_inputs_only:
             return self._run_again_in_backward(parameters, inputs, others, context)
         held = self._held(parameters.differentiable(), others)
         if is_recording and (parameters.frees or self.keeping):

@@ -17,7 +17,7 @@ from autopar.lower.parameters.layer_parameters import LayerParameters
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram, layer_program
-from autopar.lower.program.recompute import KeepingProgram
+from autopar.lower.program.recompute import KeepingProgram, keeping_program
 from autopar.lower.run.hoisted import HoistedValues
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.stage_map import StageMap
@@ -169,9 +169,7 @@ class Lowering:
             lowered = layer_program(
                 self.program, first, strategy, self.num_microbatches, arrivals, str(self.communicator.device)
             )
-            keeps_less = strategy.recompute == "selective" and not self.compile_layers
-            keeping = KeepingProgram(lowered) if keeps_less else None
-            self.programs[key] = lowered, keeping
+            self.programs[key] = lowered, keeping_program(lowered, compiled=self.compile_layers)
         return self.programs[key]
 
     def _parameters(self, held: list[tuple[int, str, Layout]], mesh: tuple[int, ...], layer: str) -> LayerParameters:
