@@ -79,7 +79,7 @@ class MaterializationError(AutoparError):
 
 
 class MeshError(AutoparError):
-    """The mesh or cluster can't be used: larger than the world, empty, or of unlike devices."""
+    """The mesh or cluster can't be used: larger than the world, empty, or of different devices."""
 
 
 class ConstraintError(AutoparError):

@@ -1,6 +1,6 @@
 """Placements, and `reshard`: the one list of collectives that a change of layout needs.
 
-A **placement** says how one tensor lies on one mesh axis, forward *and* for its gradient:
+A **placement** says how one tensor is distributed on one mesh axis, forward *and* for its gradient:
 
 =========  ====================================  =======================  ====================
 text       forward value on each device          its gradient             who produces it
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Placement(NamedTuple):
-    """How a tensor lies on one mesh axis; see the module's table.
+    """How a tensor is distributed on one mesh axis; see the module's table.
 
     `kind` is one of ``"R"``, ``"S"``, ``"P"``, ``"B"``; `dim` is the sharded tensor dim, -1 unless ``"S"``.  A search
     hashes millions of layouts, and named tuples are hashed without running Python.
@@ -280,11 +280,11 @@ def _merge_axes(
 
 
 def tidy(layout: Layout) -> Layout:
-    """The layout in which a value that only the caller reads leaves: as it lies, but whole instead of
+    """The layout in which a value that only the caller reads leaves: its own, but whole instead of
     terms.
     """
     return tuple(placement if placement.is_shard else REPLICATE for placement in layout)
 
 
-# Movements inside one device.  They are priced at nothing: what they copy is small beside what they save.
+# Movements inside one device.  They are priced at nothing: what they copy is small compared to what they save.
 LOCAL = frozenset({"none", "slice", "pad", "mask"})

@@ -72,7 +72,7 @@ class LayerCost:
 
     @property
     def persistent_bytes(self) -> float:
-        """What the layer holds at the moment of the step's peak, transients apart."""
+        """What the layer holds at the moment of the step's peak, without transients."""
         return self.static_bytes + self.saved_bytes
 
 
@@ -84,7 +84,7 @@ class Prediction:
         device: name of the device that prices are of.
         price_source: share of the step time by where its prices come from ("profile", "measured", ...).
         step_time_s: seconds of one training step, optimizer included.
-        overlapped_s: what simulating the step, with communication beside compute, takes off a sum: without stages that
+        overlapped_s: what simulating the step, with overlapped communication, takes off a sum: without stages that
             of the layers' seconds, with stages that of the schedule's timeline and what is done once per step.  Less
             than 0 where stages wait for each other longer than that sum says.
         peak_memory_bytes: peak bytes per device.

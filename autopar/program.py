@@ -154,7 +154,7 @@ class Op:
     introduced (they live in ``lower.kernels``).  `results` names the values it defines.  `options` are the
     ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"``
     (no rule and nothing found).  `saves` are the tensors that autograd keeps for backward, as indices into
-    operands, then results; `saved_extra_bytes` is what it keeps besides (statistics, masks), for the whole
+    operands, then results; `saved_extra_bytes` is what else it keeps (statistics, masks), for the whole
     op; it scales with the first result.  `plain_saves` and `plain_saved_extra_bytes` are the same where it runs
     as plain products for want of a fast kernel, as attention with dropout or a trained mask does on CPUs; without
     saves: it never does.  `size_args` lists the positions of arguments that repeat the result's global sizes and

@@ -29,8 +29,9 @@ CATEGORIES = (
     "send",
     "broadcast",
 )
-"""What an event is: compute (``weight``: gradients of parameters, where they run apart), collectives of activations,
-gathers of parameters, reductions of their gradients, sends between stages, what all groups are told at the end."""
+"""What an event is: compute (``weight``: gradients of parameters, where they run separately), collectives of
+activations, gathers of parameters, reductions of their gradients, sends between stages, what all groups are told at
+the end."""
 
 MEMORY_KINDS = (
     "parameters",
@@ -118,7 +119,7 @@ class StepTimeline:
         return sum(event.seconds for event in self.on(group, stream))
 
     def exposed_s(self, group: int) -> float:
-        """Seconds in which the group doesn't compute: communication that nothing hides, and waiting."""
+        """Seconds in which the group doesn't compute: exposed communication, and waiting."""
         return self.step_s - self.busy_s(group, "compute")
 
     def peak(self, group: int) -> MemoryPoint:

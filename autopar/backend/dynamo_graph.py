@@ -17,14 +17,14 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.trace import argument_source, is_wrapped_number, run_captured
 
-__all__ = ["Argument", "CapturedGraph", "Expected", "make_module", "read_graph", "readable_name"]
+__all__ = ["CapturedGraph", "Expected", "GraphArgument", "make_module", "read_graph", "readable_name"]
 
 _DTENSOR = "torch.distributed.tensor"
 _KEPT_META = ("nn_module_stack", "stack_trace")
 
 
 @dataclass(frozen=True)
-class Argument:
+class GraphArgument:
     """One argument of a graph.
 
     `role` is ``"input"``, ``"parameter"``, ``"buffer"`` or ``"number"`` (also one that travels as a tensor); `name` is
@@ -58,7 +58,7 @@ class CapturedGraph:
     """
 
     code: fx.GraphModule
-    arguments: tuple[Argument, ...]
+    arguments: tuple[GraphArgument, ...]
     classes: Mapping[str, str]
     passed: tuple[int, ...]
     outputs: tuple[Expected | None, ...]
@@ -85,13 +85,13 @@ class CapturedGraph:
 def read_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> CapturedGraph:
     """Read what Dynamo hands over, while it is still there."""
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    arguments: list[Argument] = []
+    arguments: list[GraphArgument] = []
     taken: set[str] = set()
     for node, example in zip(holders, example_inputs, strict=True):
         source = argument_source(node)
         name = _unused(readable_name(source) or str(node.name), taken)
         role = "number" if is_wrapped_number(node) else _role(example, source)
-        arguments.append(Argument(role, name))
+        arguments.append(GraphArgument(role, name))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     classes: dict[str, str] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.backend.compiled import CompiledGraph
+from autopar.backend.compiled_graph import CompiledGraph
 from autopar.backend.dynamo_graph import read_graph
 
 __all__ = ["compile_graph"]

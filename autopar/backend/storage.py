@@ -22,7 +22,7 @@ Stored = tuple[tuple[str, tuple[int, ...], Layout], ...]
 
 
 def stored_parameters(module: nn.Module, mesh: DeviceMesh) -> Stored:
-    """Where the parameters of `module` lie.
+    """How the parameters of `module` are stored.
 
     Raises:
         BackendError: a DTensor is on other ranks than `mesh`, or not cut into equal slices of its dims.

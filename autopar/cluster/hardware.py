@@ -11,7 +11,7 @@ from autopar.errors import MeshError
 __all__ = ["Device", "Link", "OpTime"]
 
 _LEAST, _MOST = 1e-12, 1e21
-"""What is positive and finite lies between these, so that a price, which divides by two such numbers, is finite too."""
+"""What is positive and finite is between these, so that a price, which divides by two such numbers, is finite too."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Device:
         matmul_efficiency: part of that peak that the inner loop of a large matrix product reaches.
         attention_efficiency: the same for fused attention on long sequences with head dim 128.
         memory_efficiency: part of the peak that a copy reaches.
-        launch_s: what one kernel costs besides its work.
+        launch_s: what one kernel costs in addition to its work.
         sustained_fraction: part of its rate in matrix products that the device keeps under minutes of load, when
             power and heat lower its clock.  Short benchmarks don't show it.
         new_attention_efficiency: as `attention_efficiency`, for kernels written for this generation of devices
@@ -134,8 +134,7 @@ class Link:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Seconds that one op takes on local tensors, forward and backward apart, and where the numbers come
-    from.
+    """Seconds that one op takes on local tensors, forward and backward, and where the numbers come from.
 
     `source` is one of ``"layers"`` (the op's layer was timed as a whole), ``"scaled"`` (others of its kind were),
     ``"measured"`` (ops like it were), ``"published"``, ``"calibrated"`` and ``"estimate"``.

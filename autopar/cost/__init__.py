@@ -5,7 +5,7 @@ comes from.
 `Profile`.
 """
 
-from autopar.cost.prices import ClusterPrices
+from autopar.cost.cluster_prices import ClusterPrices
 from autopar.cost.profile import Curve, Point, Profile
 
 __all__ = ["ClusterPrices", "Curve", "Point", "Profile"]

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from autopar.cluster import Cluster, Device
-from autopar.cost.collectives import collective_terms
+from autopar.cost.collective_prices import collective_terms
 from autopar.cost.quantities import Quantity, larger
 from autopar.cost.roofline import Roofline
 from autopar.ops import Work, count_work

@@ -226,7 +226,7 @@ _SECTIONS: dict[str, tuple[type[Any], Callable[..., Any] | None]] = {
 """The dataclass of each entry, and of its points."""
 
 _LEAST, _MOST = 1e-12, 1e21
-"""Seconds, bytes and flops of a curve lie between these; interpolation multiplies three of them, and stays finite."""
+"""Seconds, bytes and flops of a curve are between these; interpolation multiplies three of them, and stays finite."""
 
 # The keys that are taken apart, by their first part; others are only looked up.
 _COUNT = "[1-9][0-9]{0,17}"

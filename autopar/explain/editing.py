@@ -51,8 +51,8 @@ def parse_edit(text: str) -> Edit:
 def apply_edits(plan: Plan, program: Program, edits: Iterable[Edit]) -> Plan:
     """`plan` with the edits, one after the other; nothing is predicted of it.
 
-    Layers keep their mesh and the factors of their ops.  Another ZeRO level changes where parameters lie between steps:
-    from 0 to more they are cut over all axes on which computing reads them whole, and back.
+    Layers keep their mesh and the factors of their ops.  Another ZeRO level changes how parameters are stored:
+    from 0 to more they are sharded over all axes on which compute reads them whole, and back.
 
     Args:
         plan: that fits `program`.
@@ -116,7 +116,7 @@ def _strategy_of(plan: Plan, number: int, edit: Edit) -> LayerStrategy:
 def _storage(
     plan: Plan, program: Program, layer: Layer, strategy: LayerStrategy, *, is_cut: bool
 ) -> tuple[Layout, ...]:
-    """Where the layer's parameters lie if they are cut over all axes that read them whole, or over none of these."""
+    """How the layer's parameters are stored if they are sharded over all axes that read them whole, or over none."""
     own = own_strategy(program, layer, strategy)
     placed = place(program, layer, own, plan.num_microbatches)
     axes = tuple(range(len(strategy.mesh))) if is_cut else ()

@@ -20,7 +20,7 @@ SOURCES = ("measured", "published", "calibrated", "estimate")
 
 @dataclass(frozen=True)
 class KindWork:
-    """The ops of all layers of one kind on one device in one step, forward and backward, collectives apart.
+    """The ops of all layers of one kind on one device in one step, forward and backward, without collectives.
 
     Args:
         layers: their names.

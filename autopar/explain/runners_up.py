@@ -22,7 +22,7 @@ class RunnerUp:
         step_time_s: simulated, or the sum that the search knows.
         peak_memory_bytes: per device.
         loses: how much slower it is than the plan, relative to that.
-        is_simulated: whether its step was simulated; if not, what compute hides is not taken off.
+        is_simulated: whether its step was simulated; if not, overlapped communication is not subtracted.
     """
 
     what: str

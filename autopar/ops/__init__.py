@@ -1,5 +1,5 @@
 """What autopar knows of ops, in one record for each family (`family.OpFamily`): how they split over one mesh axis,
-what they compute and move, what they keep, how they lie in memory, which special kernels run them.
+what they compute and move, what they keep, their memory format, which special kernels run them.
 
 The records are the `FAMILIES` of the files of this folder, which are found by themselves: `pointwise`, `products`,
 `attention` ...; the language of factor rules is explained in `declaration`.

@@ -183,7 +183,9 @@ def _parse_tensor(text: str, line: str) -> TensorPattern:
     if bad or not words:
         raise RuleError(f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'")
     if sum(dim in {"*", "...", "*-@"} for dim in dims) > 1:
-        raise RuleError(f"rule {line!r}: {text!r} has more than one of '*' and '...', so its dims can't be told apart")
+        raise RuleError(
+            f"rule {line!r}: {text!r} has more than one of '*' and '...', so it is ambiguous which dims they stand for"
+        )
     return TensorPattern(dims, is_offset, is_same)
 
 

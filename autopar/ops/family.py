@@ -26,7 +26,7 @@ The function gets the op, its operands' and its results' types, and returns None
 """
 
 Saves = tuple[tuple[int, ...], int]
-"""What autograd keeps until backward: indices into operands, then results; bytes besides."""
+"""What autograd keeps until backward: indices into operands, then results; further bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes that a call takes on one device beside its operands, its results and what autograd saves of them.
+    """Bytes that a call takes on one device in addition to its operands, its results and what autograd saves of them.
 
     Args:
         forward: while it runs.
@@ -90,7 +90,7 @@ class OpFamily:
         num_differentiable: how many of the results, from the first on, can have a gradient; None for all.
         gradient: ``"own"``, ``"passed"``: operands of the result's size get the very gradient of the result, or
             ``"parts"``: operands get views of it.
-        place: how the result lies in memory; see `result_order`.
+        place: the memory format of the result; see `result_order`.
         may_copy: a view that becomes a copy where the operand's order in memory doesn't allow one.
         num_choices: of operands that index something: into how many, by the first operand's shape.
         row_dim: the dim of the first operand along which it works row by row.

@@ -65,7 +65,7 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _saves(op: Op, operands: Types, results: Types) -> Saves:
-    # The log-softmax is kept, which is as big as the logits and lies like them: counted as if they were kept.
+    # The log-softmax is kept, which has the size and memory format of the logits: counted as if these were kept.
     return tuple(range(len(operands))), 0
 
 

@@ -1,4 +1,4 @@
-"""In which order the elements of a tensor lie in memory: what tells a view from a copy.
+"""The order of a tensor's elements in memory, which decides whether a reshape is a view or a copy.
 
 A `PlaceResult` says of one call whether the (first) result is a view of the first operand, and its order.  It gets the
 op, the operand's shape, the operand's order and the result's shape, as one device has them.
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Order:
-    """Of each dim of a tensor, how many elements further on in memory its next one lies; 0: the same one again."""
+    """The stride of each dim of a tensor, in elements; 0: expanded."""
 
     strides: tuple[int, ...]
 
@@ -38,7 +38,7 @@ def new(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]
 
 
 def followed(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """A tensor of its own that lies as the operand does, if that is as large and no other order is asked for."""
+    """A new tensor in the operand's memory format, if that is as large and no other format is asked for."""
     asks = any(key == "memory_format" and "preserve" not in str(value) for key, value in op.kwargs)
     return False, _packed(shape, order) if shape == result and not asks else in_order(result)
 
@@ -77,10 +77,10 @@ def permuted(order_dims: Callable[[Op, list[int]], list[int] | None]) -> PlaceRe
 
 
 def _packed(shape: Shape, order: Order) -> Order:
-    """A tensor of its own whose dims lie in the same order."""
+    """A new tensor whose dims are in the same order in memory."""
     strides = [0] * len(shape)
     step = 1
-    # Dims of one element, and such that stand for several, lie as their names say.
+    # Dims of one element, and expanded dims, are ordered by their index.
     for dim in sorted(range(len(shape)), key=lambda dim: (order.strides[dim], -dim)):
         strides[dim] = step
         step *= shape[dim]

@@ -15,7 +15,7 @@ def _is_training(op: Op) -> bool:
 
 
 def _work_of_dropout(op: Op, operands: Types, results: Types) -> Work:
-    """A mask of one byte an element is written besides, and read in backward."""
+    """A mask of one byte an element is written too, and read in backward."""
     mask, whole = 1.0 * operands[0].num_elements, operands[0].num_bytes
     return Work(
         "bytes",

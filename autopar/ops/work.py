@@ -1,4 +1,4 @@
-"""What an op has to do on local tensors: floating-point operations and bytes, forward and backward apart.
+"""What an op has to do on local tensors: floating-point operations and bytes, separately for forward and backward.
 
 Pure counting; knows no device.  Here is what every op is counted by that has nothing else in its record: eager
 execution reads each operand and writes each result.

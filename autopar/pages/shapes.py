@@ -1,4 +1,4 @@
-"""What a page is made of: charts as plotly's own JSON, tables, and numbers with their exact value beside the text."""
+"""What a page is made of: charts as plotly's own JSON, tables, and numbers with their exact value next to the text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Cell = str | Number
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers beside a chart; `caption` says what the rows are."""
+    """Numbers next to a chart; `caption` says what the rows are."""
 
     caption: str
     columns: tuple[str, ...]

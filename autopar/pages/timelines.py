@@ -160,7 +160,7 @@ def _tell(event: Event) -> str:
 
 
 def timeline_table(timeline: StepTimeline) -> Table:
-    """Every group: how long it computes and communicates, and what of that nothing hides."""
+    """Every group: how long it computes and communicates, and how much of that is exposed."""
     groups = sorted({event.group for event in timeline.events})
     busy = {(event.group, stream): 0.0 for event in timeline.events for stream in STREAMS}
     for event in timeline.events:

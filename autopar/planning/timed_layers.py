@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.cost import ClusterPrices
 from autopar.cost.layer_corrections import LocalOp, TimedLayer, layer_key
-from autopar.cost.measure.layers import time_layer
+from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.profile import LayerTime
 from autopar.lower.program.single_layer import LoneLayer
 from autopar.plan import LayerStrategy, Plan

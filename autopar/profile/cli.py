@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from autopar.cost.measure import CACHE_DIR, Alone, default_dtypes, dense_probes, profile_path, quick_probes
+from autopar.cost.measure.missing import load_shared, measure_missing, missing_probes
 from autopar.cost.measure.ranks import share_text
-from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
 from autopar.cost.profile import Profile
 from autopar.errors import AutoparError, ProfileError
 from autopar.profile.command_options import matching_keys, read_axes, read_budget, read_dtypes, read_output

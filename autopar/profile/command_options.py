@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from autopar.cost.measure.collectives import all_axes
+from autopar.cost.measure.collective_times import all_axes
 from autopar.cost.measure.probe import Probe
 from autopar.errors import ProfileError
 from autopar.placement import Axis

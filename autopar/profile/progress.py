@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from autopar.cost.measure.session import Progress
+from autopar.cost.measure.missing import Progress
 
 __all__ = ["showing"]
 

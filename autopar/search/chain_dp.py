@@ -49,7 +49,7 @@ class Skip:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The problem.  `moves_s[l]` lies between layers l and l + 1; layers and moves may repeat."""
+    """The problem.  `moves_s[l]` is between layers l and l + 1; layers and moves may repeat."""
 
     num_states: int
     layers: tuple[ChainLayer, ...]

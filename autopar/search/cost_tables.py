@@ -1,8 +1,8 @@
 """The costs of all layers' candidates as arrays, for the algorithms that choose one candidate per layer.
 
 Seconds are those of one microbatch, except `step_s`, which is spent once per step.  A *path* has the index of one
-candidate for each layer.  What lies between layers depends on the *boundary states* (mesh and policy) that the
-candidates on both sides have.  `path_stages` says what stages a path makes if it is cut into them.
+candidate for each layer.  What resharding between layers costs depends on the *boundary states* (mesh and policy) of
+the candidates on both sides.  `path_stages` says what stages a path makes if it is cut into them.
 """
 
 from __future__ import annotations

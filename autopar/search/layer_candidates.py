@@ -70,7 +70,7 @@ def layer_candidates(
 def _sliced_late(settings: StepSettings, layer: Layer) -> frozenset[str]:
     """Values without gradient that are whole in time but that some reader reads in microbatches.
 
-    The axis in time lies outside those of devices, so they must be whole on devices as well where they are sliced.
+    The axis in time is outside those of devices, so they must be whole on devices as well where they are sliced.
     """
     if settings.num_microbatches == 1:
         return frozenset()
@@ -94,7 +94,7 @@ def _strategies(
     demands: LayerDemands,
     whole: frozenset[str],
 ) -> Iterator[_Strategy]:
-    """Distinct strategies of the solved variants, applied, with the policies between which they lie."""
+    """Distinct strategies of the solved variants, applied, with the policies before and behind them."""
     seen: set[tuple[object, ...]] = set()
     costs = boundary_costs(problems)
     for variant in _solved_variants(settings, demands):
@@ -140,17 +140,17 @@ def _on_mesh(variant: SolvedVariant, problem: LayerProblem) -> SolvedVariant:
 def _solved_variants(settings: StepSettings, demands: LayerDemands) -> Iterable[SolvedVariant]:
     """The fastest without ZeRO, the fastest with what ZeRO takes, and one that saves memory at its usual price.
 
-    Where compute hides them, sharded storage and its optimizer are worth more than sums of seconds say.  With several
-    microbatches in flight, gathering for each of them is seldom worth its while.
+    Where collectives of parameters overlap, sharded storage and its optimizer are faster than sums of seconds say.
+    With several microbatches in flight, gathering for each of them seldom pays.
     """
     price = settings.memory_price_s_per_byte
     plain, saving = SolvedVariant(), SolvedVariant(3, memory_weight_s_per_byte=price)
     if not settings.training.is_training:
         return plain, saving
     if settings.in_flight > 1:
-        sharded = SolvedVariant(1, memory_weight_s_per_byte=price, hides=True)
+        sharded = SolvedVariant(1, memory_weight_s_per_byte=price, overlaps=True)
     elif settings.prices.interference("all_gather", Axis(2, 1)) < 1:
-        sharded = SolvedVariant(1, hides=True)
+        sharded = SolvedVariant(1, overlaps=True)
     else:
         sharded = SolvedVariant(3)
     variants = (plain, sharded, saving)

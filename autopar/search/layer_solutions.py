@@ -47,14 +47,14 @@ class SolvedVariant:
         shard_axes: the mesh axes on which ZeRO shards storage.
         recompute: how to recompute.
         memory_weight_s_per_byte: the price of memory.
-        hides: whether compute hides the collectives of parameters, which then cost only what they take from it.
+        overlaps: whether collectives of parameters overlap with compute, and then cost only what they slow it down.
     """
 
     zero: int = 0
     shard_axes: tuple[int, ...] = ()
     recompute: str = "none"
     memory_weight_s_per_byte: float = 0.0
-    hides: bool = False
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     def price(kind: str, axis: Axis, num_bytes: float, times: int) -> float:
         if kind in LOCAL or not times or not num_bytes:
             return 0.0
-        taken = prices.interference(kind, axis) if variant.hides else 1.0
+        taken = prices.interference(kind, axis) if variant.overlaps else 1.0
         return times * taken * prices.collective_s(kind, axis, num_bytes)
 
     seconds = 0.0

@@ -201,7 +201,7 @@ def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int, named: fr
 
 
 def _time_options(op: Op, num_microbatches: int, differentiable: bool, *, alone: bool) -> list[Option]:
-    """The options that may lie on the axis in time, the preferred first.
+    """The options that may be assigned to the axis in time, the preferred first.
 
     Without a gradient an op runs whole where it can (it may be needed whole, as a loss's denominator is).
     With one, "whole" would give its operands the same gradient from each microbatch, so only terms (``~``)
@@ -220,7 +220,7 @@ def _time_options(op: Op, num_microbatches: int, differentiable: bool, *, alone:
 
 
 def _order(problem: _Problem) -> None:
-    """Constraints in an order in which, ties between kinds apart, values are defined before they are read."""
+    """Constraints in an order in which, except for links between kinds, values are defined before they are read."""
     waiting = deque(problem.constraints)
     known = set(problem.domains)
     ordered: list[_Constraint] = []
@@ -253,7 +253,7 @@ def _is_free(problem: _Problem, variable: Variable, source: Placement, target: P
     if variable in problem.differentiable:
         return source == target or (variable in problem.held and target == BROADCAST)
     whole = source.kind in "RB"
-    # What crossed a boundary may lie in slices on devices, and the axis in time is outside of those.
+    # What crossed a boundary may be sharded on devices, and the axis in time is outside of those.
     targets = "RB" if variable in problem.crossing else "RBS"
     return source == target or (whole and target.kind in targets)
 

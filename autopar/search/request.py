@@ -21,7 +21,7 @@ MEMORY_ERROR = 0.05
 class ConsideredPlan:
     """A plan that a search looked at: predicted seconds of a step, peak bytes per device, and what most layers do.
 
-    Without `is_simulated` these are sums, from which nothing that compute hides is taken off.
+    Without `is_simulated` these are sums, from which overlapped communication is not subtracted.
     """
 
     step_time_s: float

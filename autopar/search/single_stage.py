@@ -42,7 +42,7 @@ class SingleStagePaths:
         return self.candidates.decisions(self.pool.paths[path].tolist())
 
     def least_s(self, path: int) -> float:
-        """Seconds of the path of this index if compute hides all collectives of parameters."""
+        """Seconds of the path of this index if all collectives of parameters are overlapped."""
         chosen = self.candidates.along(self.pool.paths[path].tolist())
         return self.pool.time_s[path] - sum(candidate.cost.parameter_comm_s for candidate in chosen)
 
@@ -56,7 +56,7 @@ class SingleStagePaths:
     @cached_property
     def fastest(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """(seconds, peak bytes) of the fastest path, whatever memory there is: by its sum of seconds, and by what is
-        left of it if compute hides all collectives of parameters.
+        left of it if all collectives of parameters are overlapped.
         """
         peak = self.pool.peak_bytes
         by_sum = min((self.pool.time_s[path], peak[path]) for path in self.front)
@@ -172,7 +172,7 @@ def _microbatch_counts(context: SearchContext) -> Iterator[tuple[int, TimeAssign
 
 
 def _adds(paths: SingleStagePaths, known: list[SingleStagePaths]) -> bool:
-    """Whether one of `paths` is faster than all known ones that take no more memory, tolerances apart."""
+    """Whether one of `paths` is faster than all known ones that take no more memory, within a tolerance."""
     time = np.concatenate([other.pool.time_s for other in known])
     peak = np.concatenate([other.pool.peak_bytes for other in known])
     order = np.argsort(peak)

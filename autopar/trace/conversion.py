@@ -21,7 +21,7 @@ from autopar.trace.graph import Graph, Names, rename
 
 __all__ = ["convert", "tensor_type"]
 
-# Where a tensor lies is the runtime's business, and the layout of memory is the kernels'.
+# The runtime decides on which device a tensor is; kernels decide on its memory format.
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 
 

@@ -1,6 +1,6 @@
 """Cutting a flat program into layers: contiguous, covering, of a sensible size.
 
-Where modules repeat, each repetition is a layer, and so is what lies between.  A stretch that is longer than
+Where modules repeat, each repetition is a layer, and so are the ops between them.  A stretch that is longer than
 `MAX_OPS`, or that no module divides, is cut at its narrow places: positions that one value crosses divide it
 into atoms; atoms that repeat become layers; what is left is cut where the fewest bytes cross (dynamic
 programming).

@@ -22,7 +22,7 @@ __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"
 
 LossFunction = Callable[..., Tensor]
 
-_TARGET = "target"  # the keyword argument that the twin has beside the model's own
+_TARGET = "target"  # the keyword argument that the twin has in addition to the model's own
 _UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
 
 
@@ -92,7 +92,7 @@ def without_target(
 
 
 class _WithLoss(nn.Module):
-    """What the class of a twin has beside the model's own."""
+    """What the class of a twin has in addition to the model's own."""
 
     loss_fn: LossFunction
     own_forward: Callable[..., Any] | None = None  # of a model whose forward was replaced on the instance

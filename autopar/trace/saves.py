@@ -29,7 +29,7 @@ class SavesMeter:
         self._known: dict[object, Saves] = {}
 
     def saved(self, op: Op, operands: _Types, results: _Types, needs_gradient: tuple[bool, ...]) -> Saves:
-        """The saved operands and results of `op` and the bytes besides; `needs_gradient` is per operand."""
+        """The saved operands and results of `op`, and further bytes; `needs_gradient` is per operand."""
         if not any(needs_gradient):
             return (), 0
         saves = family_of(op.target).saves

@@ -106,7 +106,7 @@ def _first_parameter(rehearsal: _Rehearsal, plan: Plan, expected: Run) -> str:
 
 @dataclass(frozen=True)
 class _Result:
-    """One result of an op: in which layer, how it lies, on which ranks."""
+    """One result of an op: in which layer, in which layout, on which ranks."""
 
     name: str
     layer: Layer

@@ -65,7 +65,7 @@ def observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs)
 
 
 def _watch(parallel: ParallelModule, program: Program, seen: Observed) -> None:
-    """Make every layer program of `parallel` run through an observer; layers run in order, so calls tell them apart."""
+    """Make every layer program of `parallel` run through an observer; layers that share one run in order."""
     layers: dict[int, Iterator[Layer]] = {}
     users: dict[int, list[Layer]] = {}
     for runner in parallel.layer_runners:

@@ -267,7 +267,7 @@ def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], na
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a tensor lies that lies as `layout`."""
+    """The layout of the gradient of a tensor with this layout."""
     turned = {"P": REPLICATE, "B": PARTIAL}
     return tuple(turned.get(placement.kind, placement) for placement in layout)
 
@@ -362,7 +362,7 @@ def _all_ops(program: Program) -> Iterator[Op]:
 
 
 def _met_by_wide(program: Program, wide: Set[str]) -> set[str]:
-    """What is not `wide` and only read beside values that are; some ops take all of one dtype (a loss with weights)."""
+    """What is not `wide` and only read with values that are; some ops take all of one dtype (a loss with weights)."""
     casts = {op.results[0] for op in _all_ops(program) if _is_cast_of_integers(op, program)}
     found = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
     for op in _all_ops(program):

@@ -32,7 +32,7 @@ from torch import nn
 from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.measure.layers import time_layer
+from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.profile import Curve, Point
 from autopar.lower.program.single_layer import LoneLayer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost.prices import DEFAULT_INTERFERENCE
+from autopar.cost.cluster_prices import DEFAULT_INTERFERENCE
 
 __all__ = ["BETWEEN_STEPS_S", "CALIBRATED", "OF_INFINIBAND", "PRIORS", "QUANTISING_S", "Calibration"]
 

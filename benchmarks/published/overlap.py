@@ -1,4 +1,4 @@
-"""What communication and computation take when they run at the same time, and what stays visible.
+"""What communication and computation take when they run at the same time, and what stays exposed.
 
 A collective that runs at the same time as kernels takes cores and memory bandwidth from them: compute goes on at
 ``1 - taken`` of its speed as long as the collective lasts.  With c seconds of compute and t of communication that start

@@ -192,7 +192,7 @@ def _communication(mesh: Any) -> list[Any]:
         (x, *_) = vector_batches()
         step = compile_for(Mlp(), mesh, constraint)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("autopar.backend.compiled.RunningGraph", Spy)
+            patch.setattr("autopar.backend.compiled_graph.RunningGraph", Spy)
             step(x)
         with session_of(mesh).communicator.recording() as run:
             step(x).sum().backward()

@@ -13,7 +13,7 @@ from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.cost.closed_forms import Form, OpForm, describe, layer_forms
-from autopar.cost.collectives import COLLECTIVES, collective_terms
+from autopar.cost.collective_prices import COLLECTIVES, collective_terms
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
 from autopar.program import TensorType

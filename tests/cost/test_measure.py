@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile, measure
-from autopar.cost.collectives import COLLECTIVES
+from autopar.cost.collective_prices import COLLECTIVES
 from autopar.cost.measure import measure_profile
-from autopar.cost.measure.collectives import default_axes
+from autopar.cost.measure.collective_times import default_axes
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.measure.ranks import max_over_ranks, share_text
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator

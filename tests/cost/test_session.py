@@ -10,9 +10,9 @@ import torch
 from autopar.cost import Curve, Point, Profile, measure
 from autopar.cost.measure import Alone, measure_profile
 from autopar.cost.measure.machine import describe_software
+from autopar.cost.measure.missing import load_shared, measure_missing, missing_probes
 from autopar.cost.measure.probe import Measurement, Probe, Sample
 from autopar.cost.measure.ranks import max_over_ranks
-from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
 from autopar.errors import ProfileError
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from tests.ranks import run_ranks

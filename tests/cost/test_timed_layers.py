@@ -5,7 +5,7 @@ import torch
 
 from autopar.api import trace_model
 from autopar.cost import ClusterPrices
-from autopar.cost.measure.layers import time_layer
+from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.profile import LayerTime
 from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.communication.simulated_ranks import simulate

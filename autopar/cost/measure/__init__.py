@@ -1,8 +1,9 @@
 """Measures this machine: `measure_profile`.  The only part of `autopar.cost` that loads torch.
 
 What is measured, in which file: `ops` (of the `op_calls` that it lists), `optimizer`: on one device;
-`collectives`, `interference`: between `ranks`; `layers`: whole layers of a plan.  Each gives a few probes (`probe`),
-timed on the device's clock (`timing`); `session` runs those whose numbers the profile of this `machine` lacks.
+`collective_times`, `interference`: between `ranks`; `layer_times`: whole layers of a plan.  Each gives a few probes
+(`probe`), timed on the device's clock (`timing`); `missing` runs those whose numbers the profile of this `machine`
+lacks.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from autopar.cost.measure.collectives import Collectives, collective_probes, default_axes
+from autopar.cost.measure.collective_times import Collectives, collective_probes, default_axes
 from autopar.cost.measure.interference import interference_probes
 from autopar.cost.measure.machine import CACHE_DIR, profile_path
+from autopar.cost.measure.missing import load_shared, measure_missing, missing_probes
 from autopar.cost.measure.ops import op_probes
 from autopar.cost.measure.optimizer import optimizer_probes
 from autopar.cost.measure.probe import Probe
 from autopar.cost.measure.ranks import Alone
-from autopar.cost.measure.session import load_shared, measure_missing, missing_probes
 from autopar.cost.profile import Profile
 from autopar.errors import ProfileError
 from autopar.placement import Axis

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from autopar.cost.collectives import COLLECTIVES
-from autopar.cost.measure.collectives import (
+from autopar.cost.collective_prices import COLLECTIVES
+from autopar.cost.measure.collective_times import (
     Collectives,
     Waitable,
     num_bytes_of,

@@ -158,7 +158,7 @@ def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
         "legend": LEGEND,
         "margin": MARGIN,
     }
-    return Figure("roofline", "Roofline: where the ops of each layer kind lie.", tuple(data), layout, 340)
+    return Figure("roofline", "Roofline: arithmetic intensity and rate of each layer kind.", tuple(data), layout, 340)
 
 
 def roofline_table(answer: Answer, works: Sequence[KindWork]) -> Table:

@@ -173,8 +173,8 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if answer.considered:
         text = (
             f"{len(answer.considered):,} of the plans that the search looked at, the fast ones and a sample of the "
-            "others: as sums of seconds, and where the step was simulated without what computing hides. Point at one "
-            "to see what it does."
+            "others: as sums of seconds, and where the step was simulated without overlapped communication. Point at "
+            "one to see what it does."
         )
         tables = (runner_table(findings.explanation.runners_up), front_table(answer))
         yield Section("front-section", "Time against memory", (text,), (front_figure(answer),), tables)

@@ -73,19 +73,19 @@ class BucketHandle:
         if len(self._xs) != len(self._left):
             raise ValueError(f"{len(self._xs)} tensors but {len(self._left)} lists of steps")
         self._communicator = communicator
-        self._flying = self._start_round()
+        self._under_way = self._start_round()
 
     def wait(self) -> list[Tensor]:
         """The tensors after their moves, in the order given."""
-        while self._flying:
-            for flight in self._flying:
-                buffer = flight.handle.wait()
-                for index, x in zip(flight.indices, flight.unpack(buffer), strict=True):
+        while self._under_way:
+            for shared in self._under_way:
+                buffer = shared.handle.wait()
+                for index, x in zip(shared.indices, shared.unpack(buffer), strict=True):
                     self._xs[index] = x
-            self._flying = self._start_round()
+            self._under_way = self._start_round()
         return [self._xs[index] for index in range(len(self._left))]
 
-    def _start_round(self) -> list[_Flight]:
+    def _start_round(self) -> list[_SharedCollective]:
         waiting: dict[tuple[Move, torch.dtype], list[int]] = {}
         for index, left in enumerate(self._left):
             while left and left[0].kind not in COLLECTIVE_KINDS:
@@ -96,7 +96,7 @@ class BucketHandle:
         with self._communicator.serving(*self._purpose):
             return [self._start(move, indices) for (move, _), indices in waiting.items()]
 
-    def _start(self, move: Move, indices: list[int]) -> _Flight:
+    def _start(self, move: Move, indices: list[int]) -> _SharedCollective:
         moves = [self._left[index].pop(0) for index in indices]
         shapes = [self._xs[index].shape for index in indices]
         pack, unpack = _PACKERS[move.kind]
@@ -109,11 +109,11 @@ class BucketHandle:
             pieces = torch.split_with_sizes(buffer, sizes, dim=-1)
             return [unpack(*args) for args in zip(pieces, shapes, moves, strict=True)]
 
-        return _Flight(indices, handle, unpack_all)
+        return _SharedCollective(indices, handle, unpack_all)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _SharedCollective:
     """One shared collective: whose tensors are in it, and how to take them out."""
 
     indices: list[int]

@@ -1,4 +1,4 @@
-"""Collectives as ops of a traced graph, for compiled layers: inductor sees them and may move compute beside them.
+"""Collectives as ops of a traced graph, for compiled layers: inductor sees them and may overlap compute with them.
 
 Only tracing calls it; what is traced then runs on the process groups themselves.
 """

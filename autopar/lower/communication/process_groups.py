@@ -33,7 +33,7 @@ _GLOO_SUM_DTYPES = _GLOO_DTYPES - {torch.float16}  # gloo would sum those in 16 
 _DIRECT_BYTES = 1 << 20
 
 
-class _Group:
+class _AxisGroup:
     """One process group, and where the axis' coordinates stand in it (torch sorts a group's ranks)."""
 
     def __init__(self, process_group: dist.ProcessGroup, members: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class ProcessGroupCommunicator(Communicator):
                 "call this only on the ranks of the mesh"
             )
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
-        self._groups: dict[Axis, _Group] = {}
+        self._groups: dict[Axis, _AxisGroup] = {}
         if self.world_size > 1:
             timeout = torch_groups.world_timeout()
             store = torch_groups.open_store(self._ranks)
@@ -99,10 +99,10 @@ class ProcessGroupCommunicator(Communicator):
         group = self._group(axis)
         return GroupOrder(torch_groups.group_name(group.process_group), group.to_group, group.from_group)
 
-    def _group(self, axis: Axis) -> _Group:
+    def _group(self, axis: Axis) -> _AxisGroup:
         if axis not in self._groups:
             members = [self._ranks[rank] for rank in axis.group(self.rank)]
-            self._groups[axis] = _Group(_open_group(members), members)
+            self._groups[axis] = _AxisGroup(_open_group(members), members)
         return self._groups[axis]
 
     @property

@@ -1,9 +1,9 @@
 """All ranks in one process: every rank is a thread, collectives are meetings of threads.
 
-Used to rehearse programs without a cluster.  Results are deterministic: sums run in coordinate order, and no
-rank sees another's tensor after the meeting.  Messages lie in mailboxes until they are received, so no sender waits.
-What would hang a cluster raises here: members that come to a meeting with different collectives, ranks that all wait
-for somebody who never comes or sends, and messages that nobody receives.
+Used to rehearse programs without a cluster.  Results are deterministic: sums run in coordinate order, and no rank sees
+another's tensor after the meeting.  Messages wait in mailboxes until they are received, so no sender waits.  What would
+hang a cluster raises here: members that come to a meeting with different collectives, ranks that all wait for somebody
+who never comes or sends, and messages that nobody receives.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Settings:
         return x
 
     def locate(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
-        """The target as an index into the own classes, clamped, and whether it lies there and counts."""
+        """The target as an index into the own classes, clamped, and whether it is one of these and counts."""
         index = target - self.first
         is_own = (index >= 0) & (index < num_local) & (target != self.ignore_index)
         return index.clamp_(0, num_local - 1).unsqueeze(-1), is_own

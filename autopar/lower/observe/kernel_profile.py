@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from autopar.timeline import Event, StepTimeline
 
-__all__ = ["Kernel", "profile_kernels"]
+__all__ = ["KernelTime", "profile_kernels"]
 
 _BEGIN = "autopar: the step begins"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelTime:
     """All runs of one kernel (on a CPU: of one op, without what it calls) in one layer's forwards or backwards.
 
     Args:
@@ -41,7 +41,7 @@ class Kernel:
     runs: int
 
 
-def profile_kernels(step: Callable[[], StepTimeline], device: torch.device) -> tuple[Kernel, ...]:
+def profile_kernels(step: Callable[[], StepTimeline], device: torch.device) -> tuple[KernelTime, ...]:
     """The kernels of a step that a stopwatch measures, those that take longest first.
 
     Args:
@@ -69,7 +69,7 @@ def _seconds(event: Any, *, is_gpu: bool) -> float:
     return float(event.time_range.elapsed_us() if is_gpu else event.self_cpu_time_total) / 1e6
 
 
-def _by_layer(runs: Sequence[tuple[str, float, float]], events: Sequence[Event]) -> tuple[Kernel, ...]:
+def _by_layer(runs: Sequence[tuple[str, float, float]], events: Sequence[Event]) -> tuple[KernelTime, ...]:
     """Runs (name, start, seconds) by the layer that computes when they start; what no layer starts is left out."""
     computing = sorted((e for e in events if e.stream == "compute" and e.layer >= 0), key=lambda e: e.start_s)
     starts = [event.start_s for event in computing]
@@ -80,5 +80,5 @@ def _by_layer(runs: Sequence[tuple[str, float, float]], events: Sequence[Event])
             row = total[computing[place].layer, computing[place].category, name]
             row[0] += seconds
             row[1] += 1
-    kernels = [Kernel(*key, seconds, int(count)) for key, (seconds, count) in total.items()]
+    kernels = [KernelTime(*key, seconds, int(count)) for key, (seconds, count) in total.items()]
     return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))

@@ -1,4 +1,4 @@
-"""What was predicted of the plan that a module runs, for those who show it beside what happens."""
+"""What was predicted of the plan that a module runs, for those who compare it with what happens."""
 
 from __future__ import annotations
 

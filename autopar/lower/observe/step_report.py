@@ -1,4 +1,4 @@
-"""`StepReport`: what was predicted of a step beside what was measured, per layer and per stream."""
+"""`StepReport`: a step as predicted and as measured, per layer and per stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import QuestionError
-from autopar.lower.observe.kernel_profile import Kernel
+from autopar.lower.observe.kernel_profile import KernelTime
 from autopar.lower.program.naming import format_seconds
 from autopar.pages.html import Section, render_page
 from autopar.pages.shapes import Cell, Number, Table, digits, milliseconds
@@ -47,7 +47,7 @@ class StepReport:
     layers: dict[int, str]
     alike: tuple[tuple[int, ...], ...]
     group: int = 0
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()
 
     def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
         """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
@@ -140,7 +140,7 @@ class StepReport:
         layers: dict[int, str],
         alike: tuple[tuple[int, ...], ...],
         group: int,
-        kernels: tuple[Kernel, ...] = (),
+        kernels: tuple[KernelTime, ...] = (),
     ) -> StepReport:
         """Of several measured steps, the one whose time is the median (of an even number, the faster)."""
         steps_s = tuple(timeline.step_s for timeline in measured)

@@ -34,7 +34,7 @@ class _Mark:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _TimedCollective:
     collective: Collective
     category: str
     layer: int
@@ -57,7 +57,7 @@ class Stopwatch:
         self._layers = list(layers)
         self._device = device
         self._marks: list[_Mark] = []
-        self._flights: list[_Flight] = []
+        self._collectives: list[_TimedCollective] = []
         self._began_s = time.perf_counter()
         self._first = self._record() if device.type == "cuda" else None
 
@@ -83,7 +83,11 @@ class Stopwatch:
         current = self._marks[-1].layer if self._marks else -1
         layer = self._layers.index(name) if name in self._layers else current
         start, stops = self._now(), list[Seconds]()
-        self._flights.append(_Flight(collective, category, layer, start, lambda: stops[0]() if stops else start()))
+
+        def stop() -> float:
+            return stops[0]() if stops else start()
+
+        self._collectives.append(_TimedCollective(collective, category, layer, start, stop))
 
         def watched(handle: Handle) -> Handle:
             handle.on_arrival(lambda: stops.append(self._now()))
@@ -110,7 +114,7 @@ class Stopwatch:
 
     def _moved(self) -> list[Event]:
         found: list[Event] = []
-        for each in self._flights:
+        for each in self._collectives:
             ran = each.collective
             category = each.category or (ran.kind if ran.kind in _STREAMS else "activation communication")
             name = self._layers[each.layer] if each.layer >= 0 else ran.kind

@@ -128,7 +128,7 @@ def record_draws(model: nn.Module, initialize: Initializer | None = None) -> Dra
     drawing = frozenset(id(m) for m in model.modules() if any(x.is_meta for x in (*m.parameters(), *m.buffers())))
     with Tape() as tape, _blank(model), _default_dtype(model):
         try:
-            _Builder(tape, drawing).build(model)
+            _Initializer(tape, drawing).build(model)
             if initialize is not None:
                 model.apply(initialize)
         except TapeError as error:
@@ -143,7 +143,7 @@ def record_draws(model: nn.Module, initialize: Initializer | None = None) -> Dra
     return Draws(tape, results, {name: x.dtype for name, x in wanted.items()})
 
 
-class _Builder:
+class _Initializer:
     """Does to modules what building them on one device does; `drawing` are the ids of those to be given values."""
 
     def __init__(self, tape: Tape, drawing: frozenset[int]) -> None:

@@ -66,7 +66,7 @@ class LoneLayer:
         self._keeping = keeping_program(lowered, compiled=compiled)
         random = RandomState(0, self.device) if any(op.is_random for op in layer.ops) else None
         self._context = LayerContext(NullCommunicator(math.prod(strategy.mesh), self.device), random=random)
-        maker = _Maker(program, layer, self.device, constants or {})
+        maker = _LayerMaker(program, layer, self.device, constants or {})
         local = lowered.local
         self._inputs = [maker.make(local.values[index]) for index in local.inputs]
         self._held = [maker.make(local.values[index]) for index in local.held]
@@ -97,7 +97,7 @@ class LoneLayer:
         return torch.autograd.grad(roots, self._leaves, gradients, allow_unused=True)
 
 
-class _Maker:
+class _LayerMaker:
     """Makes up values."""
 
     def __init__(self, program: Program, layer: Layer, device: torch.device, constants: Mapping[str, Tensor]) -> None:

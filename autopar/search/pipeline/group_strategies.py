@@ -1,7 +1,7 @@
 """The candidates of every layer once it is known where to cut: a chain of the stages of each device group.
 
 The stages of one group share its memory, so their layers make one chain, each with its stage's microbatches in flight.
-What lies between stages of different groups is priced by the neighbours' states on a guiding path.
+Transfers between stages of different groups are priced by the neighbours' states on a guiding path.
 """
 
 from __future__ import annotations

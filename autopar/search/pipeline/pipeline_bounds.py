@@ -56,7 +56,7 @@ def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
 def _least_in_turn_s(shape: Shape, total_s: Array) -> float:
     """With one stage per group: over all cuts, the least of the longest group, by dynamic programming."""
     before = np.concatenate([[0.0], np.cumsum(total_s)])
-    # [start, stop]: the wait for what lies before a stage, and its own work.
+    # [start, stop]: the wait for the stages before, and the stage's own work.
     took = before[:-1, None] / shape.num_microbatches + before[None, 1:] - before[:-1, None]
     took[np.tril_indices(len(total_s), -1)] = np.inf
     longest = took[0]

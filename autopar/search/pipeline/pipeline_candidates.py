@@ -50,7 +50,7 @@ class PipelineCandidate:
 
     @property
     def shape(self) -> Shape:
-        """How it runs, apart from where it is cut."""
+        """How it runs, wherever it is cut."""
         return self.cuts.shape
 
     def decisions(self) -> Decisions:
@@ -61,7 +61,7 @@ class PipelineCandidate:
 
     @property
     def least_s(self) -> float:
-        """Seconds of a step if compute hides all collectives of parameters."""
+        """Seconds of a step if all collectives of parameters are overlapped."""
         return self.step_s - sum(each.cost.parameter_comm_s for each in self.candidates.along(self.path))
 
     @property

@@ -128,7 +128,7 @@ def _read_cuts(constraints: Constraints, program: Program) -> tuple[int, ...]:
     limits = (0, *cuts, len(program.layers))
     if any(after <= before for before, after in itertools.pairwise(limits)):
         raise ConstraintError(
-            f"cuts={','.join(map(str, given))}: they must ascend and lie between 1 and {len(program.layers) - 1}, "
+            f"cuts={','.join(map(str, given))}: they must ascend and be between 1 and {len(program.layers) - 1}, "
             f"the last layer, but are layers {', '.join(map(str, cuts))}"
         )
     return cuts

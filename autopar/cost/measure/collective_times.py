@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from autopar.cost.collectives import COLLECTIVES
+from autopar.cost.collective_prices import COLLECTIVES
 from autopar.cost.measure.probe import Measurement, Probe, Sample
 from autopar.cost.measure.ranks import Ranks, max_over_ranks
 from autopar.cost.measure.timing import elapsed_s, median_of

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from autopar.cluster import Cluster, OpTime
-from autopar.cost.collectives import CollectiveTerms, check_kind, collective_terms, traffic_share
+from autopar.cost.collective_prices import CollectiveTerms, check_kind, collective_terms, traffic_share
 from autopar.cost.layer_corrections import LayerCorrections, TimedLayer
 from autopar.cost.op_curves import OpCurves
 from autopar.cost.product_curves import ProductCurves
