@@ -143,7 +143,8 @@ class _Life:
             elif isinstance(each, Reshard):
                 self._move(each)
             else:  # a view
-                self.places[each.target] = self.places[each.source]
+                part = in_order(self.local.values[each.target].type.shape)
+                self.places[each.target] = self.places[each.source]._replace(order=part)
         self.outputs = [
             (self.places[index], placed.flows[name])
             for index, name in zip(self.local.outputs, placed.layer.outputs, strict=True)
@@ -152,15 +153,16 @@ class _Life:
     # --- what runs
 
     def _arrive(self, index: int) -> None:
-        """An input of the layer.  What the caller holds whole is not counted."""
-        value, layout, _, _ = self.local.values[index]
-        placed = self.placed
+        """An input of the layer: a microbatch's share.  What the caller holds whole is not counted."""
+        value, layout, time, tensor = self.local.values[index]
+        view = self.placed.view
         key: _Key = (value.name, "source", -1)
-        tensor = placed.view.value_type(placed.flows[value.name])
-        num_bytes, shape = placed.local_bytes(tensor, layout), placed.local_shape(tensor, layout)
-        if value.name not in placed.program.inputs or any(p.is_shard for p in layout):
+        microbatch = view.value_type(self.placed.flows[value.name])
+        share = microbatch.num_bytes / max(1, view.cut(value.type, time).num_bytes)
+        num_bytes = tensor.num_bytes * share
+        if value.name not in self.placed.program.inputs or any(p.is_shard for p in layout):
             self.sizes[key] = num_bytes
-        self.places[index] = _Place(key, _Point(key, num_bytes, False), in_order(shape))
+        self.places[index] = _Place(key, _Point(key, num_bytes, False), in_order(tensor.shape))
 
     def _hold(self, index: int) -> None:
         """What the layer holds, which is not counted."""

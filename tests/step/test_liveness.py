@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.api import trace_model
 from autopar.placement import Layout, parse_layout
-from autopar.plan import LayerStrategy
+from autopar.plan import LayerStrategy, Plan
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import place
+from autopar.step.plan_check import check_fit
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec
+from tests.random_plans import random_plan
+from tests.zoo import subject
 
 
 class Transposed(nn.Module):
@@ -48,3 +54,18 @@ def test_a_slice_of_a_view_of_a_parameter_is_a_tensor_of_its_own() -> None:
     memory = running_memory(place(program, layer, strategy, 1), ("none",), TrainingSpec())["none"]
     kept = {key: size for key, size in memory.saved.items() if key.startswith(f"{view}/")}
     assert list(kept.values()) == [16 * 8 / 2 * 4]
+
+
+def test_an_input_that_arrives_in_slices_that_microbatches_do_not_have() -> None:
+    program = subject("flat").traced.program
+    plan = next(p for p in (random_plan(program, 4, seed, 4) for seed in range(50)) if p.strategies[-1].mesh == (4,))
+    assert program.layers[-1].inputs[-1] in program.inputs
+    cut = replace(plan.strategies[-1], inputs=(*plan.strategies[-1].inputs[:-1], parse_layout("S(0)")))
+    rows = program.type_of(program.layers[-1].inputs[-1]).shape[0]
+    assert rows % 4 == 0
+    assert rows // 4 % 4
+    decisions = replace(plan.decisions, strategies=(*plan.strategies[:-1], cut))
+    check_fit(Plan(decisions), program, 4)
+    placed = PlannedLayers(program, decisions).placed[-1]
+    memory = running_memory(placed, ("none",), TrainingSpec())["none"]
+    assert memory.inputs[placed.layer.inputs[-1]] == program.type_of(placed.layer.inputs[-1]).num_bytes / 4 / 4
