@@ -3,7 +3,7 @@
 The LLaMA-shaped model of `benchmarks/runtime.py` is trained over gloo, with the comparison and without it in alternate
 steps.  For each number of ranks two figures: the median ratio of neighbouring steps, with over without, of the slowest
 rank's seconds; and the seconds that a call spends in the comparison itself (digests of the batch and of the random
-generators, and one exchange with the store), as a share of the step.  The first resolves no less than what steps vary by.
+generators, and one exchange with the store), as a share of the step.  The first tells no less than what steps vary by.
 
 At the end many clients of one store exchange a record each, as the hosts of a large cluster do in every step: a step of
 so many hosts can't be shorter than the server's CPU seconds for all of them.
