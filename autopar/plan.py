@@ -48,8 +48,8 @@ class LayerStrategy:
         zero: ZeRO level, 0 to 3.  0: whole.  1: storage is sharded, parameters are gathered once a step and
             gradients reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as
             2, and parameters are gathered anew for each use, forward and backward.
-        recompute: ``"none"``, ``"selective"`` (outputs of cheap ops are computed again in backward) or
-            ``"full"`` (the layer keeps its inputs only).
+        recompute: how it keeps activations (`autopar.step.activation_policies`): ``"none"``, ``"selective"`` (outputs
+            of cheap ops are computed again in backward), ``"full"`` (the layer keeps its inputs only) ...
         labels: per axis, the usual name of what it does, for people.
     """
 
@@ -63,13 +63,6 @@ class LayerStrategy:
     zero: int = 0
     recompute: str = "none"
     labels: tuple[str, ...] = ()
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether zero-bubble schedules can run its backward in two parts: nothing is gathered or computed again for
-        the second one.
-        """
-        return self.zero < 3 and self.recompute != "full"
 
     @property
     def axes(self) -> str:

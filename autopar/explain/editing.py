@@ -20,7 +20,7 @@ from autopar.step.plan_collectives import own_strategy
 __all__ = ["Edit", "apply_edits", "parse_edit"]
 
 _HOW = (
-    "write LAYERS: recompute=none|selective|full, LAYERS: zero=0|1|2|3 or LAYERS: like=LAYER, such as "
+    "write LAYERS: recompute={ways}, LAYERS: zero=0|1|2|3 or LAYERS: like=LAYER, such as "
     '--set "model.layers.*: recompute=full"; without "LAYERS:" it is for all layers'
 )
 
@@ -44,7 +44,7 @@ def parse_edit(text: str) -> Edit:
     match = re.fullmatch(r"\s*(?:([^:=]+?)\s*:)?\s*(\w+)\s*=\s*(\S+)\s*", text)
     choices = {"recompute": policy_names(), "zero": ("0", "1", "2", "3"), "like": ()}
     if match is None or match[2] not in choices or (choices[match[2]] and match[3] not in choices[match[2]]):
-        raise QuestionError(f"--set {text!r}: {_HOW}")
+        raise QuestionError(f"--set {text!r}: {_HOW.format(ways='|'.join(policy_names()))}")
     return Edit(text, match[1] or "*", match[2], match[3])
 
 

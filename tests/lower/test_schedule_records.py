@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import nn
 
 import autopar
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.program import Program
 from autopar.schedule import count_flights
 from autopar.schedules import PipelineSchedule, Shape, register_schedule, registry
 from autopar.search import SearchRequest, search
@@ -68,8 +67,7 @@ def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     schedule_actions.cache_clear()
 
 
-def planned(model: nn.Module, inputs: Mapping[str, Any], *constraints: str) -> Plan:
-    program = trace(model, (), inputs).program
+def planned(program: Program, *constraints: str) -> Plan:
     demands = ("pipeline=2", "microbatches=4", *constraints)
     return search(program, 2, quick_prices(2), SearchRequest(constraints=demands, schedules=schedule_actions))
 
@@ -77,10 +75,11 @@ def planned(model: nn.Module, inputs: Mapping[str, Any], *constraints: str) -> P
 def test_a_new_schedule_is_one_record(schedule: str) -> None:
     torch.manual_seed(0)
     model, inputs = make_plain_gpt(layers=4)
-    plan = planned(model, inputs, f"schedule={schedule}")
+    program = trace(model, (), inputs).program
+    plan = planned(program, f"schedule={schedule}")
     assert plan.schedule == schedule
     assert len(plan.stages) == 2 * NEW[schedule].min_stages
-    alike_s = planned(model, inputs, f"schedule={LIKE[schedule]}").step_time_s
+    alike_s = planned(program, f"schedule={LIKE[schedule]}").step_time_s
     assert 0.999 * alike_s <= plan.step_time_s <= 1.5 * alike_s
     assert {stage.in_flight for stage in plan.prediction.stages} == {4}
     assert Plan.from_json(plan.to_json()) == plan
