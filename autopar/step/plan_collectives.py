@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.placement import REPLICATE, Axis, reshard, tidy
 from autopar.plan import Decisions, LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.step.boundary_values import boundary_values, transfer_steps
+from autopar.step.boundary_values import BoundaryValue, boundary_values, transfer_steps
 from autopar.step.collective_calls import reshard_calls
 from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives, priced
 from autopar.step.parameter_bytes import shared_parameter_bytes
@@ -22,7 +22,10 @@ __all__ = [
     "own_strategy",
     "plan_collectives",
     "returning_collectives",
+    "sent_collectives",
     "stage_collectives",
+    "tied_collectives",
+    "told_collectives",
     "told_outputs",
 ]
 
@@ -136,30 +139,49 @@ def stage_collectives(
     """
     if not plan.stages:
         return
-    axis = Axis(plan.num_groups, plan.group_size)
-    strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
-    time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
+    time = {layer.kind: each.time for layer, each in zip(program.layers, plan.layer_strategies, strict=True)}
     crossings = boundary_values(program, time, plan.num_microbatches)
-    groups = [stage.group for stage in plan.stages]
-    for sent in sent_values(crossings, [stage.start for stage in plan.stages], strategies):
-        sender, receiver = groups[sent.stage], groups[sent.stage + 1]
-        name, times = sent.crossing.value, plan.num_microbatches
-        if sender != receiver and sender == group:
-            yield PricedCollective(name, "send", axis, sent.num_bytes, times, "forward", "stage")
-        if sender != receiver == group and sent.crossing.requires_grad and training.is_training:
-            yield PricedCollective(name, "send", axis, sent.num_bytes, times, "backward", "stage")
+    yield from (run for stage, run in sent_collectives(crossings, plan, training) if plan.groups[stage] == group)
+    yield from (run for groups, run in tied_collectives(program, plan, training) if group in groups)
+    yield from told_collectives(program, plan)
+
+
+def sent_collectives(
+    crossings: Sequence[BoundaryValue], plan: Decisions, training: TrainingSpec
+) -> Iterator[tuple[int, PricedCollective]]:
+    """What stages send to stages on other device groups, by the sender: values, and backward their gradients."""
+    axis = Axis(plan.num_groups, plan.group_size)
+    for sent in sent_values(crossings, [stage.start for stage in plan.stages], plan.layer_strategies):
+        if plan.groups[sent.stage] == plan.groups[sent.stage + 1]:
+            continue
+        run = PricedCollective(
+            sent.crossing.value, "send", axis, sent.num_bytes, plan.num_microbatches, "forward", "stage"
+        )
+        yield sent.stage, run
+        if sent.crossing.requires_grad and training.is_training:
+            yield sent.stage + 1, replace(run, phase="backward")
+
+
+def tied_collectives(
+    program: Program, plan: Decisions, training: TrainingSpec
+) -> Iterator[tuple[tuple[int, ...], PricedCollective]]:
+    """Gradients of parameters that several device groups hold: the groups, and what each of them sends."""
+    axis = Axis(plan.num_groups, plan.group_size)
     values = {name: value for value, name in program.parameters.items()}
-    for name, layout in plan.shared_storage:
+    for name, layout in plan.shared_storage if plan.stages and training.is_training else ():
         value = program.values[values[name]]
-        readers = {
-            stage.group
-            for stage in plan.stages
-            if any(value.name in program.layers[layer].held for layer in range(stage.start, stage.stop))
-        }
-        if group in readers and len(readers) > 1 and value.requires_grad and training.is_training:
+        reading = zip(plan.ranges, plan.groups, strict=True)
+        groups = {own for span, own in reading if any(value.name in program.layers[index].held for index in span)}
+        if len(groups) > 1 and value.requires_grad:
             num_bytes = shared_parameter_bytes(value, (plan.shared_mesh, layout), training).gradient_bytes
-            yield PricedCollective(value.name, "send", axis, num_bytes, len(readers) - 1, "backward", "tied")
-    for name in told_outputs(program):
+            run = PricedCollective(value.name, "send", axis, num_bytes, len(groups) - 1, "backward", "tied")
+            yield tuple(sorted(groups)), run
+
+
+def told_collectives(program: Program, plan: Decisions) -> Iterator[PricedCollective]:
+    """What all device groups are told at the end of a step."""
+    axis = Axis(plan.num_groups, plan.group_size)
+    for name in told_outputs(program) if plan.stages else ():
         yield PricedCollective(name, "broadcast", axis, float(program.type_of(name).num_bytes), 1, "forward", "output")
 
 

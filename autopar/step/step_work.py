@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.placement import Axis
 from autopar.schedule import ScheduleSource
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.layer_cost import PricedCollective, TrainingSpec, optimizer_s
@@ -13,11 +11,12 @@ from autopar.step.layer_work import Around, Item, LayerWork, collective_item, la
 from autopar.step.plan_collectives import (
     boundary_collectives,
     returning_collectives,
-    stage_collectives,
+    sent_collectives,
+    tied_collectives,
+    told_collectives,
 )
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
-from autopar.step.sent_values import sent_values
 from autopar.step.shared_parameters import shared_costs
 
 __all__ = ["StepWork", "step_work"]
@@ -125,39 +124,20 @@ class _Maker:
 
     def sends(self) -> tuple[tuple[tuple[Item, ...], ...], tuple[tuple[Item, ...], ...]]:
         """Per stage, what it sends to the next one, and to the one before."""
-        stages = self.plan.stages
-        ahead: list[tuple[Item, ...]] = [() for _ in stages] or [()]
-        back: list[tuple[Item, ...]] = [() for _ in stages] or [()]
-        if not stages:
-            return tuple(ahead), tuple(back)
-        axis = Axis(self.plan.num_groups, self.plan.group_size)
-        starts = [stage.start for stage in stages]
-        for sent in sent_values(self.layers.crossings, starts, self.layers.strategies):
-            if stages[sent.stage].group == stages[sent.stage + 1].group:
-                continue
-            run = PricedCollective(sent.crossing.value, "send", axis, sent.num_bytes, self.count, "forward", "stage")
-            ahead[sent.stage] += (self._item(run),)
-            if sent.crossing.requires_grad and self.training.is_training:
-                back[sent.stage + 1] += (self._item(run),)
+        ahead: list[tuple[Item, ...]] = [()] * len(self.plan.ranges)
+        back = list(ahead)
+        for stage, run in sent_collectives(self.layers.crossings, self.plan, self.training) if self.plan.stages else ():
+            (ahead if run.phase == "forward" else back)[stage] += (self._item(run),)
         return tuple(ahead), tuple(back)
 
     def ties(self) -> tuple[tuple[tuple[int, ...], tuple[Item, ...]], ...]:
         """The exchange of gradients of parameters that several groups hold."""
-        groups: dict[str, list[int]] = {}
-        items: dict[str, tuple[Item, ...]] = {}
-        for group in range(self.plan.num_groups):
-            for run in self._between_groups(group, "tied"):
-                groups.setdefault(run.value, []).append(group)
-                items[run.value] = (self._item(run),) * run.times
-        return tuple((tuple(groups[name]), items[name]) for name in groups)
+        tied = tied_collectives(self.program, self.plan, self.training)
+        return tuple((groups, (self._item(run),) * run.times) for groups, run in tied)
 
     def told(self) -> tuple[Item, ...]:
         """What all groups are told."""
-        return tuple(self._item(run) for run in self._between_groups(0, "output"))
-
-    def _between_groups(self, group: int, purpose: str) -> Sequence[PricedCollective]:
-        runs = stage_collectives(self.program, self.plan, self.training, group)
-        return [run for run in runs if run.purpose == purpose]
+        return tuple(self._item(run) for run in told_collectives(self.program, self.plan))
 
     def _item(self, run: PricedCollective, layer: int = -1) -> Item:
         return collective_item(run, self.prices, layer)
