@@ -17,7 +17,7 @@ from autopar.lower.run import tied_gradients
 from autopar.lower.run.boundary_exchange import BoundaryExchange
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.stage_map import StageMap
-from autopar.lower.run.step import Step
+from autopar.lower.run.step_values import StepValues
 from autopar.program import Program
 from autopar.schedule import Action
 from autopar.trace import trace
@@ -100,12 +100,12 @@ def test_a_gradient_of_a_skip_connection_that_is_lost_on_its_way(
     skipped = rehearsal.relayed()
     op = next(op for layer in rehearsal.program.layers for op in layer.ops if skipped in op.results)
 
-    def lose(step: Step, _: None, action: Action) -> None:
-        gradients = step._values[action.stage, action.microbatch].gradients
-        if skipped in gradients and any(skipped in names for names in step.executor.arriving[action.stage + 1 :]):
+    def lose(step: StepValues, _: None, action: Action) -> None:
+        gradients = step[action].gradients
+        if skipped in gradients and any(skipped in names for names in step._executor.arriving[action.stage + 1 :]):
             gradients[skipped] = torch.zeros_like(gradients[skipped])
 
-    wrap(monkeypatch, Step, "_end_backward", lose)
+    wrap(monkeypatch, StepValues, "end_backward", lose)
     with pytest.raises(VerificationError, match="Without pipeline stages all ops agree; with them") as caught:
         rehearsal.verify()
     assert f"the first gradient that differs is that of {op.name} = " in str(caught.value)
@@ -115,12 +115,12 @@ def test_a_gradient_of_a_skip_connection_that_is_lost_on_its_way(
 def test_a_gradient_of_a_microbatch_that_is_counted_twice(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     rehearsal = Rehearsal("crossing", schedule)
 
-    def twice(step: Step, _: None, action: Action) -> None:
-        if step.executor.stages.is_pipeline and (action.microbatch, action.stage) == (1, 0):
-            values = step._values[action.stage, action.microbatch]
+    def twice(step: StepValues, _: None, action: Action) -> None:
+        if step._executor.stages.is_pipeline and (action.microbatch, action.stage) == (1, 0):
+            values = step[action]
             values.gradients = {name: 2 * gradient for name, gradient in values.gradients.items()}
 
-    wrap(monkeypatch, Step, "_begin_backward", twice)
+    wrap(monkeypatch, StepValues, "begin_backward", twice)
     with pytest.raises(VerificationError, match=f"in one microbatch, all agrees; with 2 microbatches by {schedule}"):
         rehearsal.verify()
 
@@ -130,10 +130,10 @@ def test_gradients_of_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytes
     """What a runtime does that takes the model's own loss of each microbatch: here terms of one mean."""
     rehearsal = Rehearsal("crossing", "gpipe")
 
-    def scale(step: Step, gradient: Tensor, *_: object) -> Tensor:
-        return gradient / step.executor.num_microbatches if step.executor.stages.is_pipeline else gradient
+    def scale(step: StepValues, gradient: Tensor, *_: object) -> Tensor:
+        return gradient / step._executor.num_microbatches if step._executor.stages.is_pipeline else gradient
 
-    wrap(monkeypatch, Step, "_gradient_of_returned", scale)
+    wrap(monkeypatch, StepValues, "_gradient_of_returned", scale)
     with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the gradient of"):
         rehearsal.verify()
 
@@ -156,13 +156,13 @@ def test_microbatches_whose_gradients_take_the_same_place(monkeypatch: pytest.Mo
     """The second microbatch's backward gets the gradients of the first."""
     rehearsal = Rehearsal("crossing", "gpipe")
 
-    def swap(step: Step, _: None, action: Action) -> None:
-        values = step._values[action.stage, action.microbatch]
+    def swap(step: StepValues, _: None, action: Action) -> None:
+        values = step[action]
         came: dict[tuple[int, int], dict[str, Tensor]] = step.__dict__.setdefault("came", {})
         came[action.stage, action.microbatch] = dict(values.gradients)
         values.gradients = dict(came.get((action.stage, 1 - action.microbatch), values.gradients))
 
-    wrap(monkeypatch, Step, "_begin_backward", swap)
+    wrap(monkeypatch, StepValues, "begin_backward", swap)
     with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the gradient of"):
         rehearsal.verify()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,6 +111,41 @@ def test_backward_twice_with_the_graph_retained_adds_up(zero: int) -> None:
         loss.backward()
 
     check(twice, zero, model, traced, plan)
+
+
+def test_the_gradient_of_an_output_is_freed_when_it_is_used_up() -> None:
+    """It may be as large as logits, and whoever keeps it keeps it through the whole backward."""
+    model, x, traced = with_loss(asks=False)
+
+    def is_freed(parallel: ParallelModule) -> list[bool]:
+        seen: list[bool] = []
+        made: list[weakref.ref[Tensor]] = []
+        right = layer_pass.LayerPass.backward
+
+        class Noting(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, loss: Tensor) -> Tensor:
+                return loss.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                gradient = gradients[0] * 2
+                made.append(weakref.ref(gradient.untyped_storage()))
+                return gradient
+
+        def noting(own: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append(made[0]() is None)
+            right(own, *args, **kwargs)
+
+        loss = parallel(x=x)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer_pass.LayerPass, "backward", noting)
+            Noting.apply(loss).backward()
+        return seen
+
+    (seen,) = run_ranks(model, traced, random_plan(traced.program, 1, 1), is_freed)
+    assert seen == [False] + [True] * (len(seen) - 1)
+    assert len(seen) > 2
 
 
 def test_backward_twice_without_says_what_to_do() -> None:

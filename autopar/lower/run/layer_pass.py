@@ -8,7 +8,6 @@ autograd.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,29 +19,9 @@ from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.split_backward import SplitBackward
 from autopar.lower.run.layer_runner import LayerRunner
+from autopar.lower.run.step_values import StageValues
 
-__all__ = ["LayerPass", "StageValues"]
-
-
-@dataclass
-class StageValues:
-    """What one microbatch has in one stage.
-
-    Args:
-        tensors: value name -> this device's part, outside autograd, while somebody will read it.
-        differentiable: the values that a gradient can flow to.
-        gradients: value name -> the gradient of that part, as far as its readers have added to it.
-    """
-
-    tensors: dict[str, Tensor]
-    differentiable: set[str]
-    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-    def add_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """One reader's term; the tensor stays as it is."""
-        if gradient is not None:
-            before = self.gradients.get(name)
-            self.gradients[name] = gradient if before is None else before + gradient
+__all__ = ["LayerPass"]
 
 
 class LayerPass:

@@ -37,7 +37,7 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         step = Step(executor, executor.forward_actions, tensors, base_seed)
         with torch.no_grad():
             step.run(FORWARD)
-        return step.results()
+        return step.values.results()
     step = Step(executor, executor.training_actions, tensors, base_seed)
     step.begin()
     loss = executor.executable.program.loss
@@ -45,11 +45,11 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         if loss and not executor.training_actions.is_single:
             return _run_to_the_end(step, loss)
         step.run(FORWARD)
-    found = step.results()
+    found = step.values.results()
     values = executor.executable.program.values
     # With stages all ranks must agree, and this one may not have computed them.
     agreed = {name for name in executor.returned_whole if values[name].requires_grad}
-    names = [name for name in found if name in (agreed if executor.stages.is_pipeline else step.differentiable)]
+    names = [name for name in found if name in (agreed if executor.stages.is_pipeline else step.values.differentiable)]
     later = _BackwardHalf(step, names)
     outputs = _as_outputs([found[name] for name in names], later, list(later.sources.values()))
     return found | dict(zip(names, outputs, strict=True))
@@ -66,9 +66,9 @@ def _run_to_the_end(step: Step, loss: str) -> dict[str, Tensor]:
     executor = step.executor
     like = executor.executable.program.type_of(loss)
     dtype: torch.dtype = getattr(torch, like.dtype)
-    step.expect({loss: torch.ones(like.shape, dtype=dtype, device=executor.communicator.device)})
+    step.values.expect({loss: torch.ones(like.shape, dtype=dtype, device=executor.communicator.device)})
     step.run(FORWARD | BACKWARD)
-    found = step.results()
+    found = step.values.results()
     step.end()
     gradients = step.gradients()
     if executor.stages.is_pipeline:
@@ -85,7 +85,7 @@ def _run_to_the_end(step: Step, loss: str) -> dict[str, Tensor]:
 
 def _sources(step: Step) -> dict[str, Tensor]:
     """What the caller may want a gradient of, by name: inputs of the program and parameters."""
-    return {**step.differentiable_inputs, **trained_parameters(step.executor)}
+    return {**step.values.differentiable_inputs, **trained_parameters(step.executor)}
 
 
 def _spreading(executor: Executor) -> Callable[[Gradients], None]:
@@ -151,7 +151,7 @@ class _Release:
         self._spread = spread
         self._is_scaled = is_scaled
 
-    def __call__(self, incoming: Gradients) -> Gradients:
+    def __call__(self, incoming: list[Tensor | None]) -> Gradients:
         """The gradients, times the one of the loss."""
         if self._gradients is None:
             raise AutoparError(
@@ -177,7 +177,7 @@ class _BackwardHalf:
         self._outputs = names
         self._has_run = False
 
-    def __call__(self, incoming: Gradients) -> Gradients:
+    def __call__(self, incoming: list[Tensor | None]) -> Gradients:
         """The gradients of `sources` when these are those of the outputs."""
         step, executor = self._step, self._step.executor
         is_pipeline = executor.stages.is_pipeline
@@ -188,6 +188,7 @@ class _BackwardHalf:
             )
         self._has_run = True
         given = {name: g for name, g in zip(self._outputs, incoming, strict=True) if g is not None}
+        incoming.clear()
         step.run_backward(given, keep_graph=keeps_graph() and not is_pipeline)
         step.end()
         gradients = step.gradients()
@@ -200,23 +201,23 @@ class _BackwardHalf:
 
 
 def _as_outputs(
-    outputs: Sequence[Tensor], backward: Callable[[Gradients], Gradients], sources: Sequence[Tensor]
+    outputs: Sequence[Tensor], backward: Callable[[list[Tensor | None]], Gradients], sources: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """`outputs`, which are outside autograd, as if computed from `sources`."""
+    """`outputs`, which are outside autograd, as if computed from `sources`; `backward` may empty the list that it gets.
+
+    Two nodes, as autograd holds what it gives to a node until that is through: one takes the gradients of the outputs,
+    which may be as large as logits, and the other runs the step's backward.
+    """
+    incoming: list[Tensor | None] = []
     anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
-    return call_function(_Outputs, tuple(outputs), backward, anchor, *sources)
+    token = call_function(_RunBackward, lambda: backward(incoming), anchor, *sources)
+    return call_function(_Outputs, tuple(outputs), incoming, token)
 
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        outputs: tuple[Tensor, ...],
-        run_backward: Callable[[Gradients], Gradients],
-        anchor: Tensor,
-        *sources: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.run_backward = run_backward
+    def forward(ctx: Any, outputs: tuple[Tensor, ...], incoming: list[Tensor | None], token: Tensor) -> Any:
+        ctx.incoming = incoming
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -225,4 +226,19 @@ class _Outputs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
-        return None, None, None, *ctx.run_backward(gradients)
+        ctx.incoming[:] = gradients
+        return None, None, torch.zeros(())
+
+
+class _RunBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[[], Gradients], anchor: Tensor, *sources: Tensor) -> Tensor:
+        ctx.run_backward = backward
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *_: Tensor
+    ) -> tuple[Any, ...]:
+        return None, None, *ctx.run_backward()

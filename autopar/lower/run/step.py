@@ -6,24 +6,22 @@ same list is what the simulation times and what memory is predicted from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.lower.communication.failures import naming_failures
-from autopar.lower.compat import dtensor_like, edge_of, run_backward_from
+from autopar.lower.compat import dtensor_like
 from autopar.lower.kernels.random import RandomState
 from autopar.lower.parameters.layer_parameters import StepParameters, add_gradient
 from autopar.lower.program.layer_ops import LayerContext
-from autopar.lower.run.boundary_exchange import BoundaryExchange
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.layer_pass import LayerPass, StageValues
-from autopar.program import Program
+from autopar.lower.run.layer_pass import LayerPass
+from autopar.lower.run.step_values import StageValues, StepValues
 from autopar.schedule import Action
 from autopar.step.actions import LayerAction, StepActions
 
@@ -48,29 +46,19 @@ class Step:
     """The state of one step: parameters, and what every microbatch has in every stage of this rank.
 
     Attributes:
-        found: per microbatch, the values that the caller or an update gets, as this rank has them.
-        differentiable: those of them that a gradient can come for.
-        differentiable_inputs: the program's inputs that require a gradient, by value name.
+        executor: of the layers that it runs.
+        actions: what it does.
+        values: what goes through the layers.
     """
 
     def __init__(self, executor: Executor, actions: StepActions, tensors: Sequence[Tensor], base_seed: int) -> None:
         """Nothing has run; `tensors` are the whole batch on every rank."""
         self.executor = executor
         self.actions = actions
-        self.found: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
-        self.differentiable: set[str] = set()
-        self._inputs = dict(zip(executor.executable.program.inputs, tensors, strict=True))
-        self.differentiable_inputs = {name: x for name, x in self._inputs.items() if x.requires_grad}
-        self._input_gradients: dict[str, Tensor] = {}
+        self.values = StepValues(executor, tensors)
         self._base_seed = base_seed
         self._parameters = {index: self._of_layer(index) for index in executor.runners}
-        self._values: dict[tuple[int, int], StageValues] = {}
         self._passes: dict[tuple[int, int], LayerPass] = {}
-        self._returned: dict[tuple[str, int], tuple[Tensor, GradientEdge]] = {}
-        self._boundaries = BoundaryExchange(executor)
-        # Of what the caller differentiates, by name: set when it is known.
-        self._given: Mapping[str, Tensor] = {}
-        self._differentiated: Set[str] = frozenset()
         self._keeps_graph = self._has_kept_graph = False
 
     def _of_layer(self, index: int) -> StepParameters:
@@ -91,24 +79,14 @@ class Step:
             if action.kind in kinds:
                 with self.naming(action):
                     self._run(action)
-        self._boundaries.wait()
+        self.values.wait_for_sends()
 
-    def run_backward(self, gradients: Mapping[str, Tensor], *, keep_graph: bool = False) -> None:
-        """Run the backward actions.
-
-        Args:
-            gradients: of `found` values over all microbatches, of the loss for instance.
-            keep_graph: they may come once more.
-        """
-        self.expect(gradients)
+    def run_backward(self, gradients: dict[str, Tensor], *, keep_graph: bool = False) -> None:
+        """Run the backward actions with these gradients of what the caller got; see `StepValues.expect`."""
+        self.values.expect(gradients, keep_graph=keep_graph)
         self._keeps_graph = keep_graph
         self._has_kept_graph |= keep_graph
         self.run(BACKWARD)
-
-    def expect(self, gradients: Mapping[str, Tensor]) -> None:
-        """The gradients of returned values that backward actions begin with; every rank knows the same names."""
-        self._given = gradients
-        self._differentiated = _influences(self.executor.executable.program, gradients)
 
     def end(self) -> None:
         """What comes behind the last action."""
@@ -116,16 +94,6 @@ class Step:
             self._perform(self.actions.end(self.executor.stages.group))
         if self.executor.stopwatch is not None:
             self.executor.stopwatch.optimizer()
-
-    def results(self) -> dict[str, Tensor]:
-        """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
-        executor = self.executor
-        results = {name: self._inputs[name] for name in executor.kept if name in self._inputs}
-        for name in tuple(self.found[0]):
-            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.found])
-        for name in executor.returned_whole:
-            results[name] = executor.share_across_groups(name, results.get(name))
-        return results
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's gradient of each parameter of this rank as far as one came, as DTensors, and those of the
@@ -142,12 +110,8 @@ class Step:
                     name = names[id(parameter)]
                     found[name] = add_gradient(found.get(name), gradient)
             parameters.gradients = [None] * len(parameters.gradients)
-        inputs, self._input_gradients = self._input_gradients, {}
+        inputs, self.values.input_gradients = self.values.input_gradients, {}
         return inputs | {name: _like(trained[name], local) for name, local in found.items() if local is not None}
-
-    def is_differentiated(self, value: str) -> bool:
-        """Whether a gradient flows to this value in this step: all ranks know that alike."""
-        return value in self._differentiated
 
     def naming(self, what: Action | str) -> AbstractContextManager[None]:
         """With stages, failures inside name the rank and `what` it did."""
@@ -156,22 +120,20 @@ class Step:
 
     def _run(self, action: Action) -> None:
         match action.kind:
+            case "RECV_F" | "RECV_B":
+                self.values.receive(action)
             case "SEND_F":
-                self._send_forward(action)
-            case "RECV_F":
-                self._boundaries.receive(action, self.executor.arriving[action.stage])
+                self.values.send_forward(action)
             case "SEND_B":
-                self._send_backward(action)
-            case "RECV_B":
-                self._boundaries.receive(action, self._differentiated_of(action.stage + 1))
+                self.values.send_backward(action)
             case "F":
-                self._begin_forward(action)
+                self.values.begin_forward(action)
                 self._perform(self.actions.of(action), action)
-                self._end_forward(action)
+                self.values.end_forward(action)
             case "B" | "I":
-                self._begin_backward(action)
+                self.values.begin_backward(action)
                 self._perform(self.actions.of(action), action)
-                self._end_backward(action)
+                self.values.end_backward(action)
             case _:  # W
                 self._perform(self.actions.of(action), action)
         if self.executor.stopwatch is not None:
@@ -204,7 +166,7 @@ class Step:
 
     def _forward(self, layer: int, action: Action) -> None:
         executor = self.executor
-        runner, values = executor.runners[layer], self._values[action.stage, action.microbatch]
+        runner, values = executor.runners[layer], self.values[action]
         if executor.stopwatch is not None:
             executor.stopwatch.forward(layer, action.microbatch)
         random = (
@@ -220,7 +182,7 @@ class Step:
             values.tensors.pop(name, None)
 
     def _backward(self, layer: int, action: Action) -> None:
-        values = self._values[action.stage, action.microbatch]
+        values = self.values[action]
         layer_pass = self._pass(layer, action, values)
         if layer_pass is not None:
             layer_pass.backward(values, keep_graph=self._keeps_graph, keep_rest=self._has_kept_graph)
@@ -228,7 +190,7 @@ class Step:
                 del self._passes[layer, action.microbatch]
 
     def _backward_inputs(self, layer: int, action: Action) -> None:
-        values = self._values[action.stage, action.microbatch]
+        values = self.values[action]
         self._mark_backward(layer, action)
         self._passes[layer, action.microbatch].backward_inputs(values)
 
@@ -262,114 +224,11 @@ class Step:
     def _reshard(self, layer: int) -> None:
         parameters = self._parameters[layer]
         # Leaves that a graph of this step still ends in collect gradients.
-        if parameters.frees or not any((layer, number) in self._passes for number in range(len(self.found))):
+        if parameters.frees or not any(
+            (layer, number) in self._passes for number in range(self.executor.num_microbatches)
+        ):
             parameters.reshard()
-
-    # --- stages
-
-    def _begin_forward(self, action: Action) -> None:
-        arrived = self._arrived(action)
-        inputs = {name for name, x in self._inputs.items() if x.requires_grad}
-        program = self.executor.executable.program
-        differentiable = inputs | {name for name in arrived if program.values[name].requires_grad}
-        self._values[action.stage, action.microbatch] = StageValues({**self._inputs, **arrived}, differentiable)
-
-    def _arrived(self, action: Action) -> Mapping[str, Tensor]:
-        """What crosses the cut before this stage: received, or from the stage before if this rank runs it, too."""
-        stage, microbatch = action.stage, action.microbatch
-        before = self._values.get((stage - 1, microbatch))
-        if before is None:
-            return self._boundaries.received(Action(stage, "RECV_F", microbatch))
-        return {name: before.tensors.pop(name) for name in self.executor.arriving[stage]}
-
-    def _end_forward(self, action: Action) -> None:
-        executor, stages = self.executor, self.executor.stages
-        values = self._values[action.stage, action.microbatch]
-        own = {name: x for name, x in values.tensors.items() if stages.stage_of.get(name) == action.stage}
-        executor.update_buffers_of_microbatch(own)
-        found = self.found[action.microbatch]
-        for name in executor.kept:
-            if name in own:
-                found[name] = self._return(name, action, values)
-                if name in values.differentiable:
-                    self.differentiable.add(name)
-        leaving = executor.arriving[action.stage + 1] if action.stage + 1 < len(stages.ranges) else {}
-        values.tensors = {name: values.tensors[name] for name in leaving}
-
-    def _return(self, name: str, action: Action, values: StageValues) -> Tensor:
-        """What is kept of an output: what every rank gets is made whole, and its gradient will come whole."""
-        value = values.tensors[name]
-        if name not in self.executor.returned_whole:
-            return value
-        if name not in values.differentiable or not torch.is_grad_enabled():
-            return self.executor.make_whole(name, value).detach()
-        leaf = value.detach().requires_grad_()
-        whole = self.executor.make_whole(name, leaf)
-        self._returned[name, action.microbatch] = leaf, edge_of(whole)
-        return whole.detach()
-
-    def _begin_backward(self, action: Action) -> None:
-        """What comes from the next stage and from the caller."""
-        stage, microbatch = action.stage, action.microbatch
-        values = self._values[stage, microbatch]
-        following = self._values.get((stage + 1, microbatch))
-        if following is not None:
-            for name in self.executor.arriving[stage + 1]:
-                values.add_gradient(name, following.gradients.pop(name, None))
-        for name, gradient in self._boundaries.received(Action(stage, "RECV_B", microbatch)).items():
-            values.add_gradient(name, gradient)
-        for name, gradient in self._given.items():
-            if self.executor.stages.stage_of.get(name) == stage:
-                values.add_gradient(name, self._gradient_of_returned(name, microbatch, gradient))
-
-    def _gradient_of_returned(self, name: str, microbatch: int, gradient: Tensor) -> Tensor | None:
-        """One microbatch's part of the gradient of a value that the caller got."""
-        time = self.executor.lies[name].time
-        if time.is_shard and self.executor.num_microbatches > 1:
-            gradient = gradient.chunk(self.executor.num_microbatches, time.dim)[microbatch]
-        if (name, microbatch) not in self._returned:
-            return gradient
-        leaf, edge = self._returned[name, microbatch]
-        if not self._keeps_graph:
-            del self._returned[name, microbatch]
-        run_backward_from([edge], [gradient], keep_graph=True)
-        found, leaf.grad = leaf.grad, None
-        return found
-
-    def _end_backward(self, action: Action) -> None:
-        values = self._values[action.stage, action.microbatch]
-        for name in self._inputs:
-            if name in values.gradients:
-                before = self._input_gradients.get(name)
-                gradient = values.gradients.pop(name)
-                self._input_gradients[name] = gradient if before is None else before + gradient
-
-    # --- between stages
-
-    def _send_forward(self, action: Action) -> None:
-        tensors = self._values[action.stage, action.microbatch].tensors
-        self._boundaries.send(action, [tensors.pop(name) for name in self.executor.arriving[action.stage + 1]])
-
-    def _send_backward(self, action: Action) -> None:
-        """Zeros where autograd finds none in spite of all, so that every rank sends what its peer awaits."""
-        gradients = self._values[action.stage, action.microbatch].gradients
-        found = {name: gradients.pop(name, None) for name in self._differentiated_of(action.stage)}
-        self._boundaries.send(action, [self._boundaries.zeros(n) if x is None else x for n, x in found.items()])
-
-    def _differentiated_of(self, stage: int) -> list[str]:
-        """The values that cross the cut before this stage whose gradients come back."""
-        return [name for name in self.executor.arriving[stage] if name in self._differentiated]
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     return dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local
-
-
-def _influences(program: Program, results: Iterable[str]) -> Set[str]:
-    """The values, parameters among them, from which a gradient of `results` flows to what is trained."""
-    found = {name for name in results if name and program.values[name].requires_grad}
-    for layer in reversed(program.layers):
-        for op in reversed(layer.ops):
-            if not found.isdisjoint(op.results):
-                found.update(name for name in op.operands if program.values[name].requires_grad)
-    return found

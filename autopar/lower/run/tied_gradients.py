@@ -25,7 +25,7 @@ def sum_over_groups(step: Step, gradients: dict[str, Tensor]) -> None:
     executor = step.executor
     program, store = executor.executable.program, executor.store
     trained = trained_parameters(executor)
-    differentiated = {program.parameters[x] for x in program.parameters if step.is_differentiated(x)}
+    differentiated = {program.parameters[x] for x in program.parameters if x in step.values.differentiated}
     for name in sorted(differentiated & trained.keys()):
         groups = store.stored[name].groups
         if len(groups) > 1:
@@ -34,7 +34,7 @@ def sum_over_groups(step: Step, gradients: dict[str, Tensor]) -> None:
             )
             with step.naming(f"the exchange of the gradients of {name!r}"):
                 gradients[name] = store.wrap(name, _exchanged_sum(executor, own, groups))
-    for name, x in step.differentiable_inputs.items():  # every rank has the whole batch
+    for name, x in step.values.differentiable_inputs.items():  # every rank has the whole batch
         own = gradients.get(name)
         talk = executor.communicator
         with step.naming(f"the sum of the gradients of input {name!r}"):

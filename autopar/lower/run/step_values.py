@@ -1,0 +1,207 @@
+"""What the microbatches of one step have in the stages of this rank: what comes, what goes, and their gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autopar.lower.compat import edge_of, run_backward_from
+from autopar.lower.run.boundary_exchange import BoundaryExchange
+from autopar.lower.run.execution import Executor
+from autopar.program import Program
+from autopar.schedule import Action
+
+__all__ = ["StageValues", "StepValues"]
+
+
+@dataclass
+class StageValues:
+    """What one microbatch has in one stage.
+
+    Args:
+        tensors: value name -> this device's part, outside autograd, while somebody will read it.
+        differentiable: the values that a gradient can flow to.
+        gradients: value name -> the gradient of that part, as far as its readers have added to it.
+    """
+
+    tensors: dict[str, Tensor]
+    differentiable: set[str]
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def add_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """One reader's term; the tensor stays as it is."""
+        if gradient is not None:
+            before = self.gradients.get(name)
+            self.gradients[name] = gradient if before is None else before + gradient
+
+
+class StepValues:
+    """The values of one step; without stages those of the one stage that all layers make.
+
+    Attributes:
+        found: per microbatch, the values that the caller or an update gets, as this rank has them.
+        differentiable: those of them that a gradient can come for.
+        differentiable_inputs: the program's inputs that require a gradient, by value name.
+        input_gradients: theirs, as far as backward has come.
+        differentiated: the values that a gradient flows to in this step: all ranks know that alike.
+    """
+
+    def __init__(self, executor: Executor, tensors: Sequence[Tensor]) -> None:
+        """Nothing has run; `tensors` are the whole batch on every rank."""
+        self.found: list[dict[str, Tensor]] = [{} for _ in range(executor.num_microbatches)]
+        self.differentiable: set[str] = set()
+        self._inputs = dict(zip(executor.executable.program.inputs, tensors, strict=True))
+        self.differentiable_inputs = {name: x for name, x in self._inputs.items() if x.requires_grad}
+        self.input_gradients: dict[str, Tensor] = {}
+        self.differentiated: Set[str] = frozenset()
+        self._executor = executor
+        self._stages: dict[tuple[int, int], StageValues] = {}
+        self._returned: dict[tuple[str, int], tuple[Tensor, GradientEdge]] = {}
+        self._boundaries = BoundaryExchange(executor)
+        self._given: dict[str, Tensor] = {}
+        self._num_taken = Counter[str]()
+        self._keeps_graph = False
+
+    def __getitem__(self, action: Action) -> StageValues:
+        """What the action's microbatch has in its stage."""
+        return self._stages[action.stage, action.microbatch]
+
+    def expect(self, gradients: dict[str, Tensor], *, keep_graph: bool = False) -> None:
+        """Backward begins with these gradients of returned values, over all microbatches; every rank knows the same
+        names.  They are taken out of the dict as they are used up.  With `keep_graph` they may come once more.
+        """
+        self._given = gradients
+        self._num_taken.clear()
+        self._keeps_graph = keep_graph
+        self.differentiated = _influences(self._executor.executable.program, gradients)
+
+    def results(self) -> dict[str, Tensor]:
+        """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
+        executor = self._executor
+        results = {name: self._inputs[name] for name in executor.kept if name in self._inputs}
+        for name in tuple(self.found[0]):
+            results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.found])
+        for name in executor.returned_whole:
+            results[name] = executor.share_across_groups(name, results.get(name))
+        return results
+
+    def wait_for_sends(self) -> None:
+        """When the last action has run."""
+        self._boundaries.wait()
+
+    def begin_forward(self, action: Action) -> None:
+        """What a stage's forward begins with: the whole batch, and what crosses the cut before it."""
+        arrived = self._arrived(action)
+        values = self._executor.executable.program.values
+        differentiable = {name for name in arrived if values[name].requires_grad} | self.differentiable_inputs.keys()
+        self._stages[action.stage, action.microbatch] = StageValues({**self._inputs, **arrived}, differentiable)
+
+    def _arrived(self, action: Action) -> Mapping[str, Tensor]:
+        """What crosses the cut before this stage: received, or from the stage before if this rank runs it, too."""
+        stage, microbatch = action.stage, action.microbatch
+        before = self._stages.get((stage - 1, microbatch))
+        if before is None:
+            return self._boundaries.received(Action(stage, "RECV_F", microbatch))
+        return {name: before.tensors.pop(name) for name in self._executor.arriving[stage]}
+
+    def end_forward(self, action: Action) -> None:
+        """Keep what the caller, an update or the next stage gets."""
+        executor, stages = self._executor, self._executor.stages
+        values = self[action]
+        own = {name: x for name, x in values.tensors.items() if stages.stage_of.get(name) == action.stage}
+        executor.update_buffers_of_microbatch(own)
+        found = self.found[action.microbatch]
+        for name in executor.kept:
+            if name in own:
+                found[name] = self._return(name, action, values)
+                if name in values.differentiable:
+                    self.differentiable.add(name)
+        leaving = executor.arriving[action.stage + 1] if action.stage + 1 < len(stages.ranges) else {}
+        values.tensors = {name: values.tensors[name] for name in leaving}
+
+    def _return(self, name: str, action: Action, values: StageValues) -> Tensor:
+        """What is kept of an output: what every rank gets is made whole, and its gradient will come whole."""
+        value = values.tensors[name]
+        if name not in self._executor.returned_whole:
+            return value
+        if name not in values.differentiable or not torch.is_grad_enabled():
+            return self._executor.make_whole(name, value).detach()
+        leaf = value.detach().requires_grad_()
+        whole = self._executor.make_whole(name, leaf)
+        self._returned[name, action.microbatch] = leaf, edge_of(whole)
+        return whole.detach()
+
+    def begin_backward(self, action: Action) -> None:
+        """What a stage's backward begins with: gradients from the next stage and from the caller."""
+        stage, microbatch = action.stage, action.microbatch
+        values = self._stages[stage, microbatch]
+        following = self._stages.get((stage + 1, microbatch))
+        if following is not None:
+            for name in self._executor.arriving[stage + 1]:
+                values.add_gradient(name, following.gradients.pop(name, None))
+        for name, gradient in self._boundaries.received(Action(stage, "RECV_B", microbatch)).items():
+            values.add_gradient(name, gradient)
+        for name in [name for name in self._given if self._executor.stages.stage_of.get(name) == stage]:
+            self._num_taken[name] += 1
+            is_last = self._num_taken[name] == self._executor.num_microbatches
+            gradient = self._given.pop(name) if is_last else self._given[name]
+            values.add_gradient(name, self._gradient_of_returned(name, microbatch, gradient))
+
+    def _gradient_of_returned(self, name: str, microbatch: int, gradient: Tensor) -> Tensor | None:
+        """One microbatch's part of the gradient of a value that the caller got."""
+        time = self._executor.lies[name].time
+        if time.is_shard and self._executor.num_microbatches > 1:
+            gradient = gradient.chunk(self._executor.num_microbatches, time.dim)[microbatch]
+        if (name, microbatch) not in self._returned:
+            return gradient
+        leaf, edge = self._returned[name, microbatch]
+        if not self._keeps_graph:
+            del self._returned[name, microbatch]
+        run_backward_from([edge], [gradient], keep_graph=True)
+        found, leaf.grad = leaf.grad, None
+        return found
+
+    def end_backward(self, action: Action) -> None:
+        """Add up the gradients of the whole batch."""
+        values = self[action]
+        for name in self._inputs:
+            if name in values.gradients:
+                before = self.input_gradients.get(name)
+                gradient = values.gradients.pop(name)
+                self.input_gradients[name] = gradient if before is None else before + gradient
+
+    def receive(self, action: Action) -> None:
+        """RECV_F or RECV_B."""
+        is_forward = action.kind == "RECV_F"
+        names = self._executor.arriving[action.stage] if is_forward else self._differentiated_of(action.stage + 1)
+        self._boundaries.receive(action, names)
+
+    def send_forward(self, action: Action) -> None:
+        """SEND_F."""
+        tensors = self[action].tensors
+        self._boundaries.send(action, [tensors.pop(name) for name in self._executor.arriving[action.stage + 1]])
+
+    def send_backward(self, action: Action) -> None:
+        """SEND_B: zeros where autograd finds none in spite of all, so that every rank sends what its peer awaits."""
+        gradients = self[action].gradients
+        found = {name: gradients.pop(name, None) for name in self._differentiated_of(action.stage)}
+        self._boundaries.send(action, [self._boundaries.zeros(n) if x is None else x for n, x in found.items()])
+
+    def _differentiated_of(self, stage: int) -> list[str]:
+        """The values that cross the cut before this stage whose gradients come back."""
+        return [name for name in self._executor.arriving[stage] if name in self.differentiated]
+
+
+def _influences(program: Program, results: Iterable[str]) -> Set[str]:
+    """The values, parameters among them, from which a gradient of `results` flows to what is trained."""
+    found = {name for name in results if name and program.values[name].requires_grad}
+    for layer in reversed(program.layers):
+        for op in reversed(layer.ops):
+            if not found.isdisjoint(op.results):
+                found.update(name for name in op.operands if program.values[name].requires_grad)
+    return found
