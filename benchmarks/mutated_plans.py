@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing as mp
 import platform
 import random
 import signal
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Generator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -129,6 +131,7 @@ def limited(seconds: int) -> Generator[None]:
 
 def try_plan(name: str, seed: int) -> tuple[str, str, str]:
     """The decision that is changed, what becomes of the plan, and more about it."""
+    torch.set_num_threads(1)
     who = subject(name, _DTYPES.get(name, torch.float64))
     program = who.traced.program
     changed, text = mutated(base_plan(name, program, random.Random(seed)), program, seed)
@@ -148,21 +151,23 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000, help="plans, over all models")
     parser.add_argument("--models", nargs="*", default=list(_MODELS), help="models of tests.models")
     parser.add_argument("--seed", type=int, default=0, help="of the first plan; the next has one more")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--say", action="store_true", help="print every refusal")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     print(f"# {' '.join(sys.argv)}: autopar {version('autopar')}, torch {version('torch')}, "
           f"Python {platform.python_version()}, {platform.machine()}")  # fmt: skip
     started_s = time.perf_counter()
+    names = [options.models[index * len(options.models) // options.count] for index in range(options.count)]
+    seeds = range(options.seed, options.seed + options.count)
     by_model: defaultdict[str, Counter[str]] = defaultdict(Counter)
     by_decision: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for index in range(options.count):
-        name = options.models[index * len(options.models) // options.count]
-        changed, found, detail = try_plan(name, options.seed + index)
-        by_model[name][found] += 1
-        by_decision[changed][found] += 1
-        if found not in _OUTCOMES or (options.say and detail):
-            print(f"{name}, seed {options.seed + index}, {changed}: {found}\n{detail}", flush=True)
+    with ProcessPoolExecutor(options.processes, mp.get_context("spawn")) as pool:
+        for name, seed, each in zip(names, seeds, pool.map(try_plan, names, seeds, chunksize=25), strict=True):
+            changed, found, detail = each
+            by_model[name][found] += 1
+            by_decision[changed][found] += 1
+            if found not in _OUTCOMES or (options.say and detail):
+                print(f"{name}, seed {seed}, {changed}: {found}\n{detail}", flush=True)
     total = sum(by_model.values(), Counter[str]())
     columns = [*_OUTCOMES, *(found for found in total if found not in _OUTCOMES)]
     for head, rows in (("model", by_model), ("decision", by_decision)):

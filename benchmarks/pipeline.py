@@ -30,7 +30,7 @@ from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
 from autopar.schedule import Action, ScheduleActions, StageCost, simulate_schedule
-from autopar.schedules import find_schedule, schedule_names, stage_group
+from autopar.schedules import find_schedule, schedule_names, schedule_problem, stage_group
 
 UNEVEN = (1.0, 1.6, 0.7, 1.3)  # what stages take relative to each other, round and round
 PAYLOAD = 1 << 14  # float32 numbers in a message
@@ -56,6 +56,11 @@ class Case:
         """Of the stages in order; a group of one stage has as much to do as one of two."""
         scale = 2 * self.num_groups / self.num_stages
         return tuple(scale * (1.0 if self.is_even else UNEVEN[s % len(UNEVEN)]) for s in range(self.num_stages))
+
+    @property
+    def problem(self) -> str:
+        """Why the schedule has no such actions, or ""."""
+        return schedule_problem(self.schedule, self.num_groups, self.num_stages, self.num_microbatches)
 
     @property
     def actions(self) -> ScheduleActions:
@@ -230,11 +235,12 @@ def main() -> None:
     worst = 0.0
     for groups in options.groups:
         cases = [
-            Case(schedule, groups, options.microbatches, mode, is_even)
+            case
             for mode in options.modes
             if mode == "sleep" or groups <= cores
             for is_even in (True, False)
             for schedule in schedule_names()
+            if not (case := Case(schedule, groups, options.microbatches, mode, is_even)).problem
         ]
         for case, outcomes in zip(cases, launch(groups, cases, options.steps, options.unit_ms / 1e3), strict=True):
             print(describe(case, outcomes), flush=True)

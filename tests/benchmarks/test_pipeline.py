@@ -24,6 +24,11 @@ def test_the_closed_forms_are_those_of_the_timeline(schedule: str, num_groups: i
     assert simulate_schedule(case.actions, times_of(case, 1.0)).bubble_fraction == pytest.approx(case.closed_form)
 
 
+def test_a_schedule_without_actions_says_why():
+    assert not Case("dualpipev", 2, 4, "sleep", is_even=True).problem
+    assert "at least as many microbatches" in Case("dualpipev", 2, 2, "sleep", is_even=True).problem
+
+
 @pytest.mark.slow
 def test_sleeping_stages_are_never_faster_than_the_timeline():
     # Only this side: a busy machine wakes sleepers late.  Transfers count as nothing, for so does their measurement.
