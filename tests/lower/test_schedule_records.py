@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -60,11 +60,10 @@ LIKE = {"last_in_first_out": "gpipe", "weights_last": "zbv"}  # which are no slo
 
 
 @pytest.fixture(params=NEW)
-def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     register_schedule(NEW[request.param])
-    yield request.param
-    schedule_actions.cache_clear()
+    return request.param
 
 
 def planned(program: Program, *constraints: str) -> Plan:
@@ -104,5 +103,7 @@ def test_a_list_must_be_what_the_record_says(monkeypatch: pytest.MonkeyPatch) ->
     register_schedule(PipelineSchedule("unsaid", order=weights_last, splits_backward=True))
     with pytest.raises(RuntimeError, match="lists 3RECV_F0 on device group 0, not 1"):
         schedule_actions("unsaid", 2, 4, 2)
+    register_schedule(PipelineSchedule("unsaid", order=weights_last, is_v_shaped=True, splits_backward=True))
+    assert schedule_actions("unsaid", 2, 4, 2)  # a record that is replaced is forgotten
     with pytest.raises(ValueError, match="needs torch_class= or order="):
         register_schedule(PipelineSchedule("nothing"))

@@ -12,7 +12,7 @@ import pytest
 from autopar.lower.run import schedule_lists
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedule import Action, ScheduleActions
-from autopar.schedules import schedule_names, schedule_problem, stage_group
+from autopar.schedules import find_schedule, schedule_names, schedule_problem, stage_group
 
 ROUNDS = {name: 1 if name in ("gpipe", "1f1b") else 2 for name in schedule_names()}
 
@@ -93,14 +93,14 @@ def test_torch_is_not_heard(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 4), ("zbv", 8), ("interleaved_1f1b", 12)])
 def test_what_makes_lists_quick_changes_none(schedule: str, stages: int, monkeypatch: pytest.MonkeyPatch):
-    made = schedule_actions.__wrapped__(schedule, 4, stages, 8)
+    made = schedule_lists._list_actions.__wrapped__(find_schedule(schedule), 4, stages, 8)
     monkeypatch.setattr(schedule_lists, "_Upcoming", list)
-    assert schedule_actions.__wrapped__(schedule, 4, stages, 8) == made
+    assert schedule_lists._list_actions.__wrapped__(find_schedule(schedule), 4, stages, 8) == made
 
 
 @pytest.mark.slow
 def test_lists_of_many_groups_are_quick():
     start = time.perf_counter()
     for schedule in schedule_names():
-        schedule_actions.__wrapped__(schedule, 32, 32 * ROUNDS[schedule], 128)
+        schedule_lists._list_actions.__wrapped__(find_schedule(schedule), 32, 32 * ROUNDS[schedule], 128)
     assert time.perf_counter() - start < 30  # all took 4 s

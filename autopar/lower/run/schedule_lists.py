@@ -1,6 +1,6 @@
 """The action lists of pipeline schedules, from torch's schedule classes or from what a schedule's record writes.
 
-torch.distributed.pipelining adds the sends and receives.  It wants stage objects; here these are `PlannedStage`, which
+torch.distributed.pipelining adds the sends and receives.  It wants stage objects; here these are `_PlannedStage`, which
 only say which stage they are.  So no model, shape inference, process group or P2P operation of it takes part.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from autopar.schedule import Action, ScheduleActions, parse_action
 from autopar.schedules import PipelineSchedule, find_schedule, schedule_problem, stage_group
 
-__all__ = ["PlannedStage", "schedule_actions"]
+__all__ = ["schedule_actions"]
 
 _torch: Any = torch_schedules  # private classes and incomplete annotations
 
@@ -27,7 +27,6 @@ _COMPUTE = ("F", "B", "I", "W")
 _KINDS = (*_COMPUTE, "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # torch also lists what only FSDP needs
 
 
-@lru_cache(maxsize=64)
 def schedule_actions(schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> ScheduleActions:
     """Per device group, everything that it does in one step, in order; a `ScheduleSource`.
 
@@ -41,9 +40,16 @@ def schedule_actions(schedule: str, num_groups: int, num_stages: int, num_microb
     problem = schedule_problem(schedule, num_groups, num_stages, num_microbatches)
     if problem:
         raise ValueError(problem)
-    stages = [PlannedStage(index, num_stages, num_groups) for index in range(0, num_stages, num_groups)]
+    return _list_actions(find_schedule(schedule), num_groups, num_stages, num_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _list_actions(
+    schedule: PipelineSchedule, num_groups: int, num_stages: int, num_microbatches: int
+) -> ScheduleActions:
+    stages = [_PlannedStage(index, num_stages, num_groups) for index in range(0, num_stages, num_groups)]
     runtime = _torch._PipelineScheduleRuntime(stages, num_microbatches)
-    order = _compute_order(find_schedule(schedule), stages, num_microbatches)
+    order = _compute_order(schedule, stages, num_microbatches)
     runtime._prepare_schedule_with_comms({group: _Upcoming(order[group]) for group in sorted(order)})
     lowered = runtime.pipeline_order_with_comms
     listed = tuple(tuple(_from_torch(_select(lowered[group], _KINDS))) for group in range(num_groups))
@@ -51,7 +57,7 @@ def schedule_actions(schedule: str, num_groups: int, num_stages: int, num_microb
     return listed
 
 
-def _compute_order(schedule: PipelineSchedule, stages: list[PlannedStage], num_microbatches: int) -> dict[int, Any]:
+def _compute_order(schedule: PipelineSchedule, stages: list[_PlannedStage], num_microbatches: int) -> dict[int, Any]:
     """Per device group the computing actions of torch's kind, in order; None where torch leaves a gap."""
     if schedule.order is not None:
         first = stages[0]
@@ -134,16 +140,15 @@ def _in_order(actions: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _check(schedule: str, actions: ScheduleActions) -> None:
+def _check(schedule: PipelineSchedule, actions: ScheduleActions) -> None:
     """Raise if the lists are not what the schedule's record says."""
-    splits_backward = find_schedule(schedule).splits_backward
     for group, listed in enumerate(actions):
         for action in listed:
-            expected = stage_group(schedule, action.stage, len(actions))
+            expected = stage_group(schedule.name, action.stage, len(actions))
             if group != expected:
-                raise RuntimeError(f"schedule {schedule} lists {action} on device group {group}, not {expected}")
-            if action.kind == "I" and not splits_backward:
-                raise RuntimeError(f"schedule {schedule} lists {action}, but its record has splits_backward=False")
+                raise RuntimeError(f"schedule {schedule.name} lists {action} on device group {group}, not {expected}")
+            if action.kind == "I" and not schedule.splits_backward:
+                raise RuntimeError(f"schedule {schedule.name} lists {action}, but its record has splits_backward=False")
 
 
 @contextmanager
@@ -159,7 +164,7 @@ def _without_warnings() -> Generator[None]:
 
 
 @dataclass
-class PlannedStage:
+class _PlannedStage:
     """What torch's schedules want to know of a stage to list their actions."""
 
     stage_index: int
