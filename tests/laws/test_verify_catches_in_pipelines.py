@@ -102,7 +102,9 @@ def test_a_gradient_of_a_skip_connection_that_is_lost_on_its_way(
 
     def lose(step: StepValues, _: None, action: Action) -> None:
         gradients = step[action].gradients
-        if skipped in gradients and any(skipped in names for names in step._executor.arriving[action.stage + 1 :]):
+        if skipped in gradients and any(
+            skipped in names for names in step._executor.boundary_values[action.stage + 1 :]
+        ):
             gradients[skipped] = torch.zeros_like(gradients[skipped])
 
     wrap(monkeypatch, StepValues, "end_backward", lose)

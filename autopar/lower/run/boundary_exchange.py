@@ -66,4 +66,4 @@ class BoundaryExchange:
         executor = self._executor
         whole = executor.executable.program.type_of(name)
         dtype: torch.dtype = getattr(torch, whole.dtype)
-        return executor.lies[name].local_shape(whole.shape, executor.num_microbatches), dtype
+        return executor.value_layouts[name].local_shape(whole.shape, executor.num_microbatches), dtype

@@ -19,7 +19,7 @@ from autopar.lower.observe.stopwatch import Stopwatch
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.compiled import compile_program
 from autopar.lower.program.layer_program import LayerProgram
-from autopar.lower.run.lowering import Executable, Lies, Lowering
+from autopar.lower.run.lowering import Executable, Lowering, ValueLayout
 from autopar.lower.run.microbatch_updates import updates_per_microbatch
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.lower.run.stage_map import StageMap
@@ -64,8 +64,8 @@ class Executor:
         self.stages = StageMap(program, plan, communicator.rank)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
         self.runners = lowering.lower_layers(frozenset(self.kept))
-        self.lies = lowering.lies
-        self.arriving = lowering.arriving
+        self.value_layouts = lowering.value_layouts
+        self.boundary_values = lowering.boundary_values
         self.begin_step = lowering.hoisted.begin_step
         if self.stages.is_pipeline:
             communicator.prepare([self.stages.axis])
@@ -138,8 +138,8 @@ class Executor:
 
     def make_whole(self, name: str, value: Tensor) -> Tensor:
         """The whole tensor on every rank, of one microbatch."""
-        lies = self.lies[name]
-        steps = lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh)
+        own = self.value_layouts[name]
+        steps = own.move_to((REPLICATE,) * len(own.mesh), own.mesh)
         return reshard_tensor(value, steps, self.communicator)
 
     def share_across_groups(self, name: str, value: Tensor | None) -> Tensor:
@@ -158,8 +158,8 @@ class Executor:
 
     def gather_along(self, name: str, value: Tensor, dim: int) -> Tensor:
         """`value` made whole along `dim` only."""
-        lies = self.lies[name]
-        return reshard_tensor(value, lies.move_to(_whole_along(lies.layout, dim), lies.mesh), self.communicator)
+        own = self.value_layouts[name]
+        return reshard_tensor(value, own.move_to(_whole_along(own.layout, dim), own.mesh), self.communicator)
 
     def join_microbatches(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """The microbatches' parts of an output as one: terms add up, slices are laid side by side.
@@ -168,7 +168,7 @@ class Executor:
         """
         if len(parts) == 1:
             return parts[0]
-        time = self.lies[name].time
+        time = self.value_layouts[name].time
         if time.kind == "P":
             return torch.stack(list(parts)).sum(0)
         if not time.is_shard:
@@ -183,19 +183,19 @@ class Executor:
 
         Without a loss in the program all outputs are whole.
         """
-        lies = self._lies_joined(name)
-        is_cut = any(p.is_shard and size > 1 for p, size in zip(lies.layout, lies.mesh, strict=True))
+        own = self._joined_layout(name)
+        is_cut = any(p.is_shard and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
         if not is_cut or not self.stays_cut(name):
-            return reshard_tensor(value, lies.move_to((REPLICATE,) * len(lies.mesh), lies.mesh), self.communicator)
-        layout = tuple(p if p.is_shard else REPLICATE for p in lies.layout)
-        value = reshard_tensor(value, lies.move_to(layout, lies.mesh), self.communicator)
-        fine = refine_layout(layout, lies.mesh, self.store.mesh)
+            return reshard_tensor(value, own.move_to((REPLICATE,) * len(own.mesh), own.mesh), self.communicator)
+        layout = tuple(p if p.is_shard else REPLICATE for p in own.layout)
+        value = reshard_tensor(value, own.move_to(layout, own.mesh), self.communicator)
+        fine = refine_layout(layout, own.mesh, self.store.mesh)
         shape = torch.Size(self.executable.program.type_of(name).shape)
-        is_parted = self.num_microbatches > 1 and lies.time.is_shard
+        is_parted = self.num_microbatches > 1 and own.time.is_shard
         made = DTensor.from_local(
             value,
             self.store.device_mesh,
-            to_parted_placements(fine, self.store.mesh, lies.time.dim, self.num_microbatches)
+            to_parted_placements(fine, self.store.mesh, own.time.dim, self.num_microbatches)
             if is_parted
             else to_torch_placements(fine),
             run_check=False,
@@ -209,21 +209,21 @@ class Executor:
         program = self.executable.program
         if self.whole_outputs or not program.loss or name == program.loss:
             return False
-        return self._is_on_store_mesh(self.lies[name].mesh) and self._can_be_cut(self.lies[name])
+        return self._is_on_store_mesh(self.value_layouts[name].mesh) and self._can_be_cut(self.value_layouts[name])
 
-    def _can_be_cut(self, lies: Lies) -> bool:
-        """Whether torch has words for how microbatches of what lies so join."""
-        if self.num_microbatches == 1 or not lies.time.is_shard:
+    def _can_be_cut(self, own: ValueLayout) -> bool:
+        """Whether a DTensor can say how microbatches of such a value join."""
+        if self.num_microbatches == 1 or not own.time.is_shard:
             return True
-        fine = refine_layout(lies.layout, lies.mesh, self.store.mesh)
-        return can_part(fine, self.store.mesh, lies.time.dim)
+        fine = refine_layout(own.layout, own.mesh, self.store.mesh)
+        return can_part(fine, self.store.mesh, own.time.dim)
 
-    def _lies_joined(self, name: str) -> Lies:
-        """Where an output lies when its microbatches have been joined."""
-        lies = self.lies[name]
-        if self.num_microbatches == 1 or not lies.time.is_shard or self.stays_cut(name):
-            return lies
-        return replace(lies, layout=_whole_along(lies.layout, lies.time.dim))  # it was gathered along that dim
+    def _joined_layout(self, name: str) -> ValueLayout:
+        """How an output is laid out when its microbatches have been joined."""
+        own = self.value_layouts[name]
+        if self.num_microbatches == 1 or not own.time.is_shard or self.stays_cut(name):
+            return own
+        return replace(own, layout=_whole_along(own.layout, own.time.dim))  # it was gathered along that dim
 
     def _is_on_store_mesh(self, mesh: tuple[int, ...]) -> bool:
         return refine_mesh(self.store.mesh, mesh) == self.store.mesh

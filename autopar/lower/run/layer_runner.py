@@ -35,7 +35,7 @@ class LayerRunner:
         parameters: how it gets them.
         buffers: position among held values, name, dtype, moves to the copy layout.
         constants: position among held values, how to have the local part.
-        moves: per input, the value's name and the moves from where it lies.
+        moves: per input, the value's name and the moves from the layout that it has.
         dead: values that no later layer reads.
         first_op: number of its first op in the program.
     """

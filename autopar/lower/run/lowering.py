@@ -25,7 +25,7 @@ from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, r
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 
-__all__ = ["Executable", "Lies", "Lowering"]
+__all__ = ["Executable", "Lowering", "ValueLayout"]
 
 
 class Executable(NamedTuple):
@@ -47,8 +47,8 @@ class Executable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lies:
-    """Where a value lies between layers: layout, mesh, placement in time."""
+class ValueLayout:
+    """How a value is laid out between layers: layout, mesh, placement in time."""
 
     layout: Layout
     mesh: tuple[int, ...]
@@ -68,7 +68,7 @@ class Lies:
 
 
 class Lowering:
-    """The state of lowering an executable's layers: where values lie, which programs exist."""
+    """The state of lowering an executable's layers: how values are laid out, which programs exist."""
 
     def __init__(
         self,
@@ -79,7 +79,10 @@ class Lowering:
         stages: StageMap,
         compile_layers: bool = False,
     ) -> None:
-        """No layer is lowered yet.  `lies` has then where values lie, `arriving` per stage what comes to it."""
+        """No layer is lowered yet.
+
+        `value_layouts` then says how values are laid out, `boundary_values` per stage what comes to it.
+        """
         self.stages = stages
         self.compile_layers = compile_layers
         self.executable = executable
@@ -88,9 +91,9 @@ class Lowering:
         self.store = store
         self.communicator = communicator
         self.num_microbatches = num_microbatches
-        whole = Lies((REPLICATE,), (self.plan.group_size,), REPLICATE)
-        self.lies: dict[str, Lies] = dict.fromkeys(self.program.inputs, whole)
-        self.arriving: list[dict[str, Lies]] = []
+        whole = ValueLayout((REPLICATE,), (self.plan.group_size,), REPLICATE)
+        self.value_layouts: dict[str, ValueLayout] = dict.fromkeys(self.program.inputs, whole)
+        self.boundary_values: list[dict[str, ValueLayout]] = []
         self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
         read = dict.fromkeys(name for index in stages.own_layers for name in self.program.layers[index].held)
@@ -109,28 +112,30 @@ class Lowering:
             produced = (*layer.inputs, *layer.outputs)
             dead = tuple(name for name in produced if last_reader.get(name, -1) <= index and name not in kept)
             if index in starts:
-                self.arriving.append({name: self.lies[name] for name in self.stages.crossing[starts[index]]})
+                self.boundary_values.append(
+                    {name: self.value_layouts[name] for name in self.stages.crossing[starts[index]]}
+                )
             bind = self._lower_layer(index, layer, dead, first_op)
             if index in self.stages.own_layers:
                 runners[index] = bind()
             first_op += len(layer.ops)
-        missing = sorted(kept - self.lies.keys())
+        missing = sorted(kept - self.value_layouts.keys())
         if missing:
             raise PlanMismatchError(f"no layer puts out {missing}, which the model returns or keeps")
         return runners
 
     def _lower_layer(self, index: int, layer: Layer, dead: tuple[str, ...], first_op: int) -> Callable[[], LayerRunner]:
-        """Note where the layer's outputs lie; how to bind it to this rank, if this rank runs it."""
+        """Note how the layer's outputs are laid out; how to bind it to this rank, if this rank runs it."""
         number = self.plan.layers[index].strategy
         strategy = self.plan.strategies[number]
-        arrivals = tuple(self.lies[name].time for name in layer.inputs)
+        arrivals = tuple(self.value_layouts[name].time for name in layer.inputs)
         moves = tuple(
-            (name, self.lies[name].move_to(layout, strategy.mesh))
+            (name, self.value_layouts[name].move_to(layout, strategy.mesh))
             for name, layout in zip(layer.inputs, strategy.inputs, strict=True)
         )
         lowered, keeping = self._program(layer.kind, number, strategy, arrivals)
         for name, layout, time in zip(layer.outputs, strategy.outputs, lowered.local.output_times, strict=True):
-            self.lies[name] = Lies(layout, strategy.mesh, time)
+            self.value_layouts[name] = ValueLayout(layout, strategy.mesh, time)
         return lambda: self._bind(layer, strategy, lowered, keeping, moves, dead, first_op)
 
     def _bind(

@@ -107,7 +107,7 @@ class StepValues:
         before = self._stages.get((stage - 1, microbatch))
         if before is None:
             return self._boundaries.received(Action(stage, "RECV_F", microbatch))
-        return {name: before.tensors.pop(name) for name in self._executor.arriving[stage]}
+        return {name: before.tensors.pop(name) for name in self._executor.boundary_values[stage]}
 
     def end_forward(self, action: Action) -> None:
         """Keep what the caller, an update or the next stage gets."""
@@ -121,7 +121,7 @@ class StepValues:
                 found[name] = self._return(name, action, values)
                 if name in values.differentiable:
                     self.differentiable.add(name)
-        leaving = executor.arriving[action.stage + 1] if action.stage + 1 < len(stages.ranges) else {}
+        leaving = executor.boundary_values[action.stage + 1] if action.stage + 1 < len(stages.ranges) else {}
         values.tensors = {name: values.tensors[name] for name in leaving}
 
     def _return(self, name: str, action: Action, values: StageValues) -> Tensor:
@@ -142,7 +142,7 @@ class StepValues:
         values = self._stages[stage, microbatch]
         following = self._stages.get((stage + 1, microbatch))
         if following is not None:
-            for name in self._executor.arriving[stage + 1]:
+            for name in self._executor.boundary_values[stage + 1]:
                 values.add_gradient(name, following.gradients.pop(name, None))
         for name, gradient in self._boundaries.received(Action(stage, "RECV_B", microbatch)).items():
             values.add_gradient(name, gradient)
@@ -154,7 +154,7 @@ class StepValues:
 
     def _gradient_of_returned(self, name: str, microbatch: int, gradient: Tensor) -> Tensor | None:
         """One microbatch's part of the gradient of a value that the caller got."""
-        time = self._executor.lies[name].time
+        time = self._executor.value_layouts[name].time
         if time.is_shard and self._executor.num_microbatches > 1:
             gradient = gradient.chunk(self._executor.num_microbatches, time.dim)[microbatch]
         if (name, microbatch) not in self._returned:
@@ -178,13 +178,15 @@ class StepValues:
     def receive(self, action: Action) -> None:
         """RECV_F or RECV_B."""
         is_forward = action.kind == "RECV_F"
-        names = self._executor.arriving[action.stage] if is_forward else self._differentiated_of(action.stage + 1)
+        names = (
+            self._executor.boundary_values[action.stage] if is_forward else self._differentiated_of(action.stage + 1)
+        )
         self._boundaries.receive(action, names)
 
     def send_forward(self, action: Action) -> None:
         """SEND_F."""
         tensors = self[action].tensors
-        self._boundaries.send(action, [tensors.pop(name) for name in self._executor.arriving[action.stage + 1]])
+        self._boundaries.send(action, [tensors.pop(name) for name in self._executor.boundary_values[action.stage + 1]])
 
     def send_backward(self, action: Action) -> None:
         """SEND_B: zeros where autograd finds none in spite of all, so that every rank sends what its peer awaits."""
@@ -194,7 +196,7 @@ class StepValues:
 
     def _differentiated_of(self, stage: int) -> list[str]:
         """The values that cross the cut before this stage whose gradients come back."""
-        return [name for name in self._executor.arriving[stage] if name in self.differentiated]
+        return [name for name in self._executor.boundary_values[stage] if name in self.differentiated]
 
 
 def _influences(program: Program, results: Iterable[str]) -> Set[str]:
