@@ -26,7 +26,7 @@ training runs (one value for all); NCCL's default of up to 24 blocks on the 108 
 
 _LARGE_BYTES = 2.0**26  # of a message whose latency no longer counts
 _OPTIMIZER_KERNELS = 12
-"""Kernels of one fused-by-group optimizer step over a large list of tensors."""
+"""Estimate: kernels of a ``foreach`` AdamW step over a list of tensors, one for each of its operations."""
 
 
 class ClusterPrices:

@@ -18,7 +18,7 @@ from autopar.program import Arg, Layer, Op, Program, Ref, TensorType
 
 __all__ = ["LayerCorrections", "LocalOp", "TimedLayer", "layer_key"]
 
-_SWEEPS = 40
+_SWEEPS = 40  # of iterative proportional fitting, which converges geometrically
 _Factors = tuple[float, float]
 
 

@@ -19,7 +19,7 @@ __all__ = ["BoundaryCosts", "boundary_costs", "useful_pairs"]
 Array = npt.NDArray[np.float64]
 
 # A pair is dropped if another is as fast with boundary reshards discounted by this share of the layer's best time: what
-# would gain less is not worth its place among the candidates.
+# would gain less is below the error of prices, and makes every later step slower.
 _DISCOUNT = 0.002
 
 

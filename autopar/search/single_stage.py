@@ -22,9 +22,8 @@ __all__ = ["SingleStagePaths", "SingleStageSearch"]
 
 Array = npt.NDArray[np.float64]
 
-_WORTH = (
-    0.01  # share of time or memory that more microbatches must gain for still more to be tried: prices are no better
-)
+# Share of time or memory that more microbatches must gain for still more to be tried: prices are no more accurate.
+_WORTH = 0.01
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,8 +32,8 @@ Table = tuple[tuple[int, ...], Array]
 
 _INFINITE = 1e30  # stands for infinity inside, so that differences are defined
 _DOMINANCE_ENTRIES = 150_000  # below this joint size eliminating is cheaper than looking for dominated states
-_DOMINANCE_LIMIT = 20_000_000
-_SAMPLED = 16
+_DOMINANCE_LIMIT = 20_000_000  # entries times states: comparing more takes longer than what is dropped would
+_SAMPLED = 16  # columns that are compared first: most states that are not dominated show it there
 _CHUNK_ENTRIES = 400_000  # joint tables are formed in pieces of about this size, to stay in the cache
 
 

@@ -22,7 +22,7 @@ from autopar.trace.torch_internals import overload
 
 __all__ = ["NEUTRAL", "Evaluator", "broadcast_shape", "constant_cone", "step_cone"]
 
-_BLOCK_ELEMENTS = 1 << 24
+_BLOCK_ELEMENTS = 1 << 24  # 128 MiB of int64: larger values are looked at in pieces of this size
 
 # Ops on booleans -> the value that changes nothing.
 NEUTRAL = {

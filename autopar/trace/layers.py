@@ -17,7 +17,7 @@ from autopar.trace.repetition import MAX_OPS, MIN_OPS, OpSpan, find_period, modu
 
 __all__ = ["Crossing", "crossings", "cut_layers"]
 
-_TARGET_OPS = 40
+_TARGET_OPS = 40  # about the ops of a transformer block, which is what a layer is where modules say so
 
 
 @dataclass(frozen=True)

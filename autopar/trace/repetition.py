@@ -15,7 +15,7 @@ from autopar.program import Op, TensorType, iter_refs
 __all__ = ["MAX_OPS", "MIN_OPS", "OpSpan", "find_period", "module_runs", "op_signature"]
 
 MIN_OPS = 6  # a repetition with fewer ops is no layer of its own
-MAX_OPS = 150
+MAX_OPS = 150  # the search inside a layer grows faster than linearly with its ops
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ _DENSE = {
     "cuda": tuple(4**power for power in range(4, 15)),  # 1 KiB to 1 GiB
 }
 """Elements of a buffer on its larger side."""
-_MIN_REPEATS = 5
-_MAX_REPEATS = 100
+_MIN_REPEATS = 5  # the fewest with quartiles of their own
+_MAX_REPEATS = 100  # a bound where calls are so short that the budget never ends
 
 
 class Waitable(Protocol):

@@ -38,9 +38,8 @@ _WIDTH = {"cpu": 256, "cuda": 4096}
 """Rows and columns of the products: large enough to keep the device busy."""
 _LONGER = 2.0
 """Compute lasts so many times as long as the collective, so that all of the collective is overlapped."""
-_MIN_REPEATS = 3
-_MAX_REPEATS = 15
-_MAX_PRODUCTS = 10_000
+_MIN_REPEATS, _MAX_REPEATS = 3, 15
+_MAX_PRODUCTS = 10_000  # a bound for collectives that last much longer than a product
 
 
 def interference_probes(

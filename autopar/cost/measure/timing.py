@@ -17,8 +17,7 @@ from autopar.cost.measure.probe import Sample
 
 __all__ = ["LEAST_S", "elapsed_s", "median_of", "own_s", "sample", "synchronize", "warm_up"]
 
-_MAX_REPEATS = 50
-_MIN_REPEATS = 2
+_MIN_REPEATS, _MAX_REPEATS = 2, 50
 _BATCH_S, _BATCH = 2e-4, 64  # short calls are timed so many at once: a clock takes up to a microsecond itself
 _WARM_UP_S = 0.5  # after which the clocks of all GPUs that were looked at are up
 LEAST_S = 1e-8

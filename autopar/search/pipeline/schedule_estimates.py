@@ -13,7 +13,7 @@ from autopar.schedules import Shape
 __all__ = ["estimate_s", "fill_share", "is_small"]
 
 _ACTIONS = 6  # about so many has a schedule's list for each stage and microbatch
-_SMALL = 6000
+_SMALL = 6000  # actions: to simulate so few costs little next to finding the pipeline
 
 
 def fill_share(shape: Shape) -> float:
