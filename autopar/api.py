@@ -279,13 +279,13 @@ def _search_and_time(
 
     def search_here() -> Plan:
         request = _request(setup)
-        found = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
+        result = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
         new = {key: layer for key, layer in timer.known.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return _finish(found, setup)
+        return _finish(result, setup)
 
     return share(communicator.process_group, search_here)
 

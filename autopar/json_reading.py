@@ -26,14 +26,14 @@ def read_json(text: str) -> Any:
             or half of a surrogate pair, which can't be written.
     """
     try:
-        found = json.loads(text, parse_int=_read_int, parse_float=_read_float, parse_constant=_read_constant)
+        result = json.loads(text, parse_int=_read_int, parse_float=_read_float, parse_constant=_read_constant)
         if "\\ud" in text or "\\uD" in text:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(result, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from error
-    return found
+    return result
 
 
 def _read_int(text: str) -> int:

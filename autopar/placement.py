@@ -154,11 +154,11 @@ def refine_layout(layout: Layout, mesh: tuple[int, ...], refined: tuple[int, ...
     """`layout` on `mesh`, written for `refined`, a refinement of `mesh`."""
     axes = [axis for axis in mesh_axes(mesh) if axis.size > 1]
     placements = [p for p, size in zip(layout, mesh, strict=True) if size > 1]
-    found: list[Placement] = []
+    results: list[Placement] = []
     for fine in mesh_axes(refined):
         owner = [p for p, a in zip(placements, axes, strict=True) if a.stride <= fine.stride < a.stride * a.size]
-        found.append(owner[0] if owner else REPLICATE)
-    return tuple(found)
+        results.append(owner[0] if owner else REPLICATE)
+    return tuple(results)
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> tuple[int, ...]:

@@ -173,11 +173,11 @@ def _shared(plan: Plan) -> str:
     names: dict[Layout, list[str]] = {}
     for name, layout in plan.shared_storage:
         names.setdefault(layout, []).append(name)
-    found: list[str] = []
+    results: list[str] = []
     for layout, each in names.items():
         said = ", ".join(each) if len(each) <= _FEW_NAMES else f"{each[0]} and {len(each) - 1} more"
-        found.append(f"{said} ({format_layout(layout)})")
-    return "; ".join(found)
+        results.append(f"{said} ({format_layout(layout)})")
+    return "; ".join(results)
 
 
 def _overlapped(plan: Plan) -> list[str]:

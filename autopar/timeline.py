@@ -111,8 +111,8 @@ class StepTimeline:
 
     def on(self, group: int, stream: str) -> tuple[Event, ...]:
         """The events of one stream in order of time."""
-        found = (event for event in self.events if event.group == group and event.stream == stream)
-        return tuple(sorted(found, key=lambda event: (event.start_s, event.stop_s)))
+        result = (event for event in self.events if event.group == group and event.stream == stream)
+        return tuple(sorted(result, key=lambda event: (event.start_s, event.stop_s)))
 
     def busy_s(self, group: int, stream: str) -> float:
         """Seconds in which the stream does something."""

@@ -70,8 +70,8 @@ class CapturedGraph:
 
     def numbers(self, values: Sequence[Any]) -> dict[int, Any]:
         """The arguments that are numbers, as such, by their place: a plan is for these."""
-        found = {place: values[place] for place in self.places("number")}
-        return {place: value.item() if isinstance(value, Tensor) else value for place, value in found.items()}
+        results = {place: values[place] for place in self.places("number")}
+        return {place: value.item() if isinstance(value, Tensor) else value for place, value in results.items()}
 
     def places(self, role: str) -> list[int]:
         """The arguments of this role."""
@@ -144,22 +144,22 @@ def readable_name(source: str) -> str:
 
 
 def _readable_stack(stack: Mapping[str, Any], classes: dict[str, str]) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+    results: dict[str, tuple[str, str]] = {}
     for key, (source, owner) in stack.items():
         path = readable_name(re.sub(r"@\d+$", "", source))
         kind = owner if isinstance(owner, str) else str(owner.__qualname__)
         classes[path] = kind.rpartition(".")[2]
-        found[key] = path, kind
-    return found
+        results[key] = path, kind
+    return results
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    number, found = 1, name
-    while found in taken:
+    number, result = 1, name
+    while result in taken:
         number += 1
-        found = f"{name}_{number}"
-    taken.add(found)
-    return found
+        result = f"{name}_{number}"
+    taken.add(result)
+    return result
 
 
 def make_module(graph: CapturedGraph, values: Sequence[Any]) -> nn.Module:
@@ -185,8 +185,8 @@ def make_module(graph: CapturedGraph, values: Sequence[Any]) -> nn.Module:
 
 
 def _identifier(name: str) -> str:
-    found = re.sub(r"\W", "_", name)
-    return f"{found}_" if keyword.iskeyword(found) or found == "self" or not found.isidentifier() else found
+    result = re.sub(r"\W", "_", name)
+    return f"{result}_" if keyword.iskeyword(result) or result == "self" or not result.isidentifier() else result
 
 
 def _submodule(root: nn.Module, path: str, classes: Mapping[str, str]) -> nn.Module:

@@ -81,8 +81,8 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
         )
     given["constraints"] = read_constraints(given.get("constraints"))
     for text in given["constraints"]:
-        found = _NOT_HERE.search(text)
-        if found and (found[1], found[2]) != ("zero", "0"):
+        result = _NOT_HERE.search(text)
+        if result and (result[1], result[2]) != ("zero", "0"):
             raise BackendError(
                 f"constraint {text!r} can't be met by backend='autopar', where parameters stay whole and a graph runs "
                 f"in one piece: leave it out, or use autopar.parallelize(model, mesh, inputs, constraints=[{text!r}])"

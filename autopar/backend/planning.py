@@ -60,18 +60,18 @@ def plan_graph(
     module = make_module(graph, values)
     inputs = [values[place] for place in graph.places("input")]
     agree(group, lambda: _refuse_custom_functions(graph))
-    found = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), trains=trains))
+    result = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), trains=trains))
     trace_s = time.perf_counter() - started_s
     agree_equal(
         group,
-        f"{found[0].program.fingerprint if found else 'one without inputs'} on {[list(x.shape) for x in inputs]}",
+        f"{result[0].program.fingerprint if result else 'one without inputs'} on {[list(x.shape) for x in inputs]}",
         "graphs",
         "Run the same model on the same batch on every rank, and let no Python value that differs by rank decide what "
         "it runs",
     )
-    if found is None:
+    if result is None:
         return None
-    traced, fixed = found
+    traced, fixed = result
     _compare_ranks(module, inputs, traced, session)
     stored = agree(group, lambda: stored_parameters(module, session.mesh))
     spec = agree(group, lambda: training_spec(module, options.optimizer))
@@ -139,13 +139,13 @@ def _decide(
         check_fit(plan, program, world)
         _check_edit(plan, request.stored, str(path))
         return plan
-    found = search(program, world, prices, request)
-    found = replace(found, planning_s=(("trace", trace_s), *found.planning_s))
+    result = search(program, world, prices, request)
+    result = replace(result, planning_s=(("trace", trace_s), *result.planning_s))
     session.num_searches += 1
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
-    return found
+        result.save(path)
+    return result
 
 
 def _check_edit(plan: Plan, stored: Stored, path: str) -> None:

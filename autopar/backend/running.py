@@ -62,9 +62,9 @@ class RunningGraph:
             tensors = self._compared(executor.executable.flatten_inputs(given, {}))
             seed = agree_base_seed(self._communicator) if executor.is_random else 0
             executor.begin_step()
-            found = run_step(executor, tensors, seed)
-            self._update_buffers(found)
-            made = {name: executor.make_output(name, found[name]) for name in dict.fromkeys(program.outputs)}
+            result = run_step(executor, tensors, seed)
+            self._update_buffers(result)
+            made = {name: executor.make_output(name, result[name]) for name in dict.fromkeys(program.outputs)}
         entries = iter([made[name] for name in program.outputs])
         count = len(program.outputs) + len(self._fixed)
         leaves = [self._fixed_output(self._fixed[n]) if n in self._fixed else next(entries) for n in range(count)]

@@ -55,10 +55,10 @@ class Session:
 
     def unchecked(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those that ranks have not compared yet; from now on they have."""
-        found = [tensor for tensor in tensors if tensor not in self._checked]
-        for tensor in found:
+        results = [tensor for tensor in tensors if tensor not in self._checked]
+        for tensor in results:
             self._checked[tensor] = True
-        return found
+        return results
 
     def together(self, graph: str, action: Callable[[], T]) -> T:
         """Run what all ranks must do at the same time to plan `graph`.
@@ -83,10 +83,10 @@ _sessions: dict[DeviceMesh, Session] = {}
 
 def session_of(mesh: DeviceMesh) -> Session:
     """The session of this mesh, made when first asked for."""
-    found = _sessions.get(mesh)
-    if found is None or found.world is not dist.group.WORLD:  # the process group was started anew
-        found = _sessions[mesh] = Session(mesh)
-    return found
+    result = _sessions.get(mesh)
+    if result is None or result.world is not dist.group.WORLD:  # the process group was started anew
+        result = _sessions[mesh] = Session(mesh)
+    return result
 
 
 def made_plans(mesh: DeviceMesh) -> tuple[Plan, ...]:

@@ -56,11 +56,11 @@ def _place(name: str, parameter: DTensor, mesh: DeviceMesh) -> tuple[tuple[int, 
 
 def with_whole_inputs(graph: CapturedGraph, values: Sequence[Any]) -> list[Any]:
     """The arguments, with inputs that are DTensors made whole; differentiable."""
-    found = list(values)
+    result = list(values)
     for place in graph.places("input"):
-        if isinstance(found[place], DTensor):
-            found[place] = found[place].full_tensor()
-    return found
+        if isinstance(result[place], DTensor):
+            result[place] = result[place].full_tensor()
+    return result
 
 
 def as_expected(output: Tensor, expected: Expected) -> Tensor:

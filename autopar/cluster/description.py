@@ -118,9 +118,9 @@ class Cluster:
                 "the mesh is of 'cuda' devices, but torch sees none on this machine: use a 'cpu' mesh, or describe the "
                 "devices that there will be, such as Cluster.of('h100', nodes=2)"
             )
-        found = device_name if cuda is None or device_name is not None else str(cuda.get_device_name())
+        result = device_name if cuda is None or device_name is not None else str(cuda.get_device_name())
         per_node = devices_per_node or min(world, int(cast(Any, cuda).device_count()))
-        return cls.of(_preset_of(str(found)), _num_nodes(world, per_node), per_node)
+        return cls.of(_preset_of(str(result)), _num_nodes(world, per_node), per_node)
 
     @classmethod
     def _of_cpu(cls, world: int, per_node: int) -> Self:

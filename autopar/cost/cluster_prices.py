@@ -88,14 +88,14 @@ class ClusterPrices:
         """
         # Hashing an op costs more than pricing it; its identity does, as long as it is kept alive here.
         key = (id(op), operands, results, differentiable)
-        found = self._op_times.get(key)
-        if found is None:
+        result = self._op_times.get(key)
+        if result is None:
             self._alive[id(op)] = op
-            found = self._price_op(op, operands, results, differentiable)
+            result = self._price_op(op, operands, results, differentiable)
             if self._corrections is not None:
-                found = self._corrections.correct(op, operands, results, found)
-            self._op_times[key] = found
-        return found
+                result = self._corrections.correct(op, operands, results, result)
+            self._op_times[key] = result
+        return result
 
     def collective_s(self, kind: str, axis: Axis, num_bytes: float) -> float:
         """Seconds of one collective on `axis` with a buffer of `num_bytes` (the NCCL tests' "size").
@@ -103,12 +103,12 @@ class ClusterPrices:
         Raises:
             MissingPriceError: this kind has no price.
         """
-        found = self._terms.get((kind, axis))
-        if found is None:
+        result = self._terms.get((kind, axis))
+        if result is None:
             measured = self._collective_curve(kind, axis)
-            found = measured or (collective_terms(self.cluster, kind, axis), 1.0)
-            self._terms[kind, axis] = found
-        return found[0].seconds(num_bytes * found[1])
+            result = measured or (collective_terms(self.cluster, kind, axis), 1.0)
+            self._terms[kind, axis] = result
+        return result[0].seconds(num_bytes * result[1])
 
     def optimizer_s(self, num_parameters: float, bytes_per_parameter: float) -> float:
         """Seconds of one optimizer step over `num_parameters` local elements that reads and writes so many
@@ -198,12 +198,12 @@ class ClusterPrices:
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
         name = packet_name(op.target)
         if work.is_counted_in_flops:
-            found = self._products.seconds(work, "forward"), self._products.seconds(work, "backward")
+            result = self._products.seconds(work, "forward"), self._products.seconds(work, "backward")
         elif work.kind == "view":
-            found = self._ops.view_s(name, work, "forward"), self._ops.view_s(name, work, "backward")
+            result = self._ops.view_s(name, work, "forward"), self._ops.view_s(name, work, "backward")
         else:
-            found = self._ops.seconds(name, work, "forward"), self._ops.seconds(name, work, "backward")
-        forward_s, backward_s = found
+            result = self._ops.seconds(name, work, "forward"), self._ops.seconds(name, work, "backward")
+        forward_s, backward_s = result
         if forward_s is None or backward_s is None:
             return None
         return forward_s, backward_s + self._ops.summing_s(work.summed_bytes, work.width)

@@ -94,8 +94,8 @@ class LayerCorrections:
         for layer, own in zip(timed, states, strict=True):
             for state, op in zip(own, firsts[layer.kind].ops, strict=True):
                 is_differentiable = any(program.values[name].requires_grad for name in op.results)
-                found = price(op, state[2], state[3], is_differentiable)
-                plain[state] = found.forward_s, found.backward_s
+                result = price(op, state[2], state[3], is_differentiable)
+                plain[state] = result.forward_s, result.backward_s
         for kind in {layer.kind for layer in timed}:
             rows = [(layer, own) for layer, own in zip(timed, states, strict=True) if layer.kind == kind]
             ratios = [

@@ -45,28 +45,28 @@ class OpCurves:
 
     def seconds(self, name: str, work: Work, direction: str) -> float | None:
         """Seconds of an op that moves bytes; None if nothing was measured."""
-        found = self.find(name, work, direction)
-        if found is None:
+        result = self.find(name, work, direction)
+        if result is None:
             number = f"op/aten.mul/number/{direction}" if work.is_with_number else ""
             curve = self._curves.get(number) or self._curves.get(f"elementwise/{direction}")
             if curve is None:
                 return None
             amount = work.backward_num_bytes if direction == "backward" else work.num_bytes
-            found = curve.seconds(amount), curve.overhead_s
+            result = curve.seconds(amount), curve.overhead_s
         if direction == "backward" and work.is_passed_on:
-            return found[1] + self.summing_s(work.backward_num_bytes, work.width)
-        return found[0]
+            return result[1] + self.summing_s(work.backward_num_bytes, work.width)
+        return result[0]
 
     def view_s(self, name: str, work: Work, direction: str) -> float | None:
         """Seconds of a view; its gradient is one too, unless elements were left out or repeated."""
         curve = self._curves.get(f"view/{direction}")
         if curve is None:
             return None
-        found = self.find(name, work, direction)
+        result = self.find(name, work, direction)
         if direction == "forward" or not work.backward_num_bytes:
-            return found[1] if found else curve.overhead_s
-        if found:
-            return found[0]
+            return result[1] if result else curve.overhead_s
+        if result:
+            return result[0]
         return max(curve.overhead_s, self.summing_s(work.backward_num_bytes, work.width))
 
     def summing_s(self, num_bytes: float, width: int) -> float:

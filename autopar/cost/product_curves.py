@@ -52,15 +52,15 @@ class ProductCurves:
         how = "plain" if work.is_plain else "causal" if work.is_causal else "full"
         heads = self._attentions.get((work.dtype, how, direction))
         if work.kind == "matmul" and work.extents and grid:
-            found = _on_grid(grid, work.extents, 2.0 if is_backward else 1.0)
+            result = _on_grid(grid, work.extents, 2.0 if is_backward else 1.0)
         elif work.kind == "attention" and heads:
-            found = _by_head(heads, work, whole)
+            result = _by_head(heads, work, whole)
         else:
             curve = self._curve(work, direction)
             if curve is None:
                 return None
-            found = curve.seconds(whole)
-        return found * amount / whole
+            result = curve.seconds(whole)
+        return result * amount / whole
 
     def _curve(self, work: Work, direction: str) -> Curve | None:
         family = work.kind
@@ -79,10 +79,10 @@ def _on_grid(grid: Mapping[tuple[int, int], Curve], extents: tuple[int, ...], pa
 
     def seconds(known_inner: int) -> float:
         known = widths[known_inner]
-        found = between_affine(
+        result = between_affine(
             known, columns, lambda width: grid[known_inner, width].seconds(2.0 * passes * rows * known_inner * width)
         )
-        return found * max(1.0, columns / known[-1])
+        return result * max(1.0, columns / known[-1])
 
     return between_affine(list(widths), inner, seconds) * max(1.0, inner / max(widths))
 
@@ -90,15 +90,15 @@ def _on_grid(grid: Mapping[tuple[int, int], Curve], extents: tuple[int, ...], pa
 def _by_head(heads: Mapping[int, Mapping[int, Curve]], work: Work, flops: float) -> float:
     """Between sizes of a head, at the same number of heads and pairs of positions."""
     known = sorted(heads)
-    found = between_affine(
+    result = between_affine(
         known, work.head_dim, lambda head: _by_length(heads[head], work, flops * head / work.head_dim)
     )
-    return found * max(1.0, work.head_dim / known[-1])
+    return result * max(1.0, work.head_dim / known[-1])
 
 
 def _by_length(lengths: Mapping[int, Curve], work: Work, flops: float) -> float:
     """Between numbers of pairs of positions, at the same number of heads."""
     pairs = math.prod(work.extents)
     by_pairs = {length**2: curve for length, curve in sorted(lengths.items())}
-    found = between_affine(list(by_pairs), pairs, lambda known: by_pairs[known].seconds(flops * known / pairs))
-    return found * max(1.0, pairs / max(by_pairs))
+    result = between_affine(list(by_pairs), pairs, lambda known: by_pairs[known].seconds(flops * known / pairs))
+    return result * max(1.0, pairs / max(by_pairs))

@@ -132,10 +132,10 @@ class Profile:
         Of the largest message on the measured axis most like `axis`: seconds are lost to large messages.  None: no
         collective of `kind` was measured together with compute.
         """
-        found = _axes(self.readings, f"interference/{kind}/")
-        if not found:
+        result = _axes(self.readings, f"interference/{kind}/")
+        if not result:
             return None
-        nearest = min(found, key=lambda a: (abs(a.size - axis.size), abs(a.stride - axis.stride), a))
+        nearest = min(result, key=lambda a: (abs(a.size - axis.size), abs(a.stride - axis.stride), a))
         return max(self.readings[f"interference/{kind}/{nearest.size}/{nearest.stride}"].points).value
 
     @property
@@ -210,8 +210,8 @@ class Profile:
 
 
 def _axes(keys: Iterable[str], prefix: str) -> tuple[Axis, ...]:
-    found = (key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix))
-    return tuple(sorted(Axis(int(size), int(stride)) for size, stride in found))
+    result = (key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix))
+    return tuple(sorted(Axis(int(size), int(stride)) for size, stride in result))
 
 
 def _series(series: Curve | Readings, points: list[list[float]]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _strategy_differences(first: LayerStrategy, second: LayerStrategy) -> Iterat
         "storage": (first.storage_name, second.storage_name),
         "recompute": (first.recompute, second.recompute),
     }
-    found = [(what, one, other) for what, (one, other) in pairs.items() if one != other]
-    yield from found
-    if not found and first != second:
+    results = [(what, one, other) for what, (one, other) in pairs.items() if one != other]
+    yield from results
+    if not results and first != second:
         yield "layouts", "as in the first plan", "other factors or layouts on the same axes"

@@ -121,9 +121,9 @@ def _storage(
     placed = place(program, layer, own, plan.num_microbatches)
     axes = tuple(range(len(strategy.mesh))) if is_cut else ()
     shared = {name for name, _ in plan.shared_storage}
-    found = list(strategy.storage)
+    result = list(strategy.storage)
     for position, name in enumerate(layer.held):
         flow = placed.flows[name]
         if flow.is_parameter and name in placed.copies and program.parameters.get(name) not in shared:
-            found[position] = storage_layout(placed.copies[name], flow.value.type, strategy.mesh, axes)
-    return tuple(found)
+            result[position] = storage_layout(placed.copies[name], flow.value.type, strategy.mesh, axes)
+    return tuple(result)

@@ -106,15 +106,15 @@ def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     The collectives of parameters are counted one by one.  What shared buffers save, and what overlaps with compute and
     so would be counted twice, is subtracted in a row of its own.
     """
-    found = {
+    results = {
         name: sum(getattr(cost, field) for cost in plan.costs) / plan.num_groups for name, field in _SECONDS.items()
     }
-    rest = plan.step_time_s - sum(found.values())
+    rest = plan.step_time_s - sum(results.values())
     if plan.stages and rest >= 0:
-        found["waiting in the pipeline"] = rest
+        results["waiting in the pipeline"] = rest
     elif plan.stages or plan.overlapped_s:
-        found["overlapped communication"] = rest
-    return tuple(sorted(found.items(), key=lambda item: -item[1]))
+        results["overlapped communication"] = rest
+    return tuple(sorted(results.items(), key=lambda item: -item[1]))
 
 
 def kind_rows(plan: Plan) -> Iterable[KindRow]:
@@ -144,8 +144,8 @@ def _links(answer: Answer) -> tuple[LinkRow, ...]:
         row[0] += run.times
         row[1] += run.times * run.num_bytes
         row[2] += run.times * answer.prices.collective_s(run.kind, run.axis, run.num_bytes)
-    found = [LinkRow(link, kind, int(runs), size, seconds) for (link, kind), (runs, size, seconds) in rows.items()]
-    return tuple(sorted(found, key=lambda row: -row.seconds))
+    results = [LinkRow(link, kind, int(runs), size, seconds) for (link, kind), (runs, size, seconds) in rows.items()]
+    return tuple(sorted(results, key=lambda row: -row.seconds))
 
 
 def _binds(plan: Plan, shares: dict[str, float], links: tuple[LinkRow, ...]) -> str:

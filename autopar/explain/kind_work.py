@@ -57,7 +57,7 @@ class _PricedOp:
 
 def kind_works(answer: Answer) -> tuple[KindWork, ...]:
     """The work of each layer kind under each of its strategies, in the plan's order."""
-    found: list[KindWork] = []
+    results: list[KindWork] = []
     for index, names in _by_strategy(answer.plan.layers).items():
         flops = num_bytes = seconds = 0.0
         by_dtype: dict[str, float] = {}
@@ -70,8 +70,8 @@ def kind_works(answer: Answer) -> tuple[KindWork, ...]:
             seconds += op.seconds
         count = len(names) * answer.plan.num_microbatches
         dtype = max(by_dtype, key=lambda name: by_dtype[name], default="float32")
-        found.append(KindWork(names, count * flops, count * num_bytes, count * seconds, dtype))
-    return tuple(found)
+        results.append(KindWork(names, count * flops, count * num_bytes, count * seconds, dtype))
+    return tuple(results)
 
 
 def roofs(answer: Answer, dtype: str) -> tuple[float, float]:

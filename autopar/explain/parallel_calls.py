@@ -27,15 +27,15 @@ def call_in_parallel(first: Callable[[], Any], others: Sequence[Callable[[], Any
     spare = min(_spare_cores(), len(others))
     copies = [_Copy(others[start::spare]) for start in range(spare)]
     try:
-        found = [first()]
+        results = [first()]
         outcomes = [copy.outcomes() for copy in copies]
     finally:
         for copy in copies:
             copy.end()
     for index, function in enumerate(others):
         done, value = outcomes[index % spare][index // spare] if spare else (False, None)
-        found.append(value if done else function())
-    return found
+        results.append(value if done else function())
+    return results
 
 
 def _spare_cores() -> int:

@@ -76,13 +76,13 @@ class Planner:
             QuestionError: it names no model.
         """
         if question.shapes not in self._models:
-            found = load_target(self.target, *question.shapes)
-            if isinstance(found, Plan):
+            result = load_target(self.target, *question.shapes)
+            if isinstance(result, Plan):
                 raise QuestionError(
                     f"{self.target!r} is a saved plan, which knows no model to plan again for: name the model as "
                     "package.module:factory, file.py:factory or config.json"
                 )
-            self._models[question.shapes] = found
+            self._models[question.shapes] = result
         return self._models[question.shapes]
 
     def program(self, question: Question) -> Program:

@@ -53,5 +53,5 @@ def runners_up(considered: Iterable[ConsideredPlan], plan: Plan, most: int = 6) 
 def pareto_front(considered: Iterable[ConsideredPlan]) -> tuple[ConsideredPlan, ...]:
     """Those that no other beats in time and memory, fastest first."""
     every = list(considered)
-    found = pareto_indices([each.step_time_s for each in every], [each.peak_memory_bytes for each in every])
-    return tuple(every[index] for index in found)
+    result = pareto_indices([each.step_time_s for each in every], [each.peak_memory_bytes for each in every])
+    return tuple(every[index] for index in result)

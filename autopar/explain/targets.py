@@ -60,8 +60,8 @@ def load_target(text: str, batch: int | None = None, sequence: int | None = None
 
 def _example(text: str) -> str:
     """The first function of a file that was named without one."""
-    found = _functions(Path(text)) if text.endswith(".py") and Path(text).is_file() else []
-    return f" (such as {text}:{found[0]})" if found else ""
+    result = _functions(Path(text)) if text.endswith(".py") and Path(text).is_file() else []
+    return f" (such as {text}:{result[0]})" if result else ""
 
 
 def _functions(path: Path) -> list[str]:

@@ -100,19 +100,19 @@ def _bind(
     text: str, op: Op, operand_types: tuple[TensorType, ...], result_types: tuple[TensorType, ...]
 ) -> _Bound | None:
     declaration = parse(text)
-    found = _match_arguments(declaration.arguments, op)
-    if found is None or len(found) != len(operand_types) or len(declaration.results) < len(result_types):
+    result = _match_arguments(declaration.arguments, op)
+    if result is None or len(result) != len(operand_types) or len(declaration.results) < len(result_types):
         return None
     shapes = [kind.shape for kind in operand_types]
     results = declaration.results[: len(result_types)]
     dims = _dims_argument(declaration.arguments, op, len(shapes[0]) if shapes else 0)
     rank = max(
-        [_star_rank(pattern, len(shape)) for (_, pattern), shape in zip(found, shapes, strict=True)]
+        [_star_rank(pattern, len(shape)) for (_, pattern), shape in zip(result, shapes, strict=True)]
         + [_star_rank(pattern, len(kind.shape)) for pattern, kind in zip(results, result_types, strict=True)],
         default=0,
     )
     operands: list[_Tensor] = []
-    for (index, pattern), kind in zip(found, operand_types, strict=True):
+    for (index, pattern), kind in zip(result, operand_types, strict=True):
         factors = _expand(pattern, len(kind.shape), rank, frozenset())
         if factors is None:
             return None
@@ -139,7 +139,7 @@ def _match_arguments(arguments: tuple[Argument, ...], op: Op) -> list[tuple[int,
     positions = {argument.keyword: index for index, argument in enumerate(arguments) if argument.keyword}
     given: list[tuple[int, Arg]] = list(enumerate(op.args))
     given += [(positions.get(name, len(arguments)), arg) for name, arg in op.kwargs]
-    found: list[tuple[int, TensorPattern]] = []
+    results: list[tuple[int, TensorPattern]] = []
     for index, arg in given:
         pattern = arguments[index].pattern if index < len(arguments) else LiteralPattern()
         if isinstance(pattern, ListPattern) and isinstance(arg, tuple):
@@ -151,10 +151,10 @@ def _match_arguments(arguments: tuple[Argument, ...], op: Op) -> list[tuple[int,
             pairs = [(pattern, arg)]
         for item, part in pairs:
             if isinstance(part, Ref) and isinstance(item, TensorPattern):
-                found.append((index, item))
+                results.append((index, item))
             elif _has_ref(part):
                 return None
-    return found
+    return results
 
 
 def _has_ref(arg: Arg) -> bool:

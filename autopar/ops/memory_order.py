@@ -100,14 +100,14 @@ def _regrouped_strides(before: Shape, strides: Shape, after: Shape) -> Shape | N
             runs[-1] = runs[-1][0] * size, stride
         else:
             runs.append((size, stride))
-    found: list[int] = []
+    results: list[int] = []
     left, stride = runs.pop() if runs else (1, 1)
     for size in reversed(after):
         if size > 1 and left == 1 and runs:
             left, stride = runs.pop()
         if left % size:
             return None
-        found.append(stride)
+        results.append(stride)
         left //= size
         stride *= size
-    return tuple(reversed(found)) if left == 1 and not runs else None
+    return tuple(reversed(results)) if left == 1 and not runs else None

@@ -230,12 +230,12 @@ def memory_figure(timeline: StepTimeline) -> Figure:
 
 def _thin(points: Sequence[MemoryPoint], step_s: float) -> list[MemoryPoint]:
     """At most so many of them, among them the fullest of every stretch of time; the last lasts to the step's end."""
-    found = list(points)
-    if len(found) > _MOST_POINTS:
-        size = -(-len(found) // _MOST_POINTS)
-        parts = [found[start : start + size] for start in range(0, len(found), size)]
-        found = [max(part, key=lambda point: point.total_bytes) for part in parts]
-    return [*found, MemoryPoint(step_s, found[-1].num_bytes)] if found else []
+    results = list(points)
+    if len(results) > _MOST_POINTS:
+        size = -(-len(results) // _MOST_POINTS)
+        parts = [results[start : start + size] for start in range(0, len(results), size)]
+        results = [max(part, key=lambda point: point.total_bytes) for part in parts]
+    return [*results, MemoryPoint(step_s, results[-1].num_bytes)] if results else []
 
 
 def memory_table(timeline: StepTimeline) -> Table:

@@ -112,15 +112,15 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
             probes = tuple(probe for probe in probes if not only.isdisjoint(probe.keys))
         again = matching_keys("--remeasure", options.remeasure, probes)
         ranks.prepare(axes)
-        found = load_shared(ranks, path)
-        missing = missing_probes(probes, found, again)
+        result = load_shared(ranks, path)
+        missing = missing_probes(probes, result, again)
         if options.list:
             if ranks.rank == 0:
                 print_probes(probes, missing, _console())
             return 0
         with showing(_console(), is_shown=ranks.rank == 0) as tell:
             spend_s = budget_s or (_QUICK_S if options.quick else _UNHURRIED_S)
-            profile = measure_missing(ranks, missing, found, spend_s, path, tell=tell, stops=budget_s is not None)
+            profile = measure_missing(ranks, missing, result, spend_s, path, tell=tell, stops=budget_s is not None)
         if ranks.rank == 0:
             _summarize(profile, path, len(missing), len(missing_probes(missing, profile)))
         return 0

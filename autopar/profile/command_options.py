@@ -125,12 +125,12 @@ def matching_keys(option: str, globs: Sequence[str], probes: Iterable[Probe]) ->
         ProfileError: one matches nothing.
     """
     keys = [key for probe in probes for key in probe.keys]
-    found = {pattern: [key for key in keys if fnmatchcase(key, pattern)] for pattern in globs}
-    for pattern, matches in found.items():
+    results = {pattern: [key for key in keys if fnmatchcase(key, pattern)] for pattern in globs}
+    for pattern, matches in results.items():
         if not matches:
             kinds = dict.fromkeys(key.split("/")[0] for key in keys)
             raise ProfileError(
                 f"{option} {pattern!r} matches nothing that is measured here. Keys are such as {keys[0]!r}; they begin "
                 f"with {', '.join(kinds)}; --list shows all"
             )
-    return frozenset(key for matches in found.values() for key in matches)
+    return frozenset(key for matches in results.values() for key in matches)

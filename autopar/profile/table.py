@@ -27,8 +27,8 @@ def print_profile(profile: Profile, console: Console) -> None:
         _print_curves(profile, console)
     if profile.readings:
         table = _table("reading", "points", "amount", "value", "spread")
-        for key, found in sorted(profile.readings.items()):
-            table.add_row(key, *_cells(found))
+        for key, result in sorted(profile.readings.items()):
+            table.add_row(key, *_cells(result))
         console.print(table)
     if profile.layers:
         table = _table("layer", "forward", "backward", "spread")

@@ -64,10 +64,10 @@ class _Wrapper(nn.Module):
         """The tensors that the module returns."""
         args, kwargs = self._form.arguments(tensors)
         returned = self.get_submodule(WRAPPED)(*args, **kwargs)
-        self.records.outputs, found = describe(returned)
-        if not found:
+        self.records.outputs, result = describe(returned)
+        if not result:
             raise OutputError(_no_tensors(self.records.outputs))
-        return found
+        return result
 
 
 @dataclass
@@ -158,7 +158,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             with seen, torch_internals.unread_masks(), torch_internals.written_instance_norms():
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             torch_internals.inline_grad_regions(exported.graph_module)
-            found = decompose(exported)
+            result = decompose(exported)
     except AutoparError:
         raise
     except Exception as error:
@@ -170,7 +170,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a factor rule "
             "with autopar.register_rule)"
         )
-    return found
+    return result
 
 
 def _explain(error: BaseException, form: CallForm) -> AutoparError:
@@ -226,15 +226,15 @@ def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def frame_of_text(stack_trace: str) -> str:
     """`user_frame` for the text that fx keeps with a node."""
-    found = re.findall(r'^\s*File "(.+?)", line (\d+)', stack_trace, flags=re.MULTILINE)
-    return user_frame([traceback.FrameSummary(name, int(line), "") for name, line in found])
+    result = re.findall(r'^\s*File "(.+?)", line (\d+)', stack_trace, flags=re.MULTILINE)
+    return user_frame([traceback.FrameSummary(name, int(line), "") for name, line in result])
 
 
 def _no_tensors(outputs: Structure) -> str:
     dropped = [end for end in walk(outputs) if isinstance(end, Dropped)]
     assert not any(isinstance(end, Leaf) for end in walk(outputs))
-    found = ", ".join(end.type_name for end in dropped) or "constants only"
+    result = ", ".join(end.type_name for end in dropped) or "constants only"
     return (
-        f"the model returns no tensor that a parallel program can carry out ({found}). Return tensors, or tuples, "
+        f"the model returns no tensor that a parallel program can carry out ({result}). Return tensors, or tuples, "
         "lists, dicts or dataclasses of tensors"
     )

@@ -87,13 +87,13 @@ def _kinds(exported: torch.export.ExportedProgram) -> dict[str, _Kind]:
     """The kinds of ops by key; none if they can't be decomposed one by one, or are too many for that to pay."""
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs):
         return {}
-    found: dict[str, _Kind] = {}
+    results: dict[str, _Kind] = {}
     ops = [node for node in exported.graph.nodes if _is_op(node)]
     for node in ops:
         if not _is_pure(node):
             return {}
-        found.setdefault(_key(node), _Kind(node, _operands(node)))
-    return found if 2 * len(found) <= len(ops) else {}
+        results.setdefault(_key(node), _Kind(node, _operands(node)))
+    return results if 2 * len(results) <= len(ops) else {}
 
 
 def _is_op(node: fx.Node) -> bool:
@@ -193,14 +193,14 @@ def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
 
 def _behind(operands: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes that it takes to get from the operands to the results."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     waiting = [node for node in results if node not in operands]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in result:
+            result.add(node)
             waiting += [source for source in node.all_input_nodes if source not in operands]
-    return found
+    return result
 
 
 def _replace_all(graph: fx.Graph, bodies: Mapping[str, _Body]) -> tuple[fx.Graph, dict[str, str]]:

@@ -51,15 +51,15 @@ def discover_options(op: Op, operand_types: Types, result_types: Types, *, run: 
     trials = _make_trials(op, operand_types, result_types, run)
     if not trials:
         return ()
-    found: dict[tuple[Placement, ...], Option] = {}
+    results: dict[tuple[Placement, ...], Option] = {}
     for placements in islice(_candidates(trials[0]), MAX_CANDIDATES):
         slices = tuple(placement if placement.is_shard else REPLICATE for placement in placements)
         key = slices if any(placement.is_shard for placement in placements) else placements
-        if key not in found and (option := _try(trials, placements, operand_types, result_types)):
-            found[key] = option
-    if not found:
+        if key not in results and (option := _try(trials, placements, operand_types, result_types)):
+            results[key] = option
+    if not results:
         return ()
-    return (*whole_options(len(operand_types), len(result_types)), *found.values())
+    return (*whole_options(len(operand_types), len(result_types)), *results.values())
 
 
 # ---------------------------------------------------------------- whole runs
@@ -173,12 +173,12 @@ def _backward(
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             if not pairs:
                 return None
-            found: Sequence[Tensor | None] = torch.autograd.grad(
+            results: Sequence[Tensor | None] = torch.autograd.grad(
                 [o for o, _ in pairs], wanted, [s for _, s in pairs], allow_unused=True
             )
     except Exception:  # noqa: BLE001  (as above)
         return None
-    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, found, strict=True)}
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(wanted, results, strict=True)}
     gradients = [by_leaf.get(id(leaf)) for leaf in leaves]
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))
 
@@ -278,14 +278,14 @@ def _gradients_agree(
     gradients.
     """
     seeds = [_split(seed, _of_gradient(p), num_slices) for seed, p in zip(trial.seeds, outcome, strict=True)]
-    found: list[tuple[Tensor, ...]] = []
+    results: list[tuple[Tensor, ...]] = []
     for rank in range(num_slices):
         gradients = _backward(trial.run, [parts[rank] for parts in local], [parts[rank] for parts in seeds])
         if gradients is None:
             return False
-        found.append(gradients)
+        results.append(gradients)
     for index, (whole, placement) in enumerate(zip(trial.gradients, placements, strict=True)):
-        parts = [gradients[index] for gradients in found]
+        parts = [gradients[index] for gradients in results]
         form = _of_gradient(placement)
         joined = torch.cat(parts, form.dim) if form.is_shard else sum(parts) if form == PARTIAL else parts[0]
         is_same = form != REPLICATE or all(_is_close(part, whole, trial.tolerance) for part in parts)

@@ -60,9 +60,9 @@ def _shape_of_call(op: Op) -> str:
 
 
 def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> tuple[RuleMatch, str]:
-    found = options_for(op, operands, results)
-    if found is not None:
-        return found, "rule"
+    result = options_for(op, operands, results)
+    if result is not None:
+        return result, "rule"
     discovered = discover_options(op, operands, results)
     if discovered:
         return RuleMatch(discovered), "discovered"

@@ -10,9 +10,9 @@ __all__ = ["differentiable"]
 
 def differentiable(graph: Graph) -> frozenset[str]:
     """The floating values that depend on something trainable."""
-    found = set(graph.trainable)
+    result = set(graph.trainable)
     for op in graph.ops:
-        if any(name in found for name in op.operands):
+        if any(name in result for name in op.operands):
             results = op.results[: family_of(op.target).num_differentiable]
-            found.update(name for name in results if graph.types[name].is_floating)
-    return frozenset(found)
+            result.update(name for name in results if graph.types[name].is_floating)
+    return frozenset(result)

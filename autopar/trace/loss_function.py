@@ -171,8 +171,8 @@ def _loss_of(loss_fn: LossFunction, outputs: Any, target: Any) -> Tensor:
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(loss, Tensor) or loss.dim():
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise LossError(f"loss_fn returns {found}, but training needs one number: return its mean() or sum()")
+        result = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise LossError(f"loss_fn returns {result}, but training needs one number: return its mean() or sum()")
     return loss
 
 

@@ -72,15 +72,15 @@ def _match(saved: list[Tensor], operands: list[Tensor], results: list[Tensor]) -
     places: dict[int, int] = {}
     for index, tensor in enumerate([*operands, *results]):
         places.setdefault(torch_internals.storage_key(tensor), index)
-    found: set[int] = set()
+    result: set[int] = set()
     extra: dict[int, int] = {}
     for tensor in saved:
         key = torch_internals.storage_key(tensor)
         if key in places:
-            found.add(places[key])
+            result.add(places[key])
         else:
             extra[key] = max(extra.get(key, 0), tensor.numel() * tensor.element_size())
-    return tuple(sorted(found)), sum(extra.values())
+    return tuple(sorted(result)), sum(extra.values())
 
 
 def _literals(op: Op) -> str:

@@ -167,11 +167,11 @@ class _Forward:
     form: CallForm
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        structure, found = describe(self._bind(args, kwargs), opaque_is_constant=True)
+        structure, result = describe(self._bind(args, kwargs), opaque_is_constant=True)
         _compare_ends(self.form.structure, structure)
         places = {end.path: end.index for end in walk(structure) if isinstance(end, Leaf)}
         # By path: a dict may list the same keys in another order.
-        tensors = [found[places[end.path]] for end in walk(self.form.structure) if isinstance(end, Leaf)]
+        tensors = [result[places[end.path]] for end in walk(self.form.structure) if isinstance(end, Leaf)]
         for name, tensor, shape, dtype in zip(
             self.form.names, tensors, self.form.shapes, self.form.dtypes, strict=True
         ):

@@ -118,8 +118,8 @@ def overload(target: str) -> Callable[..., Any] | None:
 
 def argument_names(target: str) -> tuple[str, ...]:
     """The names of the arguments in the op's schema; none for an unknown op."""
-    found: Any = overload(target)
-    return () if found is None else tuple(a.name for a in found._schema.arguments)
+    results: Any = overload(target)
+    return () if results is None else tuple(a.name for a in results._schema.arguments)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -274,8 +274,8 @@ def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
 def argument_source(node: fx.Node) -> str:
     """Where the argument of one of Dynamo's graphs comes from, as a Python expression such as ``L['x']``; or ""."""
     argument = node.meta.get("grapharg")
-    found = getattr(getattr(argument, "source", None), "name", "")
-    return str(found() if callable(found) else found)  # a method before torch 2.12
+    result = getattr(getattr(argument, "source", None), "name", "")
+    return str(result() if callable(result) else result)  # a method before torch 2.12
 
 
 def is_wrapped_number(node: fx.Node) -> bool:

@@ -176,11 +176,11 @@ def _values(graph: Graph) -> dict[str, Value]:
 
 def _find_loss(structure: Structure, outputs: Sequence[str], values: Mapping[str, Value]) -> str:
     """The scalar output that a gradient can start from: one called "loss" if there is, else the first."""
-    found = [
+    results = [
         (end.path[-1:] != ("loss",), outputs[end.index])
         for end in walk(structure)
         if isinstance(end, Leaf)
         and values[outputs[end.index]].type.shape == ()
         and values[outputs[end.index]].requires_grad
     ]
-    return min(found, key=lambda pair: pair[0])[1] if found else ""
+    return min(results, key=lambda pair: pair[0])[1] if results else ""

@@ -183,11 +183,11 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "that layer"
         ) from error
     try:
-        found = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, factories=factories)
-        found = replace(found, refusal=refusal or found.refusal)
+        result = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, factories=factories)
+        result = replace(result, refusal=refusal or result.refusal)
     except VerificationError as error:  # ranks don't even agree with each other
         raise VerificationError(f"{error}. {first_difference(double, traced, plan, inputs)}") from error
-    report = compare(expected, found, plan.world_size)
+    report = compare(expected, result, plan.world_size)
     if (
         report.loss_error > loss_tolerance
         or report.worst_gradient[1] > gradient_tolerance

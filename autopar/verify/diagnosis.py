@@ -69,8 +69,8 @@ def _first_difference_of_stages(rehearsal: _Rehearsal, plan: Plan, flat: Plan, e
     if problem:
         return f"Even without stages, where all ops agree, {problem}: look at microbatches, recomputation and storage"
     simple = _one_pass(plan)
-    found = observe(rehearsal.model, rehearsal.traced, simple, rehearsal.inputs)
-    problem = _first_op(program, simple, expected, found)
+    result = observe(rehearsal.model, rehearsal.traced, simple, rehearsal.inputs)
+    problem = _first_op(program, simple, expected, result)
     if problem:
         return f"Without pipeline stages all ops agree; with them, they don't. {problem}"
     problem = _first_parameter(rehearsal, simple, alone)
@@ -88,19 +88,19 @@ def _first_difference_of_stages(rehearsal: _Rehearsal, plan: Plan, flat: Plan, e
 def _first_parameter(rehearsal: _Rehearsal, plan: Plan, expected: Run) -> str:
     """Whether the loss or the gradient of a parameter is wrong in a step by `plan`, and how; else empty."""
     try:
-        found = rehearsal.run(plan)
+        result = rehearsal.run(plan)
     except VerificationError as error:
         return str(error)
     stages = StageMap(rehearsal.traced.program, plan, 0)
     for name, gradient in expected.gradients.items():
-        problem = _difference(gradient, found.gradients[name]) if name in found.gradients else "it is missing"
+        problem = _difference(gradient, result.gradients[name]) if name in result.gradients else "it is missing"
         if problem:
             groups = stages.holders.get(name, ()) if plan.stages else ()
             what = "device group" if len(groups) == 1 else "tied across the device groups"
             where = f" ({what} {', '.join(map(str, groups))})" if groups else ""
             return f"the gradient of {name}{where} differs: {problem}"
-    if abs(expected.losses[0] - found.losses[0]) > _TOLERANCE * abs(expected.losses[0]):
-        return f"the loss is {found.losses[0]} in place of {expected.losses[0]}"
+    if abs(expected.losses[0] - result.losses[0]) > _TOLERANCE * abs(expected.losses[0]):
+        return f"the loss is {result.losses[0]} in place of {expected.losses[0]}"
     return ""
 
 

@@ -21,13 +21,13 @@ def eval_outputs(model: nn.Module, batches: Sequence[ExampleInputs]) -> dict[str
     """
     if hasattr(model, "whole_outputs"):
         model.whole_outputs = True  # pyright: ignore[reportArgumentType]  (of a parallel module)
-    found = dict(_outputs(model.eval(), batches, "in eval mode"))
+    result = dict(_outputs(model.eval(), batches, "in eval mode"))
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.mul_(1.25).add_(0.0 if buffer.any() else 1 / 64)
-    found.update(_outputs(model, batches, "in eval mode with other buffers"))
-    found.update(_outputs(model.train(), batches, "in training mode with other buffers"))
-    return found
+    result.update(_outputs(model, batches, "in eval mode with other buffers"))
+    result.update(_outputs(model.train(), batches, "in training mode with other buffers"))
+    return result
 
 
 def _outputs(model: nn.Module, batches: Sequence[ExampleInputs], when: str) -> Iterator[tuple[str, Tensor]]:

@@ -217,11 +217,11 @@ def loss_of(output: Any) -> Tensor:
 def _join_groups(parts: Sequence[Mapping[str, Tensor]], num_groups: int) -> dict[str, Tensor]:
     """What the device groups hold, joined within each; a tensor that several hold must be the same on all."""
     size = len(parts) // num_groups
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for group in range(num_groups):
         for name, tensor in _join_all(parts[group * size : (group + 1) * size]).items():
-            _check_replicas([found.setdefault(name, tensor), tensor], name)
-    return found
+            _check_replicas([results.setdefault(name, tensor), tensor], name)
+    return results
 
 
 def _join_all(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -364,11 +364,11 @@ def _all_ops(program: Program) -> Iterator[Op]:
 def _met_by_wide(program: Program, wide: Set[str]) -> set[str]:
     """What is not `wide` and only read with values that are; some ops take all of one dtype (a loss with weights)."""
     casts = {op.results[0] for op in _all_ops(program) if _is_cast_of_integers(op, program)}
-    found = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
+    result = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
     for op in _all_ops(program):
         if wide.isdisjoint(op.operands):
-            found.difference_update(op.operands)
-    return found
+            result.difference_update(op.operands)
+    return result
 
 
 def _is_cast_of_integers(op: Op, program: Program) -> bool:

@@ -77,15 +77,15 @@ def measure_profile(
     ranks.prepare((Axis(ranks.world_size, 1), *axes))
     path = profile_path(cache_dir, device, ranks.world_size) if cache_dir is not None else None
     try:
-        found = load_shared(ranks, path)
+        result = load_shared(ranks, path)
     except ProfileError as error:  # on every rank
-        found = path = None
+        result = path = None
         if ranks.rank == 0:
             warnings.warn(f"what was measured before is not used, and nothing is kept: {error}", stacklevel=2)
     probes = quick_probes(device, communicator, axes, dtypes or default_dtypes(device))
-    missing = missing_probes(probes, found)
+    missing = missing_probes(probes, result)
     part = sum(probe.share for probe in missing) / sum(probe.share for probe in probes)
-    return measure_missing(ranks, missing, found, budget_s * part, path)
+    return measure_missing(ranks, missing, result, budget_s * part, path)
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:

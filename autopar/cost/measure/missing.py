@@ -41,11 +41,11 @@ def load_shared(ranks: Ranks, path: Path | None) -> Profile | None:
         return None
 
     def read() -> str:
-        found = profile_file.read(path)
-        if found is None:
+        result = profile_file.read(path)
+        if result is None:
             return ""
-        _check_same_machine(found, _empty(ranks), path)
-        return found.to_json()
+        _check_same_machine(result, _empty(ranks), path)
+        return result.to_json()
 
     text = share_text(ranks, read)
     return Profile.from_json(text) if text else None

@@ -78,18 +78,18 @@ def _stacks(
     unit: str,
 ) -> tuple[dict[str, Any], ...]:
     names = [kind_name(kind.layers) for kind in kinds]
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for what in dict.fromkeys(name for row in values for name, _ in row):
         sizes = [factor * dict(row).get(what, 0.0) for row in values]
         if any(sizes):
-            found.append(
+            results.append(
                 {
                     "type": "bar", "orientation": "h", "name": _SHORT.get(what, what), "y": names, "x": sizes,
                     "marker": {"color": colours[what]},
                     "hovertemplate": f"%{{y}}<br>{what}: %{{x:.4g}} {unit}<extra></extra>",
                 }
             )  # fmt: skip
-    return tuple(found)
+    return tuple(results)
 
 
 def link_figure(found: Explanation) -> Figure:

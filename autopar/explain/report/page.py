@@ -85,16 +85,16 @@ def _conditions(findings: Findings) -> tuple[str, ...]:
     plan, question = findings.answer.plan, findings.answer.question
     cluster = question.cluster
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
-    found = [f"{nodes} of {cluster.devices_per_node} x {plan.device}"]
-    found.append(f"{cluster.within.name} inside a node, {cluster.between.name} between nodes")
+    results = [f"{nodes} of {cluster.devices_per_node} x {plan.device}"]
+    results.append(f"{cluster.within.name} inside a node, {cluster.between.name} between nodes")
     if plan.stages:
         groups = f"{len(plan.stages)} stages on {plan.num_groups} device groups of {plan.group_size}"
-        found.append(f"{groups}, schedule {plan.schedule}")
+        results.append(f"{groups}, schedule {plan.schedule}")
     if plan.num_microbatches > 1:
-        found.append(f"{plan.num_microbatches} microbatches")
+        results.append(f"{plan.num_microbatches} microbatches")
     if question.constraints:
-        found.append("constraints: " + "; ".join(question.constraints))
-    return tuple(found)
+        results.append("constraints: " + "; ".join(question.constraints))
+    return tuple(results)
 
 
 def sections(findings: Findings) -> Iterator[Section]:

@@ -55,8 +55,8 @@ class FunctionalCommunicator(TracedCommunicator):
 
     def collectives_in(self, module: torch.fx.GraphModule) -> tuple[Collective, ...]:
         """What a graph that was traced with this communicator runs."""
-        found = compat.functional_collectives(module)
-        return tuple(Collective(kind, self._axes[group], num_bytes) for kind, group, num_bytes in found)
+        result = compat.functional_collectives(module)
+        return tuple(Collective(kind, self._axes[group], num_bytes) for kind, group, num_bytes in result)
 
     def _order(self, axis: Axis) -> GroupOrder:
         order = self._order_of(axis)

@@ -50,14 +50,14 @@ def resolve_target(target: str) -> Callable[..., Any]:
     if target in OPS:
         return OPS[target]
     head, *path = target.split(".")
-    found: Any = _MODULES.get(head) or (getattr(torch.ops, head) if path else getattr(builtins, head, None))
+    results: Any = _MODULES.get(head) or (getattr(torch.ops, head) if path else getattr(builtins, head, None))
     try:
         for part in path:
-            found = getattr(found, part)
+            results = getattr(results, part)
     except AttributeError:
-        found = None
-    if not callable(found):
+        results = None
+    if not callable(results):
         raise PlanMismatchError(
             f"no op is called {target!r} in this process: import the library that defines it before calling autopar"
         )
-    return found
+    return results

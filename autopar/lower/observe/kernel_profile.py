@@ -57,12 +57,12 @@ def profile_kernels(step: Callable[[], StepTimeline], device: torch.device) -> t
     events = cast("list[Any]", profiler.events())
     begin_us = next(event.time_range.start for event in events if event.name == _BEGIN)
     wanted = "CUDA" if is_gpu else "CPU"
-    found = [
+    results = [
         (str(event.name), (float(event.time_range.start) - begin_us) / 1e6, _seconds(event, is_gpu=is_gpu))
         for event in events
         if event.device_type.name == wanted and event.name != _BEGIN
     ]
-    return _by_layer(found, timeline.events)
+    return _by_layer(results, timeline.events)
 
 
 def _seconds(event: Any, *, is_gpu: bool) -> float:

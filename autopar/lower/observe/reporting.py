@@ -26,12 +26,12 @@ def report_steps(
     for _ in range(warmup):
         step()
     timed = [_measure(executor, step) for _ in range(max(steps, 1))]
-    found = profile_kernels(lambda: _measure(executor, step), executor.communicator.device) if kernels else ()
+    result = profile_kernels(lambda: _measure(executor, step), executor.communicator.device) if kernels else ()
     alike: dict[int, list[int]] = {}
     for index, runner in executor.runners.items():
         alike.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
-    return StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, found)
+    return StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
 
 
 def _measure(executor: Executor, step: Callable[[], object]) -> StepTimeline:

@@ -68,16 +68,16 @@ class StepReport:
 
     def streams(self) -> list[tuple[str, float | None, float]]:
         """Stream, or the whole step -> predicted and measured seconds."""
-        found: list[tuple[str, float | None, float]] = [
+        results: list[tuple[str, float | None, float]] = [
             (s, self.stream_s(self.predicted, s) if self.predicted else None, self.stream_s(self.measured, s))
             for s in STREAMS
         ]
         predicted_s = self.predicted.step_s if self.predicted else None
-        return [*found, ("step", predicted_s, self.measured.step_s)]
+        return [*results, ("step", predicted_s, self.measured.step_s)]
 
     def top_kernels(self, most: int = 5) -> list[tuple[str, str, list[tuple[str, float, float]]]]:
         """Name of layers that run alike, category -> name, seconds and share of its longest kernels, of all of them."""
-        found: list[tuple[str, str, list[tuple[str, float, float]]]] = []
+        results: list[tuple[str, str, list[tuple[str, float, float]]]] = []
         for alike in self.alike:
             for category in dict.fromkeys(each.category for each in self.kernels):
                 own = [k for k in self.kernels if k.layer in alike and k.category == category]
@@ -85,8 +85,8 @@ class StepReport:
                 total = sum(seconds.values())
                 longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
                 if total:
-                    found.append((self._name(alike), category, [(name, s, s / total) for name, s in longest]))
-        return found
+                    results.append((self._name(alike), category, [(name, s, s / total) for name, s in longest]))
+        return results
 
     def __str__(self) -> str:
         """A table of layers and one of streams; each cell is predicted / measured."""

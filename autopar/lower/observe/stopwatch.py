@@ -104,27 +104,27 @@ class Stopwatch:
 
     def _computed(self, step_s: float) -> list[Event]:
         ends = [*(mark.start() for mark in self._marks[1:]), step_s]
-        found: list[Event] = []
+        results: list[Event] = []
         for mark, stop_s in zip(self._marks, ends, strict=True):
             if mark.category:
                 name = self._layers[mark.layer] if mark.layer >= 0 else "behind the last backward"
                 where = mark.layer, mark.microbatch
-                found.append(Event(self._group, "compute", name, mark.category, mark.start(), stop_s, *where))
-        return found
+                results.append(Event(self._group, "compute", name, mark.category, mark.start(), stop_s, *where))
+        return results
 
     def _moved(self) -> list[Event]:
-        found: list[Event] = []
+        results: list[Event] = []
         for each in self._collectives:
             ran = each.collective
             category = each.category or (ran.kind if ran.kind in _STREAMS else "activation communication")
             name = self._layers[each.layer] if each.layer >= 0 else ran.kind
             stream = _STREAMS.get(category, "communication")
             start_s, detail = each.start(), f"{ran.kind} over {ran.axis.size} devices"
-            found.append(
+            results.append(
                 Event(self._group, stream, name, category, start_s, max(start_s, each.stop()), each.layer, -1,
                       ran.num_bytes, detail)
             )  # fmt: skip
-        return found
+        return results
 
     def _mark(self, category: str, layer: int, microbatch: int) -> None:
         self._marks.append(_Mark(category, layer, microbatch, self._now()))
