@@ -22,9 +22,9 @@ __all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices"]
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-# Each point of the hull under each cap costs one run of dynamic programming.  A decoder of 16 layers on 8 devices with 12
-# and 20 GiB each: with 6 prices the optimality gap is 0.5 and 1.0 %, with 12 as with 48 it is 0.4 and 0.1 %; with 2 caps
-# 0.6 %, with 6 as with 12 it is 0.4 %.  Twice the prices are for models with more kinds of layers.
+# Each point of the hull under each cap costs one run of dynamic programming.  On a decoder of 16 layers, on 8 devices
+# with 12 and 20 GiB, the optimality gap with 6 prices is 0.5 and 1.0 %, with 12 as with 48 it is 0.4 and 0.1 %; with 2
+# caps it is 0.6 % (12 GiB), with 6 as with 12 0.4 %.  Twice the prices are for models with more kinds of layers.
 _MAX_PRICES = 24
 _MAX_CAPS = 6
 _DEAREST_S_PER_BYTE = 1.0  # at this price memory alone decides: no step takes 1 s per byte
