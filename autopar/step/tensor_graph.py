@@ -1,0 +1,253 @@
+"""The local tensors of a layer: what each op and move reads, makes and saves, and where gradients flow back.
+
+It is what `liveness` follows through a forward and a backward, made from the layer's local program.  Parameters,
+buffers and constants are not counted, but what is sliced or gathered from them for one op is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.ops import family_of, result_order
+from autopar.ops.memory_order import Order, in_order
+from autopar.placement import LOCAL, Step
+from autopar.program import Op
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.local_program import Reshard, RunOp, local_program
+from autopar.step.value_flows import Flow
+
+__all__ = ["GradientTarget", "OutputNode", "TensorGraph", "TensorKey", "TensorNode", "tensor_graph"]
+
+TensorKey = tuple[str, str, int]
+"""A tensor in memory: the value, for which purpose it was made (``"source"``: by an op, or it arrived so), and which
+local value that is (-1: the source)."""
+
+
+class GradientTarget(NamedTuple):
+    """Where a gradient arrives: at which tensor, and its bytes; `is_parameter`: it is one that the layer reads."""
+
+    key: TensorKey
+    num_bytes: float
+    is_parameter: bool
+
+
+class OutputNode(NamedTuple):
+    """An output of the layer: its tensor, where its gradient arrives, and whether it gets one."""
+
+    key: TensorKey
+    target: GradientTarget
+    gets_gradient: bool
+
+
+@dataclass(frozen=True)
+class TensorNode:
+    """An op, or a move of a value: the tensors that it reads, makes (with bytes) and saves, by key.
+
+    Args:
+        reads: its operands.
+        makes: the results that are tensors of their own, with bytes.
+        targets: where the gradients of its results arrive.
+        sources: where it sends the gradients of its operands.
+        saves: what autograd saves.
+        saved_extra: bytes that autograd saves besides.
+        forward_extra: bytes that it allocates while it runs.
+        backward_extra: the same of its backward.
+        passes_gradient: whether its operands get the very gradient that arrives, not one of their own.
+        splits_gradient: whether they get parts of it.
+        op: None of a move.
+        is_local: of a move, whether it has no collective.
+    """
+
+    reads: tuple[TensorKey, ...]
+    makes: Mapping[TensorKey, float]
+    targets: tuple[GradientTarget, ...]
+    sources: tuple[GradientTarget, ...]
+    saves: tuple[TensorKey, ...] = ()
+    saved_extra: float = 0.0
+    forward_extra: float = 0.0
+    backward_extra: float = 0.0
+    passes_gradient: bool = False
+    splits_gradient: bool = False
+    op: Op | None = None
+    is_local: bool = True
+
+
+@dataclass(frozen=True)
+class TensorGraph:
+    """A layer's tensors.
+
+    Args:
+        sizes: bytes of each that is counted.
+        nodes: what runs, in order.
+        inputs: the tensors of the layer's inputs, by name in order.
+        outputs: those of its outputs, in order.
+    """
+
+    sizes: Mapping[TensorKey, float]
+    nodes: tuple[TensorNode, ...]
+    inputs: Mapping[str, TensorKey]
+    outputs: tuple[OutputNode, ...]
+
+
+def tensor_graph(placed: PlacedLayer, *, fuses_attention: bool) -> TensorGraph:
+    """The tensors of a layer; `fuses_attention` as in `TrainingSpec`."""
+    return _Builder(placed, fuses_attention=fuses_attention).build()
+
+
+class _Located(NamedTuple):
+    """A local value: its tensor, where its gradient arrives, and the order of its elements in memory."""
+
+    key: TensorKey
+    target: GradientTarget
+    order: Order
+
+
+class _Builder:
+    """Follows a local program instruction by instruction; `located` has its local values so far."""
+
+    def __init__(self, placed: PlacedLayer, *, fuses_attention: bool) -> None:
+        self.placed = placed
+        self.fuses_attention = fuses_attention
+        self.local = local_program(placed)
+        self.sizes: dict[TensorKey, float] = {}
+        self.nodes: list[TensorNode] = []
+        self.located: dict[int, _Located] = {}
+
+    def build(self) -> TensorGraph:
+        placed, local = self.placed, self.local
+        for index in local.inputs:
+            self._add_input(index)
+        for index in local.held:
+            value, _, _, tensor = local.values[index]
+            key: TensorKey = (value.name, "held", -1)
+            target = GradientTarget(key, tensor.num_bytes, True)
+            self.located[index] = _Located(key, target, in_order(tensor.shape))
+        for each in local.instructions:
+            if isinstance(each, RunOp):
+                self._add_op(each)
+            elif isinstance(each, Reshard):
+                self._add_move(each)
+            else:  # a view
+                order = in_order(local.values[each.target].type.shape)
+                self.located[each.target] = self.located[each.source]._replace(order=order)
+        inputs: dict[str, TensorKey] = {name: (name, "source", -1) for name in placed.layer.inputs}
+        outputs = [
+            OutputNode(*self.located[index][:2], _gets_gradient(placed, placed.flows[name]))
+            for index, name in zip(local.outputs, placed.layer.outputs, strict=True)
+        ]
+        return TensorGraph(self.sizes, tuple(self.nodes), inputs, tuple(outputs))
+
+    def _add_input(self, index: int) -> None:
+        """A microbatch's share of an input.  What the caller keeps whole is not counted."""
+        value, layout, time, tensor = self.local.values[index]
+        view = self.placed.view
+        key: TensorKey = (value.name, "source", -1)
+        microbatch = view.value_type(self.placed.flows[value.name])
+        share = microbatch.num_bytes / max(1, view.cut(value.type, time).num_bytes)
+        num_bytes = tensor.num_bytes * share
+        if value.name not in self.placed.program.inputs or any(p.is_shard for p in layout):
+            self.sizes[key] = num_bytes
+        self.located[index] = _Located(key, GradientTarget(key, num_bytes, False), in_order(tensor.shape))
+
+    def _add_op(self, run: RunOp) -> None:
+        placed, op, state = self.placed, run.op, run.state
+        operands = [self.located[index] for index in run.operands]
+        trains = [placed.flows[name].value.requires_grad for name in op.operands]
+        family, has_kernel = family_of(op.target), any(option.kernel for option in state.options)
+        buffers = family.buffers(state.operand_types, state.result_types, trains, has_kernel)
+        makes = self._add_results(run, operands)
+        results = [self.located[index] for index in run.results]
+        trained = [placed.flows[name].value.requires_grad for name in op.results]
+        saves, extra = self._saved(op)
+        keys = [each.key for each in (*operands, *results)]
+        share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
+        self.nodes.append(
+            TensorNode(
+                tuple(keys[: len(operands)]),
+                makes,
+                targets=tuple(each.target for each, takes in zip(results, trained, strict=True) if takes),
+                sources=tuple(each.target for each, takes in zip(operands, trains, strict=True) if takes),
+                saves=tuple(keys[i] for i in saves if i or not buffers.kept),
+                saved_extra=extra * share + buffers.kept,
+                forward_extra=buffers.forward,
+                backward_extra=buffers.backward,
+                passes_gradient=op.is_view or family.gradient != "own",
+                splits_gradient=family.gradient == "parts",
+                op=op,
+            )
+        )
+
+    def _add_results(self, run: RunOp, operands: Sequence[_Located]) -> dict[TensorKey, float]:
+        """The results that are no views of the first operand, with bytes."""
+        op, state = run.op, run.state
+        makes: dict[TensorKey, float] = {}
+        for index, name, tensor in zip(run.results, op.results, state.result_types, strict=True):
+            key: TensorKey = (name, "source", -1)
+            is_view, order = False, in_order(tensor.shape)
+            if operands:
+                is_view, order = result_order(op, state.operand_types[0].shape, operands[0].order, tensor.shape)
+            if not is_view:
+                makes[key] = self.sizes[key] = tensor.num_bytes
+            target = GradientTarget(key, tensor.num_bytes, False)
+            self.located[index] = _Located(operands[0].key if is_view else key, target, order)
+        return makes
+
+    def _saved(self, op: Op) -> tuple[Sequence[int], float]:
+        """Positions of what autograd saves, among operands and results, and bytes besides."""
+        is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
+        return (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
+
+    def _add_move(self, reshard: Reshard) -> None:
+        source = self.located[reshard.source]
+        value, _, _, tensor = self.local.values[reshard.target]
+        if reshard.source in self.local.held and reshard.purpose == "copy":  # a slice of what is held: a view
+            self.located[reshard.target] = source
+            return
+        key: TensorKey = (value.name, reshard.purpose, reshard.target)
+        num_bytes = float(tensor.num_bytes)
+        target = GradientTarget(key, num_bytes, False)
+        if all(step.forward == "none" for step in reshard.steps):
+            makes, self.located[reshard.target] = {}, _Located(source.key, target, source.order)
+        else:
+            makes, self.located[reshard.target] = {key: num_bytes}, _Located(key, target, in_order(tensor.shape))
+        self.sizes.update(makes)
+        self.nodes.append(
+            TensorNode(
+                (source.key,),
+                makes,
+                targets=(target,) if value.requires_grad else (),
+                sources=(source.target,) if value.requires_grad else (),
+                forward_extra=_buffer_bytes(reshard.steps, num_bytes, source.target.num_bytes, is_forward=True),
+                backward_extra=_buffer_bytes(reshard.steps, num_bytes, source.target.num_bytes, is_forward=False),
+                passes_gradient=all(step.backward == "none" for step in reshard.steps),
+                is_local=all(step.forward in LOCAL for step in reshard.steps),
+            )
+        )
+
+
+def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
+    """Whether a gradient comes from outside the layer: not for outputs besides the loss that only the caller reads."""
+    program, name = placed.program, flow.value.name
+    if not flow.value.requires_grad:
+        return False
+    if not program.loss or name == program.loss:
+        return True
+    return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
+
+
+def _buffer_bytes(steps: tuple[Step, ...], after: float, before: float, *, is_forward: bool) -> float:
+    """Bytes of the buffers besides what is moved and what becomes of it.
+
+    A gather that joins another dim than the first one makes room for what arrives before it is put in order, and so
+    does what is cut along another dim before it is sent.
+    """
+    whole = max(after, before)
+    extra = 0.0
+    for step in steps:
+        kind = step.forward if is_forward else step.backward
+        dim = max(step.src.dim, step.dst.dim)
+        if kind == "all_to_all" or (kind in ("all_gather", "reduce_scatter") and dim > 0):
+            extra = max(extra, whole)
+    return extra
