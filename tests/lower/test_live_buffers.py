@@ -96,6 +96,18 @@ def follow(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return found
 
 
+def test_what_is_computed_from_buffers_is_printed() -> None:
+    model = Model()
+    inputs = {"x": torch.randn(8, 4, 8)}
+    traced = trace(model, (), inputs, training=True)
+    (text, _) = run_ranks(model, traced, flat(traced.program), lambda model: str(model.program))
+    first, second = text.split("# ---- ")[1:3]
+    assert first.startswith("once a step, from buffers and constants")
+    assert "aten.cos" in first
+    assert "aten.sin" in first
+    assert "aten.cos" not in second
+
+
 @pytest.mark.parametrize("make_plan", [flat, in_microbatches, in_stages])
 def test_evaluation_reads_what_is_in_the_buffers(make_plan: Callable[[Program], Plan]) -> None:
     torch.manual_seed(0)

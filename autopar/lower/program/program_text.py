@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch.fx import GraphModule
+
 from autopar.lower.program.naming import (
     format_bytes,
     format_seconds,
@@ -41,16 +43,26 @@ class LoweredProgram:
         plan: by which it was lowered.
         runners: the lowered layers of this rank, in order.
         collective_s: prices of collectives; None where nothing was priced.
+        hoisted: what runs once a step before all layers: what they read that is computed from buffers.
     """
 
     source: Program
     plan: Plan
     runners: tuple[LayerRunner, ...]
     collective_s: CollectiveSeconds | None = None
+    hoisted: GraphModule | None = None
 
     def __str__(self) -> str:
-        """Every distinct layer program once."""
-        return "\n\n".join("\n".join(self._describe(users)) for users in self._users())
+        """What runs once a step, and every distinct layer program once."""
+        parts = [self._describe_hoisted(), *(self._describe(users) for users in self._users())]
+        return "\n\n".join(text for text in map("\n".join, parts) if text)
+
+    def _describe_hoisted(self) -> Iterator[str]:
+        if self.hoisted is None or not any(node.op == "call_function" for node in self.hoisted.graph.nodes):
+            return
+        yield "# ---- once a step, from buffers and constants ".ljust(120, "-")
+        yield "# whole on every device; not priced"
+        yield from self._code(self.hoisted)
 
     def _users(self) -> list[list[LayerRunner]]:
         """The layers that run one program, for each."""
@@ -68,7 +80,7 @@ class LoweredProgram:
         yield from self._totals([b for _, buffers in moved for b in buffers], inside)
         for label, buffers in moved:
             yield f"#   {label} {self._moves(buffers)}"
-        yield from self._code(runner)
+        yield from self._code(runner.program.module)
 
     def _title(self, users: Sequence[LayerRunner]) -> Iterator[str]:
         first, last = users[0].layer.name, users[-1].layer.name
@@ -128,14 +140,13 @@ class LoweredProgram:
             again = " (gathered again in backward)" if runner.strategy.zero == 3 and _gathers(joined) else ""
             yield f"{', '.join(names)}{again}:\n#    ", tuple(joined)
 
-    def _code(self, runner: LayerRunner) -> Iterator[str]:
-        module = runner.program.module
+    def _code(self, module: GraphModule) -> Iterator[str]:
         nodes = {node.name: node for node in module.graph.nodes}
         place = ("", "")
         for line in module.code.strip().splitlines():
             text = format_statement(line)
             if text.startswith("def "):
-                yield from self._signature(text, runner)
+                yield from self._signature(text, module)
                 continue
             name = re.match(r"\s*(\w+) = ", text)
             node = nodes.get(name[1]) if name else None
@@ -148,9 +159,9 @@ class LoweredProgram:
             comment = "" if node is None else node.meta.get("comment", "")
             yield f"{text.ljust(_WIDTH)}  # {comment}" if comment else text
 
-    def _signature(self, text: str, runner: LayerRunner) -> Iterator[str]:
+    def _signature(self, text: str, module: GraphModule) -> Iterator[str]:
         """An argument a line."""
-        comments = {node.name: node.meta.get("comment", "") for node in runner.program.module.graph.nodes}
+        comments = {node.name: node.meta.get("comment", "") for node in module.graph.nodes}
         names = re.sub(r"^def forward\(self, |\)\s*(->.*)?:$", "", text).split(", ")
         yield "def forward("
         for name in names:

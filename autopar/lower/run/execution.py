@@ -66,6 +66,7 @@ class Executor:
         self.runners = lowering.lower_layers(frozenset(self.kept))
         self.value_layouts = lowering.value_layouts
         self.boundary_values = lowering.boundary_values
+        self.hoisted = lowering.hoisted
         self.begin_step = lowering.hoisted.begin_step
         if self.stages.is_pipeline:
             communicator.prepare([self.stages.axis])

@@ -19,7 +19,11 @@ __all__ = ["HoistedValues"]
 
 
 class HoistedValues:
-    """The results of `Program.hoisted` that are `wanted` on this rank, whole, and their local parts, in this step."""
+    """The results of `Program.hoisted` that are `wanted` on this rank, whole, and their local parts, in this step.
+
+    Attributes:
+        module: the code that computes them.
+    """
 
     def __init__(
         self,
@@ -41,9 +45,9 @@ class HoistedValues:
             copies=(), storage=(whole,) * len(read),
         )  # fmt: skip
         device = context.communicator.device
-        self._module = layer_program(program, layer, strategy, device=str(device)).module
-        self._module.graph.eliminate_dead_code()
-        self._module.recompile()
+        self.module = layer_program(program, layer, strategy, device=str(device)).module
+        self.module.graph.eliminate_dead_code()
+        self.module.recompile()
         self._store = store
         self._context = context
         self._buffers = {
@@ -63,7 +67,7 @@ class HoistedValues:
             return
         store = self._store
         buffers = {n: store.buffer(member).to(dtype, copy=True) for n, (member, dtype) in self._buffers.items()}
-        values = self._module(*{**self._read, **buffers}.values(), self._context)
+        values = self.module(*{**self._read, **buffers}.values(), self._context)
         self._values = dict(zip(self._names, values, strict=True))
 
     def part(self, name: str, steps: tuple[Step, ...]) -> Tensor:

@@ -148,7 +148,8 @@ class ParallelModule(Skeleton):
         """What this rank runs; ``print(model.program)`` shows it."""
         executable = self._executor.executable
         collective_s = None if self._predictions is None else self._predictions.collective_s
-        return LoweredProgram(executable.program, executable.plan, self.layer_runners, collective_s)
+        hoisted = self._executor.hoisted.module
+        return LoweredProgram(executable.program, executable.plan, self.layer_runners, collective_s, hoisted)
 
     @property
     def observed(self) -> StepComparison | None:
