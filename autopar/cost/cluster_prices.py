@@ -24,7 +24,6 @@ DEFAULT_INTERFERENCE = 0.2
 training runs (one value for all); NCCL's default of up to 24 blocks on the 108 to 132 cores of these devices is 0.18 to
 0.22."""
 
-_LARGE_BYTES = 2.0**26  # of a message whose latency no longer counts
 _OPTIMIZER_KERNELS = 12
 """Estimate: kernels of a ``foreach`` AdamW step over a list of tensors, one for each of its operations."""
 
@@ -152,14 +151,6 @@ class ClusterPrices:
     def optimizer_source(self) -> str:
         """What `optimizer_s` rests on, in the same words."""
         return "measured" if "optimizer" in self._curves else memory_source(self.cluster.device.sources)
-
-    def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
-        """`{"latency_s": ..., "bytes_per_s": ...}`: seconds of an empty message, bus bandwidth of a large one."""
-        latency_s = self.collective_s(kind, axis, 0.0)
-        large_s = self.collective_s(kind, axis, _LARGE_BYTES)
-        share = traffic_share(kind, axis.size)
-        rate = share * _LARGE_BYTES / (large_s - latency_s) if large_s > latency_s else math.inf
-        return {"latency_s": latency_s, "bytes_per_s": rate}
 
     def _collective_curve(self, kind: str, axis: Axis) -> tuple[Curve, float] | None:
         """The measured curve of the most similar axis, and what scales a buffer to give it the same traffic.

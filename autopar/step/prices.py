@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from autopar.cluster import OpTime
@@ -76,8 +75,4 @@ class Prices(Protocol):
     @property
     def optimizer_source(self) -> str:
         """What `optimizer_s` rests on, in the same words."""
-        ...
-
-    def describe_collective(self, kind: str, axis: Axis) -> Mapping[str, float]:
-        """`{"latency_s": ..., "bytes_per_s": ...}` of this collective, for explanations."""
         ...

@@ -12,10 +12,9 @@ can't be made up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +34,18 @@ MAX_CANDIDATES = 256
 _SMALL = 64  # only sizes above this are shrunk: a number as small as a head count may mean anything
 _SHRUNK = (24, 36, 48, 60, 72, 84)
 
-Run = Callable[[Op, Mapping[str, Tensor]], Sequence[Any]]
 Types = tuple[TensorType, ...]
 
 
-def discover_options(op: Op, operand_types: Types, result_types: Types, *, run: Run = run_op) -> tuple[Option, ...]:
+def discover_options(op: Op, operand_types: Types, result_types: Types) -> tuple[Option, ...]:
     """The options found for `op` (with ``"-"`` and ``"~"``), or () if it can't be split or can't be run.
 
     Args:
         op: the op; only its target and arguments are used.
         operand_types: in the order of `Op.operands`.
         result_types: in the order of `Op.results`.
-        run: runs `op` on tensors by operand name.
     """
-    trials = _make_trials(op, operand_types, result_types, run)
+    trials = _make_trials(op, operand_types, result_types)
     if not trials:
         return ()
     results: dict[tuple[Placement, ...], Option] = {}
@@ -78,7 +75,7 @@ class _Trial:
     tolerance: float
 
 
-def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) -> list[_Trial]:
+def _make_trials(op: Op, operand_types: Types, result_types: Types) -> list[_Trial]:
     """Two trials, in float64 if the op takes it, or none."""
     op = op.with_numbered_operands()  # a value that is read twice is drawn twice: its readers may be placed differently
     size = sum(kind.num_elements for kind in operand_types + result_types)
@@ -89,7 +86,7 @@ def _make_trials(op: Op, operand_types: Types, result_types: Types, run: Run) ->
     if size > MAX_ELEMENTS or not operand_types or is_complex:
         return []
     for wide in (True, False):
-        trials = [_make_trial(op, operand_types, result_types, run, seed, wide=wide) for seed in (0, 1)]
+        trials = [_make_trial(op, operand_types, result_types, seed, wide=wide) for seed in (0, 1)]
         made = [trial for trial in trials if trial is not None]
         if len(made) == 2:
             return made
@@ -113,12 +110,12 @@ def _shrink(op: Op, operand_types: Types, result_types: Types) -> tuple[Op, Type
     return op.map_args(swap), shrunk(operand_types), shrunk(result_types)
 
 
-def _make_trial(op: Op, operand_types: Types, result_types: Types, run: Run, seed: int, *, wide: bool) -> _Trial | None:
+def _make_trial(op: Op, operand_types: Types, result_types: Types, seed: int, *, wide: bool) -> _Trial | None:
     generator = torch.Generator().manual_seed(seed)
     names = op.operands
 
     def call(operands: Sequence[Tensor]) -> list[Tensor]:
-        returned = run(op, dict(zip(names, operands, strict=True)))
+        returned = run_op(op, dict(zip(names, operands, strict=True)))
         return [part for part in returned if isinstance(part, Tensor)]
 
     try:

@@ -151,19 +151,18 @@ def _identifier(path: tuple[str, ...]) -> str:
     return re.sub(r"\W", "_", "_".join(path)) or "input"
 
 
-def make_flatten(model: nn.Module, form: CallForm) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
+def make_flatten(form: CallForm) -> Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]:
     """The function that checks a call against `form` and gives its tensors in the program's order; it can be pickled.
 
     It raises InputShapeError if structure, shape, dtype or a constant differs from the example inputs'.
     """
-    return _Forward(type(model).__name__, form).flatten
+    return _Forward(form).flatten
 
 
 @dataclass(frozen=True)
 class _Forward:
     """Stands in for the model, so that the function above keeps no parameter alive."""
 
-    model_name: str
     form: CallForm
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

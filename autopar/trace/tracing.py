@@ -117,7 +117,7 @@ def trace(
         training=is_training,
     )
     unflatten = _Unflatten(captured.outputs)
-    return Traced(program, graph.constants, make_flatten(model, form), unflatten)
+    return Traced(program, graph.constants, make_flatten(form), unflatten)
 
 
 def normalise(graph: Graph) -> Graph:

@@ -211,6 +211,3 @@ class TablePrices:
     @property
     def optimizer_source(self) -> str:
         return "table"
-
-    def describe_collective(self, kind: str, axis: Axis) -> dict[str, float]:
-        return {"latency_s": self.latency_s, "bytes_per_s": self.bytes_per_s}
