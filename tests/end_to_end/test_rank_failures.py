@@ -21,7 +21,7 @@ from torch.nn import functional
 from autopar.lower.run import tied_gradients
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_runner import LayerRunner
-from autopar.lower.run.step import Step
+from autopar.lower.run.step_runner import StepRunner
 from autopar.schedule import Action
 from tests.end_to_end.harness import parallelize, run_step
 from tests.end_to_end.pipelines import cut
@@ -74,11 +74,11 @@ def replace(owner: Any, method: str, mishap: Mishap, microbatch: int | None = No
 
 
 def in_forward(mishap: Mishap) -> None:
-    replace(Step, "_forward", mishap, 2)
+    replace(StepRunner, "_forward", mishap, 2)
 
 
 def in_backward(mishap: Mishap) -> None:
-    replace(Step, "_backward", mishap, 1)
+    replace(StepRunner, "_backward", mishap, 1)
 
 
 def in_exchange(mishap: Mishap) -> None:

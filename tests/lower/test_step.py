@@ -19,7 +19,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.parameters import layer_parameters
 from autopar.lower.run import layer_pass
 from autopar.lower.run.run_step import release_later
-from autopar.lower.run.step import Step
+from autopar.lower.run.step_runner import StepRunner
 from autopar.plan import Plan
 from autopar.schedule import Action
 from autopar.step.actions import StepActions
@@ -228,14 +228,14 @@ def test_with_stages_an_input_says_beforehand_that_it_wants_a_gradient() -> None
 def test_a_failing_action_is_named(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
     model, x, traced = with_loss(asks=False)
     plan = random_pipeline(traced.program, 2, 0, 2, "1f1b", 2)
-    right = Step._run  # pyright: ignore[reportPrivateUsage]
+    right = StepRunner._run  # pyright: ignore[reportPrivateUsage]
 
-    def failing(step: Step, each: Action) -> None:
+    def failing(step: StepRunner, each: Action) -> None:
         if str(each) == action:
             raise ZeroDivisionError("by design")
         right(step, each)
 
-    monkeypatch.setattr(Step, "_run", failing)
+    monkeypatch.setattr(StepRunner, "_run", failing)
     who = rf"rank {action[0]} \(device group {action[0]}\)"
     with pytest.raises(PipelineError, match=f"{who} failed in stage {action[0]}, action {action}: Zero") as caught:
         run_ranks(model, traced, plan, lambda parallel: parallel(x=x))

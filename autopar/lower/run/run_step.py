@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from autopar.errors import AutoparError
 from autopar.lower.compat import call_function, keeps_graph, local_part_of
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.step import BACKWARD, FORWARD, Step, trained_parameters
+from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups
 
 __all__ = ["release_later", "run_step", "spread_overflow"]
@@ -34,11 +34,11 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         of `Executor.returned_whole` are whole and on every rank.
     """
     if not (torch.is_grad_enabled() and _is_differentiable(executor, tensors)):
-        step = Step(executor, executor.forward_actions, tensors, base_seed)
+        step = StepRunner(executor, executor.forward_actions, tensors, base_seed)
         with torch.no_grad():
             step.run(FORWARD)
         return step.values.results()
-    step = Step(executor, executor.training_actions, tensors, base_seed)
+    step = StepRunner(executor, executor.training_actions, tensors, base_seed)
     step.begin()
     loss = executor.executable.program.loss
     with torch.enable_grad():
@@ -62,7 +62,7 @@ def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
     return bool(trained_parameters(executor)) or any(x.requires_grad for x in tensors)
 
 
-def _run_to_the_end(step: Step, loss: str) -> dict[str, Tensor]:
+def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     executor = step.executor
     like = executor.executable.program.type_of(loss)
     dtype: torch.dtype = getattr(torch, like.dtype)
@@ -83,7 +83,7 @@ def _run_to_the_end(step: Step, loss: str) -> dict[str, Tensor]:
     return found
 
 
-def _sources(step: Step) -> dict[str, Tensor]:
+def _sources(step: StepRunner) -> dict[str, Tensor]:
     """What the caller may want a gradient of, by name: inputs of the program and parameters."""
     return {**step.values.differentiable_inputs, **trained_parameters(step.executor)}
 
@@ -171,7 +171,7 @@ class _Release:
 class _BackwardHalf:
     """The backward actions of a step whose loss is the caller's."""
 
-    def __init__(self, step: Step, names: Sequence[str]) -> None:
+    def __init__(self, step: StepRunner, names: Sequence[str]) -> None:
         self.sources = _sources(step)
         self._step = step
         self._outputs = names

@@ -10,12 +10,12 @@ from torch import Tensor
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.compat import local_part_of
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.step import Step, trained_parameters
+from autopar.lower.run.step_runner import StepRunner, trained_parameters
 
 __all__ = ["sum_over_groups"]
 
 
-def sum_over_groups(step: Step, gradients: dict[str, Tensor]) -> None:
+def sum_over_groups(step: StepRunner, gradients: dict[str, Tensor]) -> None:
     """Replace this rank's terms of gradients that other device groups have terms of by their sums.
 
     Args:

@@ -25,7 +25,7 @@ from autopar.lower.run.step_values import StageValues, StepValues
 from autopar.schedule import Action
 from autopar.step.actions import LayerAction, StepActions
 
-__all__ = ["BACKWARD", "FORWARD", "Step", "trained_parameters"]
+__all__ = ["BACKWARD", "FORWARD", "StepRunner", "trained_parameters"]
 
 FORWARD = frozenset({"F", "SEND_F", "RECV_F"})
 BACKWARD = frozenset({"B", "I", "W", "SEND_B", "RECV_B"})
@@ -42,7 +42,7 @@ def trained_parameters(executor: Executor) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-class Step:
+class StepRunner:
     """The state of one step: parameters, and what every microbatch has in every stage of this rank.
 
     Attributes:
