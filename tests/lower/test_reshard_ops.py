@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.lower.communication.buckets import start_gather_bucket, start_reduce_bucket
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import (
     apply_backward,
     apply_forward,
-    gather_bucket,
-    reduce_bucket,
     reshard_tensor,
-    start_gather_bucket,
     time_slice,
 )
 from autopar.lower.communication.simulated_ranks import simulate
@@ -201,7 +199,7 @@ def run_buckets(c: Communicator) -> tuple[list[Collective], list[Collective]]:
     with c.recording() as together:
         handle = start_gather_bucket(kept, steps, c)
         got = handle.wait()
-        got_back = reduce_bucket([x + c.rank for x in got], steps, c)
+        got_back = start_reduce_bucket([x + c.rank for x in got], steps, c).wait()
     for one, other in zip(expected + expected_back, got + got_back, strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
@@ -229,7 +227,7 @@ def test_equal_gathers_share_one_collective():
 
     def run(c: Communicator) -> tuple[list[Tensor], list[Collective]]:
         with c.recording() as record:
-            return gather_bucket([torch.full((2, 3), float(c.rank))] * 2, steps, c), record
+            return start_gather_bucket([torch.full((2, 3), float(c.rank))] * 2, steps, c).wait(), record
 
     for (rows, columns), record in simulate(2, run):
         assert rows[:, 0].tolist() == [0, 0, 1, 1]

@@ -18,29 +18,15 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.moves import COLLECTIVE_KINDS, Move, backward_moves, forward_moves, run_move
 from autopar.placement import Step
 
-__all__ = ["BucketHandle", "gather_bucket", "reduce_bucket", "start_gather_bucket", "start_reduce_bucket"]
-
-
-def gather_bucket(
-    xs: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator
-) -> list[Tensor]:
-    """Run the `forward` of each tensor's steps, outside autograd, with shared collectives."""
-    return start_gather_bucket(xs, steps_list, communicator).wait()
-
-
-def reduce_bucket(
-    gradients: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator
-) -> list[Tensor]:
-    """Run the `backward` of each gradient's steps in reverse, outside autograd, with shared collectives."""
-    return start_reduce_bucket(gradients, steps_list, communicator).wait()
+__all__ = ["BucketHandle", "start_gather_bucket", "start_reduce_bucket"]
 
 
 def start_gather_bucket(
     xs: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator, layer: str = ""
 ) -> BucketHandle:
-    """`gather_bucket`, not waited for: the first round of collectives is under way when this returns.
+    """Start the `forward` of each tensor's steps, outside autograd, with shared collectives.
 
-    `layer` is the name of the layer that they are for.
+    The first round of collectives is under way when this returns.  `layer` is the name of the layer that they are for.
     """
     return BucketHandle(xs, [forward_moves(steps) for steps in steps_list], communicator, ("gather", layer))
 
@@ -48,9 +34,9 @@ def start_gather_bucket(
 def start_reduce_bucket(
     gradients: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator, layer: str = ""
 ) -> BucketHandle:
-    """`reduce_bucket`, not waited for: the first round of collectives is under way when this returns.
+    """Start the `backward` of each gradient's steps in reverse, outside autograd, with shared collectives.
 
-    `layer` is the name of the layer that they are for.
+    The first round of collectives is under way when this returns.  `layer` is the name of the layer that they are for.
     """
     return BucketHandle(gradients, [backward_moves(steps) for steps in steps_list], communicator, ("reduce", layer))
 

@@ -9,29 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.lower.communication.buckets import (
-    BucketHandle,
-    gather_bucket,
-    reduce_bucket,
-    start_gather_bucket,
-    start_reduce_bucket,
-)
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
 from autopar.lower.compat import call_function
 from autopar.placement import Step
 
-__all__ = [
-    "BucketHandle",
-    "apply_backward",
-    "apply_forward",
-    "gather_bucket",
-    "reduce_bucket",
-    "reshard_tensor",
-    "start_gather_bucket",
-    "start_reduce_bucket",
-    "time_slice",
-]
+__all__ = ["apply_backward", "apply_forward", "reshard_tensor", "time_slice"]
 
 
 def reshard_tensor(
