@@ -76,17 +76,13 @@ class ActivationMemory:
         for name in (*self._tensors.sent[action.stage], *self._tensors.losses[action.stage]):
             self._allocate_gradient(name, action.microbatch)
 
-    def backward(self, index: int, action: Action) -> None:
-        """The ops of a layer's backward have run: gradients of its outputs are freed, those of its inputs wait.
-
-        Those that came from the next stage are kept until the whole stage has run.
-        """
+    def backward(self, index: int, microbatch: int) -> None:
+        """The ops of a layer's backward have run: gradients of its outputs are freed, those of its inputs wait."""
         layer = self._tensors.layers[index]
         for name in layer.outputs:
-            if name not in self._tensors.sent[action.stage]:
-                self._gradients.free((action.microbatch, name))
+            self._gradients.free((microbatch, name))
         for name in layer.trained_inputs:
-            self._allocate_gradient(name, action.microbatch)
+            self._allocate_gradient(name, microbatch)
 
     def keep_branches(self, index: int, microbatch: int, num_bytes: float) -> None:
         """A backward in two parts keeps gradients for the second one."""
@@ -98,12 +94,9 @@ class ActivationMemory:
         self._inside.free((microbatch, index))
         self._branches.free((microbatch, index))
 
-    def end_backward(self, action: Action, *, is_whole: bool) -> None:
-        """A stage's backward has run; `is_whole`: there is no second part to come."""
-        for name in self._tensors.sent[action.stage]:
-            self._gradients.free((action.microbatch, name))
-        if is_whole:
-            self._kept.release((action.microbatch, "stage", action.stage))
+    def end_backward(self, action: Action) -> None:
+        """A stage's backward, both parts of it, has read what the stage received."""
+        self._kept.release((action.microbatch, "stage", action.stage))
 
     def send(self, action: Action) -> None:
         """Start to send activations or gradients, which takes until the send after the next one begins."""

@@ -146,18 +146,16 @@ class _GroupMemory:
             self.activations.send(action)
         elif action.kind == "F":
             self.activations.begin_forward(action)
-            self._layer_actions(steps, ("forward", action.microbatch), action)
+            self._layer_actions(steps, ("forward", action.microbatch))
             self.activations.end_forward(action)
         elif steps:
             if action.kind != "W":
                 self.activations.begin_backward(action)
-            self._layer_actions(steps, ("backward", action.microbatch), action)
-            is_split = self.actions.is_split(action.stage)
-            self.activations.end_backward(action, is_whole=action.kind == "W" or not is_split)
+            self._layer_actions(steps, ("backward", action.microbatch))
+            if action.kind == "W" or not self.actions.is_split(action.stage):
+                self.activations.end_backward(action)
 
-    def _layer_actions(
-        self, steps: Iterable[LayerAction], where: tuple[str, int], action: Action | None = None
-    ) -> None:
+    def _layer_actions(self, steps: Iterable[LayerAction], where: tuple[str, int]) -> None:
         for kind, index in steps:
             if kind == "UNSHARD":
                 self.parameters.unshard(index)
@@ -173,8 +171,8 @@ class _GroupMemory:
                 self.parameters.wait_reduce(index)
             elif kind == "W":
                 self._backward_of_weights(index, where)
-            elif action is not None:  # "B" or "I"
-                self._backward(index, where, action, is_whole=kind == "B")
+            else:  # "B" or "I"
+                self._backward(index, where, is_whole=kind == "B")
 
     def _wait_unshard(self, index: int, where: tuple[str, int]) -> None:
         buffers = self.parameters.wait_unshard(index)
@@ -190,14 +188,14 @@ class _GroupMemory:
         self.activations.forward(index, where[1], saves=self.training.is_training)
         self._note(where, index, is_after=True)
 
-    def _backward(self, index: int, where: tuple[str, int], action: Action, *, is_whole: bool) -> None:
+    def _backward(self, index: int, where: tuple[str, int], *, is_whole: bool) -> None:
         sizes, running = self.sizes[index], self.sizes[index].running
         there = running.saved_bytes + sum(gradient for _, _, gradient in running.outputs)
         above = max(0.0, running.backward_bytes - there)
         weights = max(0.0, running.weight_bytes - there - above) if sizes.copy_gradient_bytes else 0.0
         stays = self.parameters.has_final_gradients(index)
         self._note(where, index, transients=above + (0.0 if stays else weights), gradients=weights if stays else 0.0)
-        self.activations.backward(index, action)
+        self.activations.backward(index, where[1])
         if not is_whole:
             self.activations.keep_branches(index, where[1], running.branch_bytes)
             self._note(where, index, is_after=True)
