@@ -47,7 +47,7 @@ class LayerAction(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """When a layer's parameters travel.
+    """When a layer's parameters are gathered and their gradients reduced.
 
     Args:
         unshards_each: anew for every forward (ZeRO-3).
@@ -147,7 +147,7 @@ class StepActions:
                 yield LayerAction("WAIT_UNSHARD", index)
 
     def end(self, group: int) -> Iterator[LayerAction]:
-        """What a device group does behind the last of its actions: reductions, the next under way beside each wait."""
+        """What a device group does after its last action: reductions, overlapped with waits for the ones before."""
         waiting: list[LayerAction] = []
         for index in self.own(group) if self.has_stages and self.is_training else ():
             if not self.policies[index].reduces_each:

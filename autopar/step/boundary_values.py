@@ -92,7 +92,7 @@ def transfer_steps(source: MeshLayout, target: MeshLayout) -> tuple[Step, ...]:
     return _steps(source[0], source[1], target[0], target[1])
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 16)  # pairs of layouts on two meshes, of all meshes that a search tries
 def _steps(mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_layout: Layout) -> tuple[Step, ...]:
     refined = refine_mesh(mesh, to_mesh)
     return reshard(refine_layout(layout, mesh, refined), refine_layout(to_layout, to_mesh, refined), refined)

@@ -20,7 +20,7 @@ class LayerBytes:
 
     Args:
         running: what one microbatch takes.
-        stored: per held value (by name in the layer), where it is stored between steps; of parameters that several
+        stored: per parameter, buffer and constant (by name in the layer), its storage; of parameters that several
             layers share, nothing here.
         optimizer_bytes: of the optimizer's state, those of shared parameters apart.
         largest_bytes: the largest trained parameter as it is stored, for an optimizer that steps one after the other.

@@ -113,7 +113,7 @@ def layer_cost(
 ) -> LayerCost:
     """Seconds and bytes of this layer for one step on one device.
 
-    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are held
+    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are stored
     and updated once for the whole plan.
 
     Raises:
@@ -185,7 +185,7 @@ def priced(call: CollectiveCall, value: str, times: int, purpose: str, before: i
 
 
 def _is_only_returned(program: Program, name: str) -> bool:
-    """Whether the caller alone reads a value beside the loss, so that no gradient comes from outside the layer."""
+    """Whether the caller alone reads a value other than the loss, so that no gradient comes from outside the layer."""
     if not program.loss or name == program.loss or name not in program.outputs:
         return False
     return not any(name in layer.inputs for layer in program.layers)

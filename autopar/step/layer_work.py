@@ -33,7 +33,7 @@ __all__ = ["Around", "Item", "LayerWork", "collective_item", "layer_work", "valu
 
 
 class Item(NamedTuple):
-    """One thing that a stream does: `seconds` alone; `taken` of the speed of what computes beside it."""
+    """One thing that a stream does: `seconds` alone; `taken` of its speed is lost by overlapped compute."""
 
     category: str
     name: str
@@ -99,7 +99,7 @@ class LayerWork:
 @dataclass
 class Around:
     """The collectives around a layer: of what arrives, of what the caller gets, and of their gradients; and, once per
-    step when all microbatches are done, of outputs beside the loss (`at_end`).
+    step when all microbatches are done, of outputs other than the loss (`at_end`).
     """
 
     arriving: tuple[Item, ...] = ()

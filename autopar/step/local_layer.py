@@ -26,7 +26,7 @@ class PlacedLayer:
     """Everything about a layer under a strategy that its cost depends on.
 
     `copies` has the copy layout of every value that is read; `arrivals` and `departures` are the layouts of
-    inputs and outputs by position; `storage` those of held values.
+    inputs and outputs by position; `storage` those of parameters, buffers and constants.
     """
 
     program: Program

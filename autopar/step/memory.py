@@ -6,8 +6,8 @@ action allocates and frees.  A device holds
 - **parameters** as they are stored, buffers, constants (one part of a constant for all layers that read it so);
   **optimizer state**.
 - **saved activations** (`activation_memory`): the batch, whole, as the caller holds it; what layers save for their
-  backward; values on their way from layer to layer; with several microbatches also outputs beside the loss, until the
-  step ends.
+  backward; values on their way from layer to layer; with several microbatches also outputs other than the loss, until
+  the step ends.
 - **gathered parameters** (`parameter_memory`): copies to compute with, of parameters that are gathered or cast, and the
   buffers in which they arrive.
 - **gradients** where parameters are stored, from the backward of their layer on; with several microbatches also the
@@ -223,7 +223,7 @@ class _GroupMemory:
     # --- the end
 
     def _joined_bytes(self) -> float:
-        """The largest output beside the loss: its microbatches are freed as they are joined."""
+        """The largest output of the program: its microbatches are freed as they are joined."""
         made = (self.tensors.outputs[n] for n in self.group.layers.program.outputs if n in self.tensors.outputs)
         sizes = (output.num_bytes for output in made if output.tensor[0] in self.group.own)
         return self.actions.num_microbatches * max(sizes, default=0.0)

@@ -101,7 +101,7 @@ class _Partial:
     kernel: str
 
 
-@lru_cache(maxsize=1024)  # many ops of a layer are alike but for what they compute
+@lru_cache(maxsize=1024)  # many ops of a layer have the same types and options
 def _make_states(
     choices: tuple[tuple[Option, ...], ...], mesh: tuple[int, ...], types: _Types, time: tuple[str, int]
 ) -> tuple[OpState, ...]:

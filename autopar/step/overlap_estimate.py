@@ -29,8 +29,8 @@ class ParameterTransfer:
     """What brings a layer's parameters from their storage, or their gradients back, each time that it runs.
 
     Args:
-        apart_s: seconds, if each parameter travels alone: what a sum counts.
-        together_s: seconds, as they travel in shared buffers.
+        apart_s: seconds, if each parameter has a collective of its own: what a sum counts.
+        together_s: seconds, as they share buffers.
         free_s: what of `together_s` is left to compute at the same time.
     """
 
@@ -89,7 +89,7 @@ def overlapped_s(
     """Estimated seconds of a step that `cost` counts, but that don't show.
 
     ZeRO-3 gathers and ZeRO-2 and 3 reduce in every microbatch.  What is gathered once for several microbatches is
-    waited for at once; what is reduced once runs beside the last backward.
+    waited for at once; what is reduced once overlaps with the last backward.
     """
     forward_s = cost.forward_s / num_microbatches
     backward_s = (cost.backward_s + cost.recompute_s) / num_microbatches

@@ -1,4 +1,4 @@
-"""Whether a plan fits a program: asked before a plan that a person wrote, edited or found elsewhere is run."""
+"""Whether a plan fits a program: checked before a plan that someone wrote or edited is run."""
 
 from __future__ import annotations
 

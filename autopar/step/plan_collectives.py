@@ -39,7 +39,7 @@ def plan_collectives(
     behind them, and the broadcast of the loss (without one, of all outputs): `stage_collectives`.
 
     These are the ones that the plan's price counts (`layer_collectives` and `crossings.transfer_s`), with the actual
-    layers' values as names.  Collectives of parameters may travel in shared buffers: fewer calls, the same bytes.
+    layers' values as names.  Collectives of parameters may share buffers: fewer calls, the same bytes.
     What the caller gets costs nothing in plans that a search made: the loss and new values of buffers leave whole
     there, and other outputs in their own layouts.
 

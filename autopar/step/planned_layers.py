@@ -1,4 +1,4 @@
-"""A plan's decisions applied to the program: each layer under its strategy, and what lies between layers."""
+"""A plan's decisions applied to the program: each layer under its strategy, and the values between layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlannedLayers:
 
     @cached_property
     def shared(self) -> SharedStorage:
-        """Where the parameters in shared storage lie."""
+        """The mesh and layout of each parameter in shared storage."""
         values = {name: value for value, name in self.program.parameters.items()}
         mesh = self.decisions.shared_mesh
         return {values[name]: (mesh, layout) for name, layout in self.decisions.shared_storage}
@@ -60,7 +60,7 @@ class PlannedLayers:
 
     @cached_property
     def placed(self) -> tuple[PlacedLayer, ...]:
-        """Per layer, one like it with its strategy applied; layers that run alike have the same one."""
+        """Per layer, one like it with its strategy applied; layers that run the same have the same one."""
         known: dict[tuple[object, ...], PlacedLayer] = {}
         found: list[PlacedLayer] = []
         for layer, planned in zip(self.program.layers, self.decisions.layers, strict=True):

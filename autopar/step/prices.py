@@ -53,11 +53,11 @@ class Prices(Protocol):
 
     @property
     def optimizer_tensor_s(self) -> float:
-        """Seconds of an optimizer step for each parameter, beside those for its elements."""
+        """Seconds of an optimizer step for each parameter, in addition to those for its elements."""
         ...
 
     def interference(self, kind: str, axis: Axis) -> float:
-        """Which part of its speed compute loses while such a collective runs beside it: 0 to 1.
+        """Which part of its speed compute loses while such a collective overlaps with it: 0 to 1.
 
         At 1 nothing is hidden: compute stands still as long as the collective runs.
         """

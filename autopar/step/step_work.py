@@ -32,7 +32,7 @@ class StepWork:
         sends: per stage, what it sends to the next one (nothing if that is on the same group), one microbatch,
         sends_back: and to the one before.
         optimizer: per layer, what the optimizer takes.
-        at_end: per group, collectives of outputs beside the loss.
+        at_end: per group, collectives of outputs other than the loss.
         ties: per parameter that several groups hold: the groups, and what each of them sends.
         told: what is broadcast to all groups.
     """

@@ -1,7 +1,7 @@
 """The two streams of a device: one computes, one communicates.
 
 What computing waits for runs at once, as soon as the collective that is under way has ended; what it does not wait for
-runs in the order in which it was started.  A collective takes what it takes alone; computing beside it goes on at
+runs in the order in which it was started.  A collective takes as long as it does alone; overlapped compute goes on at
 ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s` is the closed form of one such pair).
 """
 
@@ -37,7 +37,7 @@ class Streams:
         self._ended = 0
 
     def start(self, items: Iterable[Item]) -> int:
-        """Start collectives beside what computes; returns the ticket to wait for them."""
+        """Start collectives that overlap with compute; returns the ticket to wait for them."""
         for item in items:
             if not self._queue:
                 self._left_s = item.seconds

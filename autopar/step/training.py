@@ -18,7 +18,7 @@ class TrainingSpec:
         optimizer_state_bytes_per_element: 8 for Adam with two float32 moments, 0 for plain SGD.
         gradient_itemsize_bytes: bytes of a parameter's gradient element; 0: as the parameter's dtype.
         storage_itemsize_bytes: bytes of a stored parameter element; 0: as the parameter's dtype.  If it
-            differs, a copy in the parameter's dtype is held besides.
+            differs, a copy in the parameter's dtype is kept as well.
         steps_at_once: whether the optimizer's temporaries are those of all parameters at once, as torch's multi-tensor
             optimizers on GPUs have them; else those of one parameter after the other, as on CPUs.
         fuses_attention: whether a fast kernel runs every attention, also with dropout or a trained mask, as on GPUs.

@@ -20,7 +20,7 @@ class Flow:
     Args:
         value: the value.
         source: ``"op"``, ``"input"`` or ``"held"``.
-        producer: index of the op, or position among the layer's inputs or held values.
+        producer: index of the op, or position among the layer's inputs or its parameters, buffers and constants.
         result: index among the producing op's results.
         readers: (index of op, index of operand), one entry per mention.
         output: position among the layer's outputs, -1 if it stays inside.
@@ -118,8 +118,8 @@ class TimeView:
     """What microbatches cut: placements on the axis in time, outside all device axes.
 
     `factors`, `operands` and `results` hold each op's option in time and its placements, `values` those of
-    values on their way to the copy layout: an input or held value that all readers cut alike is cut before, else it
-    stays whole.
+    values on their way to the copy layout: an input or parameter that all readers slice the same way is
+    sliced before, else it stays whole.
     """
 
     num_microbatches: int
@@ -161,7 +161,7 @@ def time_view(layer: Layer, flows: dict[str, Flow], time: tuple[str, ...], num_m
 def _time_of(
     flow: Flow, operands: tuple[tuple[Placement, ...], ...], results: tuple[tuple[Placement, ...], ...]
 ) -> Placement:
-    """How a value goes to its copy layout in time: as an op makes it; what arrives is cut if all readers cut alike."""
+    """How a value goes to its copy layout in time: as an op makes it; what arrives: sliced if all readers do so."""
     if flow.source == "op":
         return results[flow.producer][flow.result]
     wanted = {operands[op][mention] for op, mention in flow.readers}
