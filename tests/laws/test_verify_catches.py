@@ -15,7 +15,7 @@ from autopar.errors import PlanMismatchError, VerificationError
 from autopar.lower import kernels
 from autopar.lower.parameters import layer_parameters as parameters
 from autopar.lower.program import layer_ops
-from autopar.lower.run import hoisted, parallel_module
+from autopar.lower.run import eval_executors, hoisted, parallel_module
 from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
@@ -251,7 +251,7 @@ def test_what_is_computed_from_buffers_once_and_for_all(monkeypatch: pytest.Monk
 
 def test_eval_mode_that_runs_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, plan = plan_of_average()
-    monkeypatch.setattr(parallel_module.ParallelModule, "_current", lambda self, **_: self._executor)
+    monkeypatch.setattr(eval_executors.EvalExecutors, "of_mode", lambda self, **_: self._trained)
     with pytest.raises(VerificationError, match=r"outputs then within .*in eval mode"):
         autopar.verify(model, plan, inputs, shrink=False)
 
