@@ -8,13 +8,15 @@ autograd.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from autopar.lower.communication.reshard_ops import reshard_tensor
-from autopar.lower.compat import edge_of, run_backward_from
+from autopar.lower.compat import call_function, edge_of, run_backward_from
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.split_backward import SplitBackward
@@ -38,11 +40,17 @@ class LayerPass:
         self._split: SplitBackward | None = None
         inputs = [reshard_tensor(self._read(values, name), steps, context.communicator) for name, steps in runner.moves]
         outputs = runner.run(parameters, inputs, context)
-        for name, output in zip(runner.layer.outputs, outputs, strict=True):
+        named = dict(zip(runner.layer.outputs, outputs, strict=True))
+        for name, output in named.items():
             values.tensors[name] = output.detach()
             if output.requires_grad:
                 self._roots[name] = edge_of(output)
                 values.differentiable.add(name)
+        # Gradients that come in through `_source` are freed as they are used; those given to roots only at the end.
+        self._incoming: list[Tensor] = []
+        self._all_roots = tuple(self._roots)
+        if self._all_roots:
+            self._source = edge_of(call_function(_Source, self._incoming, *(named[name] for name in self._all_roots)))
 
     def _read(self, values: StageValues, name: str) -> Tensor:
         if name not in values.differentiable or not torch.is_grad_enabled():
@@ -63,8 +71,12 @@ class LayerPass:
             keep_graph: the same gradients may come once more.
             keep_rest: those that did not come now may come later.
         """
-        roots, gradients = self._begin(values, keep_graph=keep_graph, keep_rest=keep_rest)
-        if roots:
+        if self._roots and all(name in self._roots and name in values.gradients for name in self._all_roots):
+            self._incoming += [values.gradients.pop(name) for name in self._all_roots]
+            self._roots = self._roots if keep_graph else {}
+            run_backward_from([self._source], [torch.zeros(())], keep_graph=keep_graph)
+        else:
+            roots, gradients = self._begin(values, keep_graph=keep_graph, keep_rest=keep_rest)
             run_backward_from(roots, gradients, keep_graph=keep_graph)
         self._finish(values, [leaf.grad for leaf in self._leaves.values()])
         self._parameters.end_backward()
@@ -102,3 +114,21 @@ class LayerPass:
         for (name, leaf), gradient in zip(self._leaves.items(), gradients, strict=True):
             leaf.grad = None
             values.add_gradient(name, gradient)
+
+
+class _Source(torch.autograd.Function):
+    """Where all gradients of a pass's outputs enter its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, incoming: list[Tensor], *outputs: Tensor) -> Tensor:
+        ctx.incoming = incoming
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *_: Tensor
+    ) -> tuple[Any, ...]:
+        gradients = (None, *ctx.incoming)
+        ctx.incoming.clear()
+        return gradients
