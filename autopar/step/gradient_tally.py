@@ -19,8 +19,9 @@ class GradientTally:
         branches: bytes of the gradients from which both a parameter's and another one's are computed.
     """
 
-    def __init__(self) -> None:
-        """No gradient is there."""
+    def __init__(self, leaves: frozenset[TensorKey] = frozenset()) -> None:
+        """No gradient is there.  At `leaves` autograd keeps no slice of a larger gradient, but copies it."""
+        self._leaves = leaves
         self.first = self.branches = 0.0
         self._branched: set[int] = set()
         self.pending: dict[TensorKey, int] = {}
@@ -63,12 +64,7 @@ class GradientTally:
             self.branches += sum(self.size[gradient] for gradient in arrived if gradient not in self._branched)
             self._branched.update(arrived)
         made = [
-            (
-                target,
-                arrived[0]
-                if node.passes_gradient and (node.splits_gradient or target.num_bytes == self.size[arrived[0]])
-                else self.make(target.num_bytes),
-            )
+            (target, arrived[0] if self._shares(node, target, arrived[0]) else self.make(target.num_bytes))
             for target in node.sources
         ]
         self._note(node.backward_extra - freed)
@@ -77,6 +73,11 @@ class GradientTally:
             self._note(-freed)
         for gradient in arrived:
             self._drop(gradient)
+
+    def _shares(self, node: TensorNode, target: GradientTarget, gradient: int) -> bool:
+        """Whether what `node` gives to `target` is the gradient that it got, or a slice of it."""
+        is_whole = target.num_bytes == self.size[gradient]
+        return node.passes_gradient and (is_whole or (node.splits_gradient and target.key not in self._leaves))
 
     def _drop(self, gradient: int) -> None:
         self.users[gradient] -= 1

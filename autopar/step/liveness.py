@@ -189,7 +189,7 @@ class _Liveness:
         last one has run; so does what it is computed from.
         """
         last_reads = self._last_reads(dropped, policy)
-        tally = GradientTally()
+        tally = GradientTally(self.arrived)
         for _, target, gets_gradient in self.graph.outputs:
             if gets_gradient:
                 tally.give(target, tally.make(target.num_bytes))
