@@ -11,7 +11,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -327,7 +327,6 @@ def _noting_copies() -> Generator[None]:
 
 def _added_up(parameters: StepParameters) -> Iterator[Tensor | None]:
     # pyright: reportPrivateUsage=false
-    yield from parameters.gradients
     if parameters._adds_up:
         yield from (leaf.grad for leaf in parameters._leaves or ())
         yield from parameters._sums or ()
@@ -336,25 +335,28 @@ def _added_up(parameters: StepParameters) -> Iterator[Tensor | None]:
 @contextmanager
 def _noting_sums() -> Generator[None]:
     """Inside, what microbatches add up is known as gradients."""
-    watched = {name: getattr(StepParameters, name) for name in ("end_backward", "finish_reduce")}
+    end, finish = StepParameters.end_backward, StepParameters.finish_reduce
 
-    def noting(name: str) -> Callable[[StepParameters], None]:
-        def noted(self: StepParameters) -> None:
-            watched[name](self)
-            tracker = _tracker()
-            for gradient in _added_up(self):
-                if tracker is not None and gradient is not None:
-                    tracker.add(gradient, "gradients")
+    def note(gradients: Iterable[Tensor | None]) -> None:
+        tracker = _tracker()
+        for gradient in gradients:
+            if tracker is not None and gradient is not None:
+                tracker.add(gradient, "gradients")
 
-        return noted
+    def noted_end(self: StepParameters) -> None:
+        end(self)
+        note(_added_up(self))
 
-    for name in watched:
-        setattr(StepParameters, name, noting(name))
+    def noted_finish(self: StepParameters) -> list[Tensor | None]:
+        terms = finish(self)
+        note(terms)
+        return terms
+
+    StepParameters.end_backward, StepParameters.finish_reduce = noted_end, noted_finish
     try:
         yield
     finally:
-        for name, original in watched.items():
-            setattr(StepParameters, name, original)
+        StepParameters.end_backward, StepParameters.finish_reduce = end, finish
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from autopar.lower.compat import call_function, local_part_of
 from autopar.lower.parameters.store import ParameterStore
 from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 
-__all__ = ["LayerParameters", "Reduction", "StepParameters", "add_gradient"]
+__all__ = ["LayerParameters", "Reduction", "StepParameters"]
 
 
 class LayerParameters:
@@ -127,7 +127,7 @@ class StepParameters:
 
     Attributes:
         layer: how they move.
-        gradients: the gradients of the stored parts, of the reductions that have been waited for.
+        frees: whether the copies are freed between forward and backward.
     """
 
     def __init__(self, layer: LayerParameters, *, frees: bool, adds_up: bool) -> None:
@@ -139,7 +139,6 @@ class StepParameters:
             adds_up: whether several backwards add up before one reduction; that is done in the dtype of storage.
         """
         self.layer = layer
-        self.gradients: list[Tensor | None] = [None] * len(layer.names)
         self.frees = frees
         self._adds_up = adds_up
         self._handle: BucketHandle | None = None
@@ -210,13 +209,12 @@ class StepParameters:
             terms, self._sums = _add_all(self._sums, terms), None
         self._reduction = self.layer.start_reduce(terms)
 
-    def finish_reduce(self) -> None:
-        """Wait for that, and add it to `gradients`."""
+    def finish_reduce(self) -> list[Tensor | None]:
+        """Wait for that: the gradients of the stored parts, in the parameters' order and dtypes."""
         assert self._reduction is not None
         reduction, self._reduction = self._reduction, None
         pairs = zip(reduction.wait(), self.layer.current(), strict=True)
-        terms = [None if term is None else term.to(p.dtype) for term, p in pairs]
-        self.gradients = _add_all(self.gradients, terms)
+        return [None if term is None else term.to(p.dtype) for term, p in pairs]
 
     def _take_terms(self) -> list[Tensor | None]:
         if self._leaves is not None:
@@ -229,14 +227,12 @@ class StepParameters:
 
 
 def _add_all(totals: Sequence[Tensor | None], terms: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [add_gradient(total, term) for total, term in zip(totals, terms, strict=True)]
-
-
-def add_gradient(total: Tensor | None, term: Tensor | None) -> Tensor | None:
-    """Their sum, in the place of `total`; None counts as nothing."""
-    if total is None or term is None:
-        return term if total is None else total
-    return total.add_(term)
+    """Their sums, in the place of `totals`; None counts as nothing."""
+    pairs = zip(totals, terms, strict=True)
+    return [
+        (total if term is None else term) if total is None or term is None else total.add_(term)
+        for total, term in pairs
+    ]
 
 
 class _Copies(torch.autograd.Function):

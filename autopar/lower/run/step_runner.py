@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.compat import dtensor_like
 from autopar.lower.kernels.random import RandomState
-from autopar.lower.parameters.layer_parameters import StepParameters, add_gradient
+from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_pass import LayerPass
@@ -59,6 +59,9 @@ class StepRunner:
         self._base_seed = base_seed
         self._parameters = {index: self._of_layer(index) for index in executor.runners}
         self._passes: dict[tuple[int, int], LayerPass] = {}
+        self._trained = trained_parameters(executor)
+        self._names = {id(parameter): name for name, parameter in self._trained.items()}
+        self._gradients: dict[str, Tensor] = {}  # local parts
         self._keeps_graph = self._has_kept_graph = False
 
     def _of_layer(self, index: int) -> StepParameters:
@@ -101,17 +104,17 @@ class StepRunner:
 
         What several device groups read is not summed over them yet.
         """
-        trained = trained_parameters(self.executor)
-        names = {id(parameter): name for name, parameter in trained.items()}
-        found: dict[str, Tensor | None] = {}
-        for parameters in self._parameters.values():
-            for parameter, gradient in zip(parameters.layer.current(), parameters.gradients, strict=True):
-                if id(parameter) in names:
-                    name = names[id(parameter)]
-                    found[name] = add_gradient(found.get(name), gradient)
-            parameters.gradients = [None] * len(parameters.gradients)
         inputs, self.values.input_gradients = self.values.input_gradients, {}
-        return inputs | {name: _like(trained[name], local) for name, local in found.items() if local is not None}
+        gradients, self._gradients = self._gradients, {}
+        return inputs | {name: _like(self._trained[name], local) for name, local in gradients.items()}
+
+    def _add_gradients(self, parameters: StepParameters) -> None:
+        """What a layer's reduction gives, to what other layers and microbatches have given."""
+        for parameter, term in zip(parameters.layer.current(), parameters.finish_reduce(), strict=True):
+            name = self._names.get(id(parameter))
+            if name is not None and term is not None:
+                total = self._gradients.get(name)
+                self._gradients[name] = term if total is None else total.add_(term)
 
     def naming(self, what: Action | str) -> AbstractContextManager[None]:
         """With stages, failures inside name the rank and `what` it did."""
@@ -152,7 +155,7 @@ class StepRunner:
                 case "REDUCE":
                     parameters.start_reduce()
                 case "WAIT_REDUCE":
-                    parameters.finish_reduce()
+                    self._add_gradients(parameters)
                 case "F":
                     self._forward(layer, action)
                 case "B":
