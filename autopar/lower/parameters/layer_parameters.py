@@ -212,9 +212,11 @@ class StepParameters:
     def finish_reduce(self) -> list[Tensor | None]:
         """Wait for that: the gradients of the stored parts, in the parameters' order and dtypes."""
         assert self._reduction is not None
-        reduction, self._reduction = self._reduction, None
-        pairs = zip(reduction.wait(), self.layer.current(), strict=True)
-        return [None if term is None else term.to(p.dtype) for term, p in pairs]
+        terms, self._reduction = self._reduction.wait(), None
+        for index, parameter in enumerate(self.layer.current()):
+            term = terms[index]
+            terms[index] = None if term is None else term.to(parameter.dtype)  # one after the other, to hold few twice
+        return terms
 
     def _take_terms(self) -> list[Tensor | None]:
         if self._leaves is not None:
