@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -357,6 +357,25 @@ def run_backward_from(
     untyped: Any = torch.autograd
     retain_graph = keep_graph or leaves is not None
     untyped.backward(list(roots), list(gradients), retain_graph=retain_graph, inputs=leaves)
+
+
+def backward_token(backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
+    """A scalar whose backward gives `sources` the gradients that ``backward()`` returns, and holds none of them."""
+    return call_function(_BackwardToken, backward, *sources)
+
+
+class _BackwardToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
+        ctx.run_backward = backward
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *_: Tensor
+    ) -> tuple[Any, ...]:
+        return None, *ctx.run_backward()
 
 
 def keeps_graph() -> bool:

@@ -8,15 +8,14 @@ autograd.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from autopar.lower.communication.reshard_ops import reshard_tensor
-from autopar.lower.compat import call_function, edge_of, run_backward_from
+from autopar.lower.compat import backward_token, edge_of, run_backward_from
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.split_backward import SplitBackward
@@ -50,7 +49,8 @@ class LayerPass:
         self._incoming: list[Tensor] = []
         self._all_roots = tuple(self._roots)
         if self._all_roots:
-            self._source = edge_of(call_function(_Source, self._incoming, *(named[name] for name in self._all_roots)))
+            take = partial(_taken, self._incoming)
+            self._source = edge_of(backward_token(take, *(named[name] for name in self._all_roots)))
 
     def _read(self, values: StageValues, name: str) -> Tensor:
         if name not in values.differentiable or not torch.is_grad_enabled():
@@ -116,19 +116,8 @@ class LayerPass:
             values.add_gradient(name, gradient)
 
 
-class _Source(torch.autograd.Function):
-    """Where all gradients of a pass's outputs enter its graph."""
-
-    @staticmethod
-    def forward(ctx: Any, incoming: list[Tensor], *outputs: Tensor) -> Tensor:
-        ctx.incoming = incoming
-        return torch.zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *_: Tensor
-    ) -> tuple[Any, ...]:
-        gradients = (None, *ctx.incoming)
-        ctx.incoming.clear()
-        return gradients
+def _taken(gradients: list[Tensor]) -> list[Tensor]:
+    """What the list held: it is empty now, so that nobody else holds them."""
+    found = list(gradients)
+    gradients.clear()
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.errors import AutoparError
-from autopar.lower.compat import call_function, keeps_graph, local_part_of
+from autopar.lower.compat import backward_token, call_function, keeps_graph, local_part_of
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups
@@ -85,7 +85,7 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
 
 def _sources(step: StepRunner) -> dict[str, Tensor]:
     """What the caller may want a gradient of, by name: inputs of the program and parameters."""
-    return {**step.values.differentiable_inputs, **trained_parameters(step.executor)}
+    return {**step.values.differentiable_inputs, **step.trained}
 
 
 def _spreading(executor: Executor) -> Callable[[Gradients], None]:
@@ -210,7 +210,7 @@ def _as_outputs(
     """
     incoming: list[Tensor | None] = []
     anchor = torch.zeros((), requires_grad=True)  # there may be no source on this rank
-    token = call_function(_RunBackward, lambda: backward(incoming), anchor, *sources)
+    token = backward_token(lambda: (None, *backward(incoming)), anchor, *sources)
     return call_function(_Outputs, tuple(outputs), incoming, token)
 
 
@@ -228,17 +228,3 @@ class _Outputs(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         ctx.incoming[:] = gradients
         return None, None, torch.zeros(())
-
-
-class _RunBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, backward: Callable[[], Gradients], anchor: Tensor, *sources: Tensor) -> Tensor:
-        ctx.run_backward = backward
-        return torch.zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *_: Tensor
-    ) -> tuple[Any, ...]:
-        return None, None, *ctx.run_backward()

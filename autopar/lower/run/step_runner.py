@@ -49,6 +49,7 @@ class StepRunner:
         executor: of the layers that it runs.
         actions: what it does.
         values: what goes through the layers.
+        trained: the parameters that get gradients, by name.
     """
 
     def __init__(self, executor: Executor, actions: StepActions, tensors: Sequence[Tensor], base_seed: int) -> None:
@@ -59,8 +60,8 @@ class StepRunner:
         self._base_seed = base_seed
         self._parameters = {index: self._of_layer(index) for index in executor.runners}
         self._passes: dict[tuple[int, int], LayerPass] = {}
-        self._trained = trained_parameters(executor)
-        self._names = {id(parameter): name for name, parameter in self._trained.items()}
+        self.trained = trained_parameters(executor)
+        self._names = {id(parameter): name for name, parameter in self.trained.items()}
         self._gradients: dict[str, Tensor] = {}  # local parts
         self._keeps_graph = self._has_kept_graph = False
 
@@ -106,7 +107,7 @@ class StepRunner:
         """
         inputs, self.values.input_gradients = self.values.input_gradients, {}
         gradients, self._gradients = self._gradients, {}
-        return inputs | {name: _like(self._trained[name], local) for name, local in gradients.items()}
+        return inputs | {name: _like(self.trained[name], local) for name, local in gradients.items()}
 
     def _add_gradients(self, parameters: StepParameters) -> None:
         """What a layer's reduction gives, to what other layers and microbatches have given."""

@@ -36,8 +36,7 @@ class StageValues:
     def add_gradient(self, name: str, gradient: Tensor | None) -> None:
         """One reader's term; the tensor stays as it is."""
         if gradient is not None:
-            before = self.gradients.get(name)
-            self.gradients[name] = gradient if before is None else before + gradient
+            _add(self.gradients, name, gradient)
 
 
 class StepValues:
@@ -48,7 +47,7 @@ class StepValues:
         differentiable: those of them that a gradient can come for.
         differentiable_inputs: the program's inputs that require a gradient, by value name.
         input_gradients: theirs, as far as backward has come.
-        differentiated: the values that a gradient flows to in this step: all ranks know that alike.
+        differentiated: with stages, the values that a gradient flows to in this step: all ranks know that alike.
     """
 
     def __init__(self, executor: Executor, tensors: Sequence[Tensor]) -> None:
@@ -78,7 +77,8 @@ class StepValues:
         self._given = gradients
         self._num_taken.clear()
         self._keeps_graph = keep_graph
-        self.differentiated = _influences(self._executor.executable.program, gradients)
+        if self._executor.stages.is_pipeline:
+            self.differentiated = _influences(self._executor.executable.program, gradients)
 
     def results(self) -> dict[str, Tensor]:
         """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
@@ -139,7 +139,7 @@ class StepValues:
     def begin_backward(self, action: Action) -> None:
         """What a stage's backward begins with: gradients from the next stage and from the caller."""
         stage, microbatch = action.stage, action.microbatch
-        values = self._stages[stage, microbatch]
+        values = self[action]
         following = self._stages.get((stage + 1, microbatch))
         if following is not None:
             for name in self._executor.boundary_values[stage + 1]:
@@ -171,9 +171,7 @@ class StepValues:
         values = self[action]
         for name in self._inputs:
             if name in values.gradients:
-                before = self.input_gradients.get(name)
-                gradient = values.gradients.pop(name)
-                self.input_gradients[name] = gradient if before is None else before + gradient
+                _add(self.input_gradients, name, values.gradients.pop(name))
 
     def receive(self, action: Action) -> None:
         """RECV_F or RECV_B."""
@@ -197,6 +195,10 @@ class StepValues:
     def _differentiated_of(self, stage: int) -> list[str]:
         """The values that cross the cut before this stage whose gradients come back."""
         return [name for name in self._executor.boundary_values[stage] if name in self.differentiated]
+
+
+def _add(gradients: dict[str, Tensor], name: str, term: Tensor) -> None:
+    gradients[name] = gradients[name] + term if name in gradients else term
 
 
 def _influences(program: Program, results: Iterable[str]) -> Set[str]:

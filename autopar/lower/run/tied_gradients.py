@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.compat import local_part_of
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.step_runner import StepRunner, trained_parameters
+from autopar.lower.run.step_runner import StepRunner
 
 __all__ = ["sum_over_groups"]
 
@@ -24,7 +24,7 @@ def sum_over_groups(step: StepRunner, gradients: dict[str, Tensor]) -> None:
     """
     executor = step.executor
     program, store = executor.executable.program, executor.store
-    trained = trained_parameters(executor)
+    trained = step.trained
     differentiated = {program.parameters[x] for x in program.parameters if x in step.values.differentiated}
     for name in sorted(differentiated & trained.keys()):
         groups = store.stored[name].groups
