@@ -361,10 +361,10 @@ def run_backward_from(
 
 def backward_token(backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
     """A scalar whose backward gives `sources` the gradients that ``backward()`` returns, and holds none of them."""
-    return call_function(_BackwardToken, backward, *sources)
+    return call_function(_GradientToken, backward, *sources)
 
 
-class _BackwardToken(torch.autograd.Function):
+class _GradientToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
         ctx.run_backward = backward
