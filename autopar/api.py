@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
 from autopar.cost.profile_file import keep
-from autopar.errors import MeshError, ProfileError
+from autopar.errors import MeshError, ProfileError, suggest_path
 from autopar.lower import ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
@@ -30,13 +30,13 @@ from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, r
 from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
-from autopar.planning.arguments import read_bytes, read_constraints, read_dtype, training_spec
+from autopar.planning.arguments import check_constraints, read_bytes, read_constraints, read_dtype, training_spec
 from autopar.planning.eval_mode import EvalFactories, ExampleInputs, eval_factories, trace_model
-from autopar.planning.given_plan import given_plan, with_prediction
+from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
-from autopar.step.plan_check import check_same_decisions
+from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
 from autopar.trace import LossFunction, Traced, put_loss_inside
@@ -116,6 +116,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     given_model, given_inputs = model, example_inputs
     model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
     state = share(group, lambda: generator_state(communicator.device))
+    given, given_texts = plan, constraints
+    constraints = agree(group, lambda: check_constraints(model, given_texts, communicator.world_size))
+    plan = agree(group, lambda: load_plan(given))
+    loaded = share(group, lambda: load_profile(profile) if profile else profile)
     draws = agree(group, lambda: _record_draws(model, initialize, state))
     setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
     setup = replace(setup, draws=draws)
@@ -128,15 +132,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
         with generators_kept(communicator.device):  # ranks measure, and draw, differently
-            prices = mesh_prices(profile, communicator, mesh, setup.dtype)
+            prices = mesh_prices(loaded, communicator, mesh, setup.dtype)
             setup = setup.priced(prices)
             if profile is None:
                 plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
             else:
                 plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
-        given = plan
-        own = agree(group, lambda: given_plan(given, traced.program, communicator.world_size))
+        own = plan
+        agree(group, lambda: check_fit(own, traced.program, communicator.world_size))
         plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
         agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
     chosen = plan
@@ -192,9 +196,10 @@ def plan(  # noqa: PLR0913  (what a user may say)
         AutoparError: the model, inputs, constraints or cluster can't be used.
     """
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
-    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
     where = _read_cluster(cluster)
-    measured = None if profile is None or profile is False else load_profile(profile)
+    constraints = check_constraints(model, constraints, where.world_size)
+    measured = load_profile(profile) if profile else None
+    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
 
@@ -336,7 +341,7 @@ def load_profile(given: Profile | str | Path) -> Profile:
     except (OSError, ValueError, TypeError) as error:
         raise ProfileError(
             f"profile={str(given)!r} can't be read: {error}. Measure one on the device: "
-            f"python -m autopar.profile --output {given}"
+            f"python -m autopar.profile --output {given}{suggest_path(given)}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from autopar.errors import PlanFormatError
+from autopar.errors import PlanFormatError, suggest_path
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, Prediction
@@ -280,7 +280,7 @@ class Plan:
         except (OSError, ValueError, TypeError) as error:  # no file, no UTF-8, no path
             raise PlanFormatError(
                 f"plan={str(path)!r} can't be read: {error}. Pass a Plan, or the path of a file that Plan.save wrote "
-                "and that every rank sees"
+                f"and that every rank sees{suggest_path(path)}"
             ) from error
         return cls.from_json(text)
 

@@ -16,7 +16,6 @@ option          meaning
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -27,8 +26,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost import Profile
-from autopar.errors import BackendError
+from autopar.errors import BackendError, suggest
 from autopar.planning.arguments import read_constraints
+from autopar.search.constraints import spell_out
 
 __all__ = ["Options", "read_options"]
 
@@ -68,9 +68,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
         raise BackendError(f"mode={mode!r} is for backend='inductor': use options={{'compile': True}} here")
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise BackendError(f"option {name!r} is none of {', '.join(names)}{hint}")
+            raise BackendError(f"option {name!r} is none of {', '.join(names)}{suggest(str(name), names)}")
     mesh = given.get("mesh")
     if not isinstance(mesh, DeviceMesh):
         said = "no mesh is given" if mesh is None else f"options['mesh'] is a {type(mesh).__name__}"
@@ -81,7 +79,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
         )
     given["constraints"] = read_constraints(given.get("constraints"))
     for text in given["constraints"]:
-        result = _NOT_HERE.search(text)
+        result = _NOT_HERE.search(" ".join(spell_out(text)))
         if result and (result[1], result[2]) != ("zero", "0"):
             raise BackendError(
                 f"constraint {text!r} can't be met by backend='autopar', where parameters stay whole and a graph runs "

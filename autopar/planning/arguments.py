@@ -12,8 +12,9 @@ from torch import nn
 
 from autopar.errors import ConstraintError, MaterializationError
 from autopar.search import TrainingSpec
+from autopar.search.constraints import check_patterns, parse_constraints
 
-__all__ = ["check_materialized", "read_bytes", "read_constraints", "read_dtype", "training_spec"]
+__all__ = ["check_constraints", "check_materialized", "read_bytes", "read_constraints", "read_dtype", "training_spec"]
 
 # Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
 _OPTIMIZER_STATES = {
@@ -64,6 +65,19 @@ def read_constraints(constraints: Any) -> tuple[str, ...]:
     texts = tuple(cast("Iterable[Any]", constraints)) if isinstance(constraints, Iterable) else (constraints,)
     if not all(isinstance(text, str) for text in texts):
         raise ConstraintError(f"constraints={constraints!r:.80}: write a list of texts, such as ['tensor=2', 'zero=3']")
+    return texts
+
+
+def check_constraints(model: nn.Module, constraints: Any, world_size: int) -> tuple[str, ...]:
+    """The texts of constraints, after a look for what is wrong with them that takes no trace of `model`.
+
+    Raises:
+        ConstraintError: they can't be read, contradict each other, or name no parameter and no module.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in cast("Iterable[tuple[str, Any]]", model.named_modules(remove_duplicate=False))]
+    texts = read_constraints(constraints)
+    check_patterns(parse_constraints(texts, world_size), names)
     return texts
 
 

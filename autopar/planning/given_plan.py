@@ -14,23 +14,15 @@ from autopar.errors import MissingPriceError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
 from autopar.step.training import TrainingSpec
 
-__all__ = ["given_plan", "with_prediction"]
+__all__ = ["load_plan", "with_prediction"]
 
 
-def given_plan(given: Plan | str | Path, program: Program, world_size: int) -> Plan:
-    """The plan, or the one in a file.
-
-    Raises:
-        PlanFormatError: see `Plan.load`.
-        PlanMismatchError: it does not fit the program or the number of devices.
-    """
-    chosen = given if isinstance(given, Plan) else Plan.load(given)
-    check_fit(chosen, program, world_size)
-    return chosen
+def load_plan(given: Plan | str | Path | None) -> Plan | None:
+    """The plan, or the one in a file; raises what `Plan.load` raises."""
+    return given if given is None or isinstance(given, Plan) else Plan.load(given)
 
 
 def with_prediction(plan: Plan, program: Program, mesh: DeviceMesh, training: TrainingSpec) -> Plan:

@@ -21,7 +21,7 @@ text                               meaning
                                    exact, but microbatches are possible; for batch norm in training
 =================================  ===========================================================================
 
-Patterns are those of `fnmatch`; one that names a module means all that is inside it.
+Patterns are those of `fnmatch`; one that names a module means all that is inside it.  `WORDS` are read as well.
 """
 
 from __future__ import annotations
@@ -29,22 +29,34 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, suggest
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
 from autopar.step.activation_policies import policy_names
 
-__all__ = ["DEGREES", "Constraints", "LayerDemands", "check_degrees", "demands_on", "parse_constraints"]
+__all__ = [
+    "DEGREES", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns", "demands_on",
+    "parse_constraints", "spell_out",
+]  # fmt: skip
 
 DEGREES = ("data", "tensor", "sequence")
 _SCOPED = (*DEGREES, "zero", "recompute", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
 _GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
+
+WORDS = {
+    "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "sequence", "pp": "pipeline", "fsdp": "data",
+}  # fmt: skip
+"""What people type -> the key; ``fsdp`` is ``zero=3`` as well, and needs no degree."""
+_EXPERTS = (
+    "experts have no degree of their own: leave it out, and the search cuts stacks of experts where that is fastest "
+    "(the plan's table calls such an axis 'expert'); 'tensor=' counts axes that cut weight matrices"
+)
 
 ConstraintValue = int | str | tuple[int, ...] | tuple[str, ...]
 
@@ -103,14 +115,15 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
     settings: dict[str, tuple[ConstraintValue, str]] = {}
     scoped: list[ScopedConstraint] = []
     devices = world_size
+    parts = [(text, part) for text in texts for part in spell_out(text)]
     # How many devices a group has must be known before what speaks about a group.
-    for text in sorted(texts, key=lambda text: not text.strip().startswith("pipeline")):
-        pattern, separator, rest = text.rpartition(":")
-        key, value = _parse_setting(rest.strip(), text, _SCOPED if separator else _GLOBAL, devices)
+    for text, part in sorted(parts, key=lambda pair: not pair[1].startswith("pipeline")):
+        pattern, separator, rest = part.rpartition(":")
+        key, value = _parse_setting(rest, text, _SCOPED if separator else _GLOBAL, devices)
         if key == "pipeline" and isinstance(value, int):
             devices = world_size // value
         if separator:
-            scoped.append(ScopedConstraint(text, pattern.strip(), key, value))
+            scoped.append(ScopedConstraint(text, pattern, key, value))
         elif key in settings and settings[key][0] != value:
             raise ConstraintError(f"{settings[key][1]!r} and {text!r} contradict each other: keep one of them")
         else:
@@ -120,15 +133,28 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
     return constraints
 
 
+def spell_out(text: str) -> tuple[str, ...]:
+    """A constraint without `WORDS`: ``fsdp=8`` is ``data=8`` and ``zero=3``.
+
+    Raises:
+        ConstraintError: there is no constraint for what it asks.
+    """
+    pattern, colon, setting = text.rpartition(":")
+    key, equals, value = (part.strip() for part in setting.partition("="))
+    word, scope = key.lower(), f"{pattern.strip()}:" if colon else ""
+    if word == "ep":
+        raise ConstraintError(f"constraint {text!r}: {_EXPERTS}")
+    zero = (f"{scope}zero=3",) if word == "fsdp" else ()
+    return zero if zero and not equals else (f"{scope}{WORDS.get(word, key)}{equals}{value}", *zero)
+
+
 def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size: int) -> tuple[str, ConstraintValue]:
-    key, separator, value = (part.strip() for part in text.partition("="))
+    key, separator, value = text.partition("=")
     if key not in keys:
         if key in (*_GLOBAL, *_SCOPED):
             where = "holds for the whole plan, without a pattern" if key in _GLOBAL else "needs a pattern before it"
             raise ConstraintError(f"constraint {whole_text!r}: {key!r} {where}")
-        near = difflib.get_close_matches(key, keys, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConstraintError(f"constraint {whole_text!r}: {key!r} is none of {', '.join(keys)}{hint}")
+        raise ConstraintError(f"constraint {whole_text!r}: {key!r} is none of {', '.join(keys)}{suggest(key, keys)}")
     if key in ("replicate", PER_MICROBATCH):
         if separator:
             raise ConstraintError(f"constraint {whole_text!r}: {key!r} takes no value")
@@ -140,9 +166,8 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Constraint
     choices = {"recompute": policy_names(), "schedule": schedule_names()}.get(key)
     if choices:
         if value not in choices:
-            near = difflib.get_close_matches(value, choices, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {', '.join(choices)}{hint}")
+            known = f"{', '.join(choices)}{suggest(value, choices)}"
+            raise ConstraintError(f"constraint {text!r}: {value!r} is none of {known}")
         return value
     if key == "cuts":
         return tuple(part.strip() for part in value.split(","))
@@ -174,6 +199,14 @@ def check_degrees(constraints: Constraints, num_devices: int) -> None:
     if product and num_devices % product:
         texts = ", ".join(f"{key}={value}" for key, value in degrees.items())
         raise ConstraintError(f"{texts} need a multiple of {product} devices, but there are {num_devices}")
+
+
+def check_patterns(constraints: Constraints, names: Iterable[str]) -> None:
+    """Raise `ConstraintError` if a pattern for layers matches none of the `names` of parameters and modules."""
+    known = sorted(set(names))
+    for scoped in constraints.scoped:
+        if scoped.key != PER_MICROBATCH and not any(_matches(name, scoped.pattern) for name in known):
+            raise ConstraintError(_describe_no_match(known, scoped))
 
 
 def demands_on(program: Program, constraints: Constraints) -> tuple[LayerDemands, ...]:
@@ -222,7 +255,9 @@ class _DemandCollector:
                 self._set(index, scoped)
                 hit = True
         if not hit:
-            raise ConstraintError(_describe_no_match(self.program, scoped))
+            modules = {op.module for layer in self.program.layers for op in layer.ops if op.module}
+            names = modules | set(self.program.parameters.values()) | set(self.program.aliases)
+            raise ConstraintError(_describe_no_match(sorted(names), scoped))
 
     def _set(self, index: int, scoped: ScopedConstraint) -> None:
         known = self.settings[index].get(scoped.key)
@@ -282,9 +317,7 @@ def _has_matching_op(layer: Layer, pattern: str) -> bool:
     return any(op.module and _matches(op.module, pattern) for op in layer.ops)
 
 
-def _describe_no_match(program: Program, scoped: ScopedConstraint) -> str:
-    modules = {op.module for layer in program.layers for op in layer.ops if op.module}
-    names = sorted(modules | set(program.parameters.values()) | set(program.aliases))
+def _describe_no_match(names: Sequence[str], scoped: ScopedConstraint) -> str:
     near = difflib.get_close_matches(scoped.pattern, names, 5, cutoff=0.4) or names[:5]
     return (
         f"constraint {scoped.text!r}: {scoped.pattern!r} matches no parameter and no module that has any; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar import api
 from autopar.errors import (
     AutoparError,
     ConstraintError,
@@ -114,6 +116,25 @@ def test_a_mesh_of_devices_that_torch_does_not_see_is_refused() -> None:
 def test_without_processes_there_is_an_error_and_no_traceback() -> None:
     with pytest.raises(MeshError, match="no process group: start the script with torchrun"):
         autopar.parallelize(Linear(), mesh_of("cpu"), (X,), profile=False)
+
+
+def test_typos_are_found_before_the_model_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan().save(tmp_path / "plan.json")
+    (tmp_path / "profile.json").write_text("{}")
+    monkeypatch.setattr(api, "trace_model", None)
+    for constraints, told in (
+        (["tensr=2"], "did you mean 'tensor'"),
+        (["tp=3"], "3 does not divide the 2 devices"),
+        (["ep=2"], "experts have no degree of their own"),
+        (["linaer: replicate"], r"'linaer' matches no parameter.*near: linear"),
+    ):
+        with pytest.raises(ConstraintError, match=told):
+            plan(constraints=constraints)
+    with pytest.raises(ProfileError, match=r"did you mean 'profile\.json'\?"):
+        plan(profile=tmp_path / "profil.json")
+    for path, told in (("plans.json", "plan.json"), (f"../{tmp_path.name}_/plan.json", tmp_path.name)):
+        with pytest.raises(PlanFormatError, match=f"did you mean '{re.escape(told)}'"):
+            autopar.Plan.load(tmp_path / path)
 
 
 def test_verify_reads_a_plan_and_names_what_is_none(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import ConstraintError
-from autopar.search.constraints import LayerDemands, demands_on, parse_constraints
+from autopar.search.constraints import LayerDemands, check_patterns, demands_on, parse_constraints
 from tests.search.across_programs import decoder_model
 
 PROGRAM = decoder_model(2, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)
@@ -31,8 +31,36 @@ def test_parameters_are_matched_by_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "texts"),
+    [
+        (["tp=2", "DP = 4"], ["tensor=2", "data=4"]),
+        (["sp=2"], ["sequence=2"]),
+        (["cp=2"], ["sequence=2"]),
+        (["fsdp"], ["zero=3"]),
+        (["fsdp=8"], ["data=8", "zero=3"]),
+        (["tp=4", "pp=2"], ["pipeline=2", "tensor=4"]),
+        (["blocks.1: fsdp"], ["blocks.1: zero=3"]),
+    ],
+)
+def test_words_that_people_type(typed: list[str], texts: list[str]) -> None:
+    got, want = parse_constraints(typed, 8), parse_constraints(texts, 8)
+    assert sorted(map(str, got.settings)) == sorted(map(str, want.settings))
+    assert [(x.pattern, x.key, x.value) for x in got.scoped] == [(x.pattern, x.key, x.value) for x in want.scoped]
+
+
+def test_a_pattern_is_compared_with_names_alone() -> None:
+    constraints = parse_constraints(["block.1: zero=3", "batch_norm: per_microbatch"], 8)
+    with pytest.raises(ConstraintError, match=r"'block\.1' matches no parameter.*near: blocks\.1"):
+        check_patterns(constraints, ["blocks.1", "blocks.1.weight", "head.weight"])
+    check_patterns(constraints, ["block.1.weight"])
+
+
+@pytest.mark.parametrize(
     ("texts", "message"),
     [
+        (["ep=2"], "experts have no degree of their own: leave it out"),
+        (["tp=3"], "'tp=3': 3 does not divide the 8 devices"),
+        (["dp=2", "data=4"], "'dp=2' and 'data=4' contradict"),
         (["tensr=2"], "did you mean 'tensor'"),
         (["recompute=ful"], "did you mean 'full'"),
         (["tensor=3"], "3 does not divide the 8 devices"),
