@@ -119,7 +119,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     given, given_texts = plan, constraints
     constraints = agree(group, lambda: check_constraints(model, given_texts, communicator.world_size))
     plan = agree(group, lambda: load_plan(given))
-    loaded = share(group, lambda: load_profile(profile) if profile else profile)
+    loaded: Profile | Literal[False] | None = share(
+        group, lambda: profile if profile is None or profile is False else load_profile(profile)
+    )
     draws = agree(group, lambda: _record_draws(model, initialize, state))
     setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
     setup = replace(setup, draws=draws)
