@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autopar.placement import Layout
     from autopar.plan import LayerStrategy, Plan, Stage
     from autopar.prediction import LayerCost
-    from autopar.schedule import StageCost
+    from autopar.schedules.action_lists import StageCost
 
 __all__ = ["format_plan"]
 

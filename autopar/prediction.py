@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-from autopar.schedule import StageCost
+from autopar.schedules.action_lists import StageCost
 
 __all__ = ["LayerCost", "Prediction"]
 

@@ -210,16 +210,16 @@ class Op:
 class Layer:
     """A contiguous piece of the graph between narrow cuts.
 
-    `inputs` are the values it reads from before it: activations of earlier layers and model inputs; `held`
+    `inputs` are the values it reads from before it: activations of earlier layers and model inputs; `state`
     the parameters, buffers and constants it reads; `outputs` the values that later layers or the caller read.
-    Layers of one `kind` correspond position by position in `ops`, `inputs`, `held` and `outputs`.
+    Layers of one `kind` correspond position by position in `ops`, `inputs`, `state` and `outputs`.
     """
 
     name: str
     kind: int
     ops: tuple[Op, ...]
     inputs: tuple[str, ...]
-    held: tuple[str, ...]
+    state: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
@@ -231,7 +231,7 @@ class Program:
         values: every value by name.
         layers: in execution order.
         inputs: names of the tensor inputs, in the flattened order of the call's arguments.
-        parameters: value name -> the parameter's name in the module, for every held parameter and buffer.
+        parameters: value name -> the parameter's name in the module, for every parameter and buffer that is read.
         aliases: further module names of the same tensor (tied weights) -> the name in `parameters`.
         outputs: names of the values that the model returns, in flattened order (repeats allowed).
         loss: the output that is the scalar loss, or "".

@@ -29,8 +29,8 @@ from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
-from autopar.schedule import Action, ScheduleActions, StageCost, simulate_schedule
 from autopar.schedules import find_schedule, schedule_names, schedule_problem, stage_group
+from autopar.schedules.action_lists import Action, ScheduleActions, StageCost, simulate_schedule
 
 UNEVEN = (1.0, 1.6, 0.7, 1.3)  # what stages take relative to each other, round and round
 PAYLOAD = 1 << 14  # float32 numbers in a message

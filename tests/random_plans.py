@@ -82,7 +82,7 @@ def shared_parameters(program: Program) -> tuple[str, ...]:
     """Names of the parameters (value names) that more than one layer reads."""
     readers: dict[str, int] = {}
     for layer in program.layers:
-        for name in layer.held:
+        for name in layer.state:
             readers[name] = readers.get(name, 0) + 1
     return tuple(n for n, count in readers.items() if count > 1 and program.values[n].role == "parameter")
 
@@ -139,7 +139,7 @@ def _random_strategy(
         inputs=tuple(boundary[name] for name in layer.inputs),
         outputs=tuple(boundary[name] for name in layer.outputs),
         copies=copies,
-        storage=tuple(_storage(program, name, by_name, mesh, axes) for name in layer.held),
+        storage=tuple(_storage(program, name, by_name, mesh, axes) for name in layer.state),
         zero=zero,
         recompute=rng.choice(("none", "none", "selective", "full")),
     )

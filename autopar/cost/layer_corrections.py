@@ -50,7 +50,7 @@ def layer_key(layer: Layer, ops: Sequence[LocalOp], *, compiled: bool) -> str:
             return ("ref", numbers.setdefault(arg.name, len(numbers)))
         return tuple(map(shape_of, arg)) if isinstance(arg, tuple) else arg
 
-    lines: list[object] = [compiled, len(layer.inputs), len(layer.held)]
+    lines: list[object] = [compiled, len(layer.inputs), len(layer.state)]
     for op, local in zip(layer.ops, ops, strict=True):
         kwargs = tuple((name, shape_of(arg)) for name, arg in op.kwargs)
         lines.append((op.target, tuple(map(shape_of, op.args)), kwargs, _types(local.operands), _types(local.results)))

@@ -122,7 +122,7 @@ def _storage(
     axes = tuple(range(len(strategy.mesh))) if is_cut else ()
     shared = {name for name, _ in plan.shared_storage}
     result = list(strategy.storage)
-    for position, name in enumerate(layer.held):
+    for position, name in enumerate(layer.state):
         flow = placed.flows[name]
         if flow.is_parameter and name in placed.copies and program.parameters.get(name) not in shared:
             result[position] = storage_layout(placed.copies[name], flow.value.type, strategy.mesh, axes)

@@ -2,6 +2,6 @@
 
 import sys
 
-from autopar.profile.cli import main
+from autopar.profile.command import main
 
 sys.exit(main())

@@ -1,7 +1,6 @@
-"""Pipeline schedules: one record each (`autopar.schedules.records`), found by its name."""
+"""Pipeline schedules: one record each (`autopar.schedules.torch_schedules`), found by its name."""
 
-from autopar.schedules.record import PipelineSchedule
-from autopar.schedules.registry import (
+from autopar.schedules.lookup import (
     find_schedule,
     register_schedule,
     schedule_names,
@@ -9,6 +8,7 @@ from autopar.schedules.registry import (
     simplest_schedule,
     stage_group,
 )
+from autopar.schedules.record import PipelineSchedule
 from autopar.schedules.shape import Shape
 
 __all__ = [

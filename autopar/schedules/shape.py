@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.schedule import ScheduleActions, ScheduleSource
+from autopar.schedules.action_lists import ScheduleActions, ScheduleSource
+from autopar.schedules.lookup import find_schedule, stage_group
 from autopar.schedules.record import PipelineSchedule
-from autopar.schedules.registry import find_schedule, stage_group
 
 __all__ = ["Shape"]
 

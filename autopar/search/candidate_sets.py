@@ -112,7 +112,7 @@ class CandidateSet:
 
 
 def _value_names(layer: Layer) -> tuple[str, ...]:
-    return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
+    return (*layer.inputs, *layer.state, *(name for op in layer.ops for name in op.results))
 
 
 def make_candidate_set(
@@ -142,7 +142,7 @@ def _class_candidates(context: SearchContext, settings: StepSettings, first: int
     Empty if what was settled on for fewer microbatches can't be met with these.
     """
     layer, known = context.program.layers[first], context.known_candidates
-    key = (first, settings.num_microbatches, *(settings.shared.get(name) for name in layer.held))
+    key = (first, settings.num_microbatches, *(settings.shared.get(name) for name in layer.state))
     if key not in known:
         settled = context.settled.get(first)
         known[key] = (
@@ -272,5 +272,5 @@ def _send_costs(candidates: CandidateSet, states: Indices, crossing: BoundaryVal
 def _tied_parameters(candidates: CandidateSet) -> Iterator[TiedParameter]:
     layers = candidates.context.program.layers
     for name, cost in candidates.shared_costs.items():
-        readers = tuple(index for index, layer in enumerate(layers) if name in layer.held)
+        readers = tuple(index for index, layer in enumerate(layers) if name in layer.state)
         yield TiedParameter(readers, cost.memory.persistent_bytes, cost.step_s, cost.exchange_s)

@@ -96,7 +96,7 @@ class LayerDemands:
         degrees: (usual name, product of the sizes of the axes that do it).
         zero: ZeRO level, or -1 for any.
         recompute: how to recompute, or ``""`` for any.
-        whole: positions in `Layer.held` of parameters that must not be cut.
+        whole: positions in `Layer.state` of parameters that must not be cut.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
@@ -295,7 +295,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _parameters(program: Program, layer: Layer) -> set[int]:
-    return {p for p, name in enumerate(layer.held) if program.values[name].role == "parameter"}
+    return {p for p, name in enumerate(layer.state) if program.values[name].role == "parameter"}
 
 
 def _names_of(program: Program, value: str) -> list[str]:
@@ -308,8 +308,8 @@ def _matching_parameters(program: Program, layer: Layer, pattern: str) -> set[in
     return {
         position
         for position in _parameters(program, layer)
-        if layer.held[position] in read
-        or any(_matches(name, pattern) for name in _names_of(program, layer.held[position]))
+        if layer.state[position] in read
+        or any(_matches(name, pattern) for name in _names_of(program, layer.state[position]))
     }
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedule import ScheduleActions, StageCost, peak_held
 from autopar.schedules import Shape
+from autopar.schedules.action_lists import ScheduleActions, StageCost, peak_held
 from autopar.search.chain_dp import Chain, ChainLayer, Skip
 from autopar.step.stage_costs import CostColumns, stage_costs
 

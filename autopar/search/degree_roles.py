@@ -39,7 +39,7 @@ def allowed_options(
     whole_results: Collection[str] = (),
 ) -> Allowed | None:
     """Which options the demands leave, None for all; `whole_results` are values that must stay whole on devices."""
-    whole_held = {layer.held[position] for position in demands.whole}
+    whole_held = {layer.state[position] for position in demands.whole}
     if not any(roles) and not demands.degrees and not whole_held and not whole_results:
         return None
     demanded = {name for name, _ in demands.degrees}

@@ -95,7 +95,7 @@ def _first_layers(came: Sequence[Sequence[int]], num_stages: int) -> tuple[int, 
 
 def _held(program: Program, layer: Layer) -> list[str]:
     """Names in the module of the parameters and buffers that a layer reads."""
-    return [program.parameters[value] for value in layer.held if value in program.parameters]
+    return [program.parameters[value] for value in layer.state if value in program.parameters]
 
 
 def _misplaced(program: Program, layer: Layer, stage: int, trained: Plan, holders: dict[str, set[int]]) -> float:

@@ -209,7 +209,7 @@ def _variants(
     Storage and recomputation cost apart from each other: the costs of all pairs come from those of each.
     Storage depends on the mesh and on how compute reads the parameters alone; `known` keeps what was worked out.
     """
-    key = (placed.mesh, *(placed.copies.get(name) for name in placed.layer.held))
+    key = (placed.mesh, *(placed.copies.get(name) for name in placed.layer.state))
     if key not in known:
         known[key] = list(_stored_variants(settings, placed, demands))
     running = running_costs(placed, _recompute_variants(settings, demands), settings.prices, settings.training)
@@ -250,7 +250,7 @@ def _zero_variants(
 
 def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDemands) -> tuple[Layout, ...]:
     layouts: list[Layout] = []
-    for position, name in enumerate(base.layer.held):
+    for position, name in enumerate(base.layer.state):
         flow = base.flows[name]
         if not flow.is_parameter or name not in base.copies:
             layouts.append(base.storage[position])

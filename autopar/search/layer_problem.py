@@ -244,7 +244,7 @@ def _has_copy_variable(problem: LayerProblem, flow: Flow) -> bool:
 
 def _is_whole_everywhere(problem: LayerProblem, flow: Flow) -> bool:
     """Whether every device has the value whole, and no gradient of it: each reader slices what it needs for free."""
-    is_given = flow.source == "held" and not flow.is_parameter
+    is_given = flow.source == "state" and not flow.is_parameter
     arrives_whole = flow.source == "input" and has_whole_boundary(problem.program, flow.value.name)
     return (is_given or arrives_whole) and not problem.has_gradient(flow)
 
@@ -344,7 +344,7 @@ def _reshard_ends(
     if not flow.num_readers:
         return
     num_bytes = problem.view.value_type(flow).num_bytes
-    start = None if flow.source == "held" else _source_end(problem, flow, prices)
+    start = None if flow.source == "state" else _source_end(problem, flow, prices)
     if name in problem.copy_variables:
         copy = _ReshardEnd(problem.copy_variables[name], prices.ids(list(problem.copy_domains[name])))
         if start is not None:

@@ -196,7 +196,7 @@ def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
     for index, op in enumerate(problem.layer.ops):
         for position, name in _kept(op, policy):
             root = _viewed(problem, name)
-            if problem.flows[root].source != "held":
+            if problem.flows[root].source != "state":
                 savers.setdefault(root, []).append((index, position))
     for mentions in savers.values():
         for index, position in mentions:
@@ -250,7 +250,7 @@ def _read_assignment(solutions: LayerSolutions, policy_in: int, policy_out: int)
         storage_layout(copies[name], problem.flows[name].value.type, problem.mesh, variant.shard_axes)
         if problem.flows[name].is_parameter and name in copies
         else problem.whole
-        for name in problem.layer.held
+        for name in problem.layer.state
     )
     return PlacedLayer(
         problem.program, problem.layer, problem.mesh, problem.flows, problem.view, states, copies,

@@ -34,7 +34,7 @@ __all__ = ["PER_MICROBATCH", "TimeAssignment", "is_named", "option_per_microbatc
 
 PER_MICROBATCH = "per_microbatch"  # the constraint: "batch_norm: per_microbatch"
 
-Variable = tuple[int, str, int, int]  # layer kind, "held" | "input" | "op", position, index of the result
+Variable = tuple[int, str, int, int]  # layer kind, "state" | "input" | "op", position, index of the result
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _first_coupling(program: Program, num_microbatches: int, per_microbatch: Seq
     """The first op that slices of the inputs don't get through, if nothing is computed redundantly."""
     problem = _build(program, num_microbatches, per_microbatch)
     for constraint in problem.constraints:
-        if any(operand[1] != "held" for operand in constraint.operands):
+        if any(operand[1] != "state" for operand in constraint.operands):
             constraint.options = [option for option in constraint.options if option.factor != "~"]
     return _propagate_forward(problem)
 
@@ -122,7 +122,7 @@ class _Problem:
 
     domains: dict[Variable, set[Placement]] = field(default_factory=dict[Variable, set[Placement]])
     differentiable: set[Variable] = field(default_factory=set[Variable])
-    held: set[Variable] = field(default_factory=set[Variable])
+    state: set[Variable] = field(default_factory=set[Variable])
     crossing: set[Variable] = field(default_factory=set[Variable])
     constraints: list[_Constraint] = field(default_factory=list[_Constraint])
     readers: dict[Variable, list[_Constraint]] = field(default_factory=dict[Variable, list[_Constraint]])
@@ -170,7 +170,7 @@ def _producers(program: Program) -> dict[str, Variable]:
 
 def _layer_variables(layer: Layer) -> dict[str, Variable]:
     names: dict[str, Variable] = {}
-    for what, group in (("input", layer.inputs), ("held", layer.held)):
+    for what, group in (("input", layer.inputs), ("state", layer.state)):
         for position, name in enumerate(group):
             names[name] = (layer.kind, what, position, 0)
     for position, op in enumerate(layer.ops):
@@ -188,9 +188,9 @@ def _named_ops(program: Program, layer: Layer, patterns: Sequence[str]) -> froze
 
 def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int, named: frozenset[int]) -> None:
     names = _layer_variables(layer)
-    for name in layer.held:
+    for name in layer.state:
         variable = names[name]
-        problem.held.add(variable)
+        problem.state.add(variable)
         problem.domains[variable] = {REPLICATE}
     for position, op in enumerate(layer.ops):
         results = tuple((layer.kind, "op", position, index) for index in range(len(op.results)))
@@ -251,7 +251,7 @@ def _require_outputs(problem: _Problem, program: Program, producer: Mapping[str,
 
 def _is_free(problem: _Problem, variable: Variable, source: Placement, target: Placement) -> bool:
     if variable in problem.differentiable:
-        return source == target or (variable in problem.held and target == BROADCAST)
+        return source == target or (variable in problem.state and target == BROADCAST)
     whole = source.kind in "RB"
     # What crossed a boundary may be sharded on devices, and the axis in time is outside of those.
     targets = "RB" if variable in problem.crossing else "RBS"

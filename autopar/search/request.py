@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.placement import Layout
 from autopar.plan import Plan
-from autopar.schedule import ScheduleSource
+from autopar.schedules.action_lists import ScheduleSource
 from autopar.step.layer_cost import TrainingSpec
 
 __all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest"]

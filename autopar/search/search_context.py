@@ -103,7 +103,7 @@ class SearchContext:
         """Parameters that several layers read, or whose storage is the caller's."""
         count: dict[str, int] = {}
         for layer in self.program.layers:
-            for name in layer.held:
+            for name in layer.state:
                 count[name] = count.get(name, 0) + 1
         return tuple(
             name
@@ -165,7 +165,7 @@ class SearchContext:
         return (
             layer.kind,
             self.demands[index],
-            tuple((name in self.shared_names, self.stored.get(name)) for name in layer.held),
+            tuple((name in self.shared_names, self.stored.get(name)) for name in layer.state),
             tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
             tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
         )

@@ -1,8 +1,9 @@
 """What every device group does in a step, in order: the one list that the runtime runs, the simulation times and memory
 folds.
 
-A schedule lists forwards, backwards, sends and receives by stage and microbatch (`autopar.schedule`); without stages it
-is a forward and a backward for every microbatch.  `StepActions.of` says what such an action is layer by layer:
+A schedule lists forwards, backwards, sends and receives by stage and microbatch (`autopar.schedules.action_lists`);
+without stages it is a forward and a backward for every microbatch.  `StepActions.of` says what such an action is layer
+by layer:
 
 - Forward: the next layer's parameters are unsharded while a layer computes.  What is unsharded once for several
   microbatches (ZeRO-0 and 1) is waited for in the first, and resharded in the last backward (outside training in the
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
-from autopar.schedule import Action, ScheduleActions, ScheduleSource
+from autopar.schedules.action_lists import Action, ScheduleActions, ScheduleSource
 from autopar.step.activation_policies import splits_backward
 from autopar.step.layer_cost import own_training
 from autopar.step.training import TrainingSpec

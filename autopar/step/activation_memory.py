@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 from autopar.step.byte_tally import ByteTally, TensorTally
 from autopar.step.layer_tensors import StepTensors, Tensor
 

@@ -67,7 +67,7 @@ def layer_bytes(placed: PlacedLayer, training: TrainingSpec) -> LayerBytes:
     own = [part for name, part in named if name not in placed.shared]
     gathered = [part for part in parts if part.received_bytes]
     reduced = [part for part in parts if part.reduced_bytes]
-    others = (flow for flow in placed.flows.values() if flow.source == "held" and not flow.is_parameter)
+    others = (flow for flow in placed.flows.values() if flow.source == "state" and not flow.is_parameter)
     return LayerBytes(
         running=running_memory(placed, (placed.recompute,), training)[placed.recompute],
         stored=(

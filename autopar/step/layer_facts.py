@@ -32,7 +32,7 @@ class LayerFacts:
         self, program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, shared: SharedStorage
     ) -> PlacedLayer:
         """The layer with the strategy applied."""
-        key = (layer.name, strategy, num_microbatches, tuple(shared.get(name) for name in layer.held))
+        key = (layer.name, strategy, num_microbatches, tuple(shared.get(name) for name in layer.state))
         if key not in self._placed:
             self._placed[key] = place(program, layer, strategy, num_microbatches, shared)
         return self._placed[key]

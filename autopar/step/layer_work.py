@@ -224,4 +224,4 @@ def value_names(layer: Layer, other: Layer) -> dict[str, str]:
 
 def _names(layer: Layer) -> tuple[str, ...]:
     made = (name for op in layer.ops for name in (op.name, *op.results))
-    return (*layer.inputs, *layer.held, *made)
+    return (*layer.inputs, *layer.state, *made)

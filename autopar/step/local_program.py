@@ -88,21 +88,21 @@ class LocalProgram:
     Args:
         values: all local values; instructions name them by index.
         inputs: per input of the layer, the local value that arrives.
-        held: likewise of what the layer holds: parameters in their copy layout.
+        state: likewise of the parameters, buffers and constants it reads: parameters in their copy layout.
         instructions: in forward order.
         outputs: per output of the layer, the local value that leaves.
     """
 
     values: tuple[LocalValue, ...]
     inputs: tuple[int, ...]
-    held: tuple[int, ...]
+    state: tuple[int, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[int, ...]
 
     @property
-    def held_layouts(self) -> tuple[Layout, ...]:
-        """The layouts in which the layer wants what it holds."""
-        return tuple(self.values[index].layout for index in self.held)
+    def state_layouts(self) -> tuple[Layout, ...]:
+        """The layouts in which the layer wants its state."""
+        return tuple(self.values[index].layout for index in self.state)
 
     @property
     def output_times(self) -> tuple[Placement, ...]:
@@ -133,14 +133,14 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
         builder.arrive(name, layout, time)
         for name, layout, time in zip(local.layer.inputs, local.arrivals, times, strict=True)
     ]
-    held = [builder.arrive(name, builder.held_layout(name), REPLICATE) for name in local.layer.held]
-    for name in (*local.layer.inputs, *local.layer.held):
+    state = [builder.arrive(name, builder.state_layout(name), REPLICATE) for name in local.layer.state]
+    for name in (*local.layer.inputs, *local.layer.state):
         builder.take_microbatch(name)
     for index, op in enumerate(local.layer.ops):
         builder.run(index, op)
     outputs = [builder.leave(name, layout) for name, layout in zip(local.layer.outputs, local.departures, strict=True)]
     return LocalProgram(
-        tuple(builder.values), tuple(inputs), tuple(held), tuple(builder.instructions), tuple(outputs)
+        tuple(builder.values), tuple(inputs), tuple(state), tuple(builder.instructions), tuple(outputs)
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ class _Builder:
         self.produced[name] = self._new(self.local.program.values[name], layout, time)
         return self.produced[name]
 
-    def held_layout(self, name: str) -> Layout:
+    def state_layout(self, name: str) -> Layout:
         """The copy layout, but whole in the dim in which microbatches are taken first."""
         time = self.view.values[name]
         stored = self.local.storage[self.local.flows[name].producer]

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from autopar.schedule import Action, ScheduleSource
+from autopar.schedules.action_lists import Action, ScheduleSource
 from autopar.step.actions import LayerAction, StepActions, step_actions
 from autopar.step.activation_memory import ActivationMemory
 from autopar.step.layer_bytes import LayerBytes, layer_bytes
@@ -83,7 +83,7 @@ class _Group:
         program = layers.program
         self.number, self.layers, self.training, self.sizes = group, layers, training, sizes
         self.own = [index for index, own in enumerate(layers.group_of) if own == group]
-        held = {name for index in self.own for name in program.layers[index].held}
+        held = {name for index in self.own for name in program.layers[index].state}
         self.shared: dict[str, ParameterBytes] = {
             name: shared_parameter_bytes(program.values[name], where, training)
             for name, where in layers.shared.items()
@@ -97,7 +97,7 @@ class _Group:
         """By name, what layers store; each part of a constant once."""
         program, found = self.layers.program, dict[tuple[str, float], float]()
         for index in self.own:
-            real = dict(zip(self.layers.placed[index].layer.held, program.layers[index].held, strict=True))
+            real = dict(zip(self.layers.placed[index].layer.state, program.layers[index].state, strict=True))
             for name, num_bytes in self.sizes[index].stored:
                 is_constant = program.values[real[name]].role == "constant"
                 found[real[name], num_bytes if is_constant else 0.0] = num_bytes
@@ -106,7 +106,7 @@ class _Group:
     def shared_gradients(self) -> list[dict[str, float]]:
         """Per layer of the plan, the gradients of the shared parameters that it reads."""
         sizes = {name: shared.gradient_bytes for name, shared in self.shared.items() if shared.gradient_bytes}
-        return [{n: sizes[n] for n in layer.held if n in sizes} for layer in self.layers.program.layers]
+        return [{n: sizes[n] for n in layer.state if n in sizes} for layer in self.layers.program.layers]
 
 
 class _GroupMemory:

@@ -1,6 +1,6 @@
 """The bytes that a parameter takes on one device: the one record that prices, the search and the memory of a step read.
 
-Which of them are there at once follows from the ZeRO level (`ParameterBytes.held`)::
+Which of them are there at once follows from the ZeRO level (`ParameterBytes.state`)::
 
     ZeRO   parameters                       gradients                                 optimizer
     0, 1   stored, and the copy             as the copy's sum, and reduced            stored
@@ -135,7 +135,7 @@ def held_cost(placed: PlacedLayer, training: TrainingSpec) -> LayerCost:
     Buffers and constants are counted as they are stored.  Of parameters in shared storage, which the plan counts once,
     only what the layer's copy takes besides is counted.
     """
-    others = (flow for flow in placed.flows.values() if flow.source == "held" and not flow.is_parameter)
+    others = (flow for flow in placed.flows.values() if flow.source == "state" and not flow.is_parameter)
     sizes = (placed.local_bytes(flow.value.type, placed.storage[flow.producer]) for flow in others)
     costs = [LayerCost(parameter_bytes=sum(sizes))]
     for flow, part in layer_parameters(placed, training):

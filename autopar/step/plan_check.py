@@ -112,7 +112,7 @@ def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, pla
         return
     parts = (("assignments", strategy.assignments, layer.ops), ("inputs", strategy.inputs, layer.inputs),
              ("factors in time", strategy.time, layer.ops if plan.num_microbatches > 1 else strategy.time),
-             ("outputs", strategy.outputs, layer.outputs), ("storage", strategy.storage, layer.held))  # fmt: skip
+             ("outputs", strategy.outputs, layer.outputs), ("storage", strategy.storage, layer.state))  # fmt: skip
     for name, given, needed in parts:
         if len(given) != len(needed):
             yield f"{where}: {len(given)} {name} for {len(needed)}"
@@ -122,7 +122,7 @@ def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, pla
         yield from _op_problems(op, factors, strategy.mesh, (time, plan.num_microbatches), where)
     representative = program.kinds[layer.kind]
     layouts = [*zip(layer.inputs, strategy.inputs, strict=True), *zip(layer.outputs, strategy.outputs, strict=True),
-               *zip(layer.held, strategy.storage, strict=True)]  # fmt: skip
+               *zip(layer.state, strategy.storage, strict=True)]  # fmt: skip
     if layer == representative:
         layouts += list(strategy.copies)
     for name, layout in layouts:

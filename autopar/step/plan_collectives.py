@@ -89,7 +89,7 @@ def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> Lay
 
 
 def _value_names(layer: Layer) -> tuple[str, ...]:
-    return (*layer.inputs, *layer.held, *(name for op in layer.ops for name in op.results))
+    return (*layer.inputs, *layer.state, *(name for op in layer.ops for name in op.results))
 
 
 def boundary_collectives(
@@ -171,7 +171,7 @@ def tied_collectives(
     for name, layout in plan.shared_storage if plan.stages and training.is_training else ():
         value = program.values[values[name]]
         reading = zip(plan.ranges, plan.groups, strict=True)
-        groups = {own for span, own in reading if any(value.name in program.layers[index].held for index in span)}
+        groups = {own for span, own in reading if any(value.name in program.layers[index].state for index in span)}
         if len(groups) > 1 and value.requires_grad:
             num_bytes = shared_parameter_bytes(value, (plan.shared_mesh, layout), training).gradient_bytes
             run = PricedCollective(value.name, "send", axis, num_bytes, len(groups) - 1, "backward", "tied")

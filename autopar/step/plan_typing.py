@@ -59,7 +59,7 @@ def storage_problems(program: Program, plan: Plan) -> Iterator[str]:
             yield from _stored(program, by_name[name], layout, plan.shared_mesh, "shared_storage")
     for layer, planned in zip(program.layers, plan.layers, strict=True):
         strategy = plan.strategies[planned.strategy]
-        for value, layout in zip(layer.held, strategy.storage, strict=True):
+        for value, layout in zip(layer.state, strategy.storage, strict=True):
             where = f"layer {layer.name}"
             if program.values[value].role == "parameter":
                 yield from _stored(program, value, layout, strategy.mesh, where)
@@ -67,7 +67,7 @@ def storage_problems(program: Program, plan: Plan) -> Iterator[str]:
                 yield f"{where}: {value} is no parameter and is whole on every device, but its storage is " + repr(
                     format_layout(layout)
                 )
-    readers = Counter(value for layer in program.layers for value in layer.held)
+    readers = Counter(value for layer in program.layers for value in layer.state)
     for value, count in readers.items():
         name = program.parameters.get(value, "")
         if count > 1 and program.values[value].role == "parameter" and name not in shared:

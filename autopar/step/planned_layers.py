@@ -64,7 +64,7 @@ class PlannedLayers:
         known: dict[tuple[object, ...], PlacedLayer] = {}
         found: list[PlacedLayer] = []
         for layer, planned in zip(self.program.layers, self.decisions.layers, strict=True):
-            key = (layer.kind, planned.strategy, *(self.shared.get(name) for name in layer.held))
+            key = (layer.kind, planned.strategy, *(self.shared.get(name) for name in layer.state))
             if key not in known:
                 own = own_strategy(self.program, layer, self.decisions.strategies[planned.strategy])
                 count = self.decisions.num_microbatches
@@ -80,6 +80,6 @@ class PlannedLayers:
         """Device group -> its first layer that reads the parameter `name`."""
         readers: dict[int, int] = {}
         for index, layer in enumerate(self.program.layers):
-            if name in layer.held:
+            if name in layer.state:
                 readers.setdefault(self.group_of[index], index)
         return readers

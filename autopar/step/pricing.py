@@ -17,7 +17,7 @@ from autopar.placement import Axis
 from autopar.plan import Decisions
 from autopar.prediction import LayerCost, Prediction
 from autopar.program import Program
-from autopar.schedule import ScheduleSource, StageCost, count_flights
+from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import transfer_parts_s
 from autopar.step.layer_cost import is_differentiable, is_rerun, own_training, placed_collectives, placed_cost

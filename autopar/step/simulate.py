@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.schedule import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
+from autopar.schedules.action_lists import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
 from autopar.step.actions import LayerAction
 from autopar.step.layer_work import Item
 from autopar.step.memory import step_memory

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.prediction import LayerCost
-from autopar.schedule import ScheduleActions, StageCost, simulate_schedule
 from autopar.schedules import Shape
+from autopar.schedules.action_lists import ScheduleActions, StageCost, simulate_schedule
 
 __all__ = ["CostColumns", "pipeline_step_s", "stage_costs"]
 

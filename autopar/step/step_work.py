@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.schedule import ScheduleSource
+from autopar.schedules.action_lists import ScheduleSource
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.layer_cost import PricedCollective, TrainingSpec, optimizer_s
 from autopar.step.layer_work import Around, Item, LayerWork, collective_item, layer_work, value_names

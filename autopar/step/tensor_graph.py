@@ -119,9 +119,9 @@ class _GraphBuilder:
         placed, local = self.placed, self.local
         for index in local.inputs:
             self._add_input(index)
-        for index in local.held:
+        for index in local.state:
             value, _, _, tensor = local.values[index]
-            key: TensorKey = (value.name, "held", -1)
+            key: TensorKey = (value.name, "state", -1)
             target = GradientTarget(key, tensor.num_bytes, True)
             self.located[index] = _Located(key, target, in_order(tensor.shape))
         for each in local.instructions:
@@ -202,7 +202,7 @@ class _GraphBuilder:
     def _add_move(self, reshard: Reshard) -> None:
         source = self.located[reshard.source]
         value, _, _, tensor = self.local.values[reshard.target]
-        if reshard.source in self.local.held and reshard.purpose == "copy":  # a slice of what is held: a view
+        if reshard.source in self.local.state and reshard.purpose == "copy":  # a slice of what is held: a view
             self.located[reshard.target] = source
             return
         key: TensorKey = (value.name, reshard.purpose, reshard.target)

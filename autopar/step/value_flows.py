@@ -19,7 +19,7 @@ class Flow:
 
     Args:
         value: the value.
-        source: ``"op"``, ``"input"`` or ``"held"``.
+        source: ``"op"``, ``"input"`` or ``"state"``.
         producer: index of the op, or position among the layer's inputs or its parameters, buffers and constants.
         result: index among the producing op's results.
         readers: (index of op, index of operand), one entry per mention.
@@ -36,7 +36,7 @@ class Flow:
     @property
     def is_parameter(self) -> bool:
         """Whether it is a stored parameter (its first reshard is the ZeRO gather)."""
-        return self.source == "held" and self.value.role == "parameter"
+        return self.source == "state" and self.value.role == "parameter"
 
     @property
     def num_readers(self) -> int:
@@ -51,7 +51,7 @@ def find_flows(program: Program, layer: Layer) -> dict[str, Flow]:
         for mention, name in enumerate(op.operands):
             readers.setdefault(name, []).append((index, mention))
     sources = [(name, "input", position, 0) for position, name in enumerate(layer.inputs)]
-    sources += [(name, "held", position, 0) for position, name in enumerate(layer.held)]
+    sources += [(name, "state", position, 0) for position, name in enumerate(layer.state)]
     for index, op in enumerate(layer.ops):
         sources += [(name, "op", index, result) for result, name in enumerate(op.results)]
     outputs = {name: position for position, name in enumerate(layer.outputs)}

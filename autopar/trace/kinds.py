@@ -1,7 +1,7 @@
 """Layers as data, and which of them are alike.
 
 Two layers are of one kind if, position by position, they have the same ops with the same literals, the same
-types, gradients and roles of what they read, the same wiring, and the same sharing: whether a held value is
+types, gradients and roles of what they read, the same wiring, and the same sharing: whether a value of its state is
 read elsewhere too, whether a forward replaces it, whether an output leaves the program.
 """
 
@@ -32,7 +32,7 @@ def build_layers(graph: Graph, pieces: Sequence[OpSpan]) -> list[Layer]:
         layers.append(Layer(
             name=pieces[index].unit or _name(ops, index), kind=0, ops=ops,
             inputs=tuple(n for n in read if graph.roles.get(n) not in _HELD),
-            held=tuple(n for n in read if graph.roles.get(n) in _HELD),
+            state=tuple(n for n in read if graph.roles.get(n) in _HELD),
             outputs=tuple(n for n in defined if n in later),
         ))  # fmt: skip
         later.update(read)
@@ -72,7 +72,7 @@ def assign_kinds(layers: Iterable[Layer], values: Mapping[str, Value], graph: Gr
     layers = tuple(layers)
     readers: dict[str, int] = {}
     for layer in layers:
-        for name in layer.held:
+        for name in layer.state:
             readers[name] = readers.get(name, 0) + 1
     replaced_by = {new: old for old, new in graph.updates.items()}
     numbers: dict[str, int] = {}
@@ -89,7 +89,7 @@ def _structure(
 ) -> str:  # fmt: skip
     """A digest of all that two layers of one kind have in common."""
     names = {name: f"i{k}" for k, name in enumerate(layer.inputs)}
-    names |= {name: f"h{k}" for k, name in enumerate(layer.held)}
+    names |= {name: f"h{k}" for k, name in enumerate(layer.state)}
     for place, op in enumerate(layer.ops):
         names |= {name: f"o{place}.{k}" for k, name in enumerate(op.results)}
 
@@ -98,7 +98,7 @@ def _structure(
         return f"{names[name]}:{value.type.shape}:{value.type.dtype}:{value.role}:{value.requires_grad}"
 
     lines = [value_text(name) for name in names]
-    lines += [f"{names[n]} shared={readers[n] > 1} updated={n in graph.updates}" for n in layer.held]
+    lines += [f"{names[n]} shared={readers[n] > 1} updated={n in graph.updates}" for n in layer.state]
     for op in layer.ops:
         lines.append(" ".join((
             op.target, canonical(op.args, names), canonical(tuple(arg for _, arg in op.kwargs), names),

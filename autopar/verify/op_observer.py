@@ -93,7 +93,7 @@ def single_device_plan(program: Program) -> Plan:
     strategies = tuple(
         LayerStrategy(
             mesh=(1,), assignments=(("-",),) * len(layer.ops), time=(), inputs=(whole,) * len(layer.inputs),
-            outputs=(whole,) * len(layer.outputs), copies=(), storage=(whole,) * len(layer.held),
+            outputs=(whole,) * len(layer.outputs), copies=(), storage=(whole,) * len(layer.state),
         )
         for layer in program.kinds
     )  # fmt: skip

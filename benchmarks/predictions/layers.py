@@ -123,7 +123,7 @@ def _cases(words: str) -> Iterator[list[Case]]:
 
 def _whole(layer: Layer) -> LayerStrategy:
     one = (REPLICATE,)
-    inputs, outputs, held = (((one,) * len(names)) for names in (layer.inputs, layer.outputs, layer.held))
+    inputs, outputs, held = (((one,) * len(names)) for names in (layer.inputs, layer.outputs, layer.state))
     return LayerStrategy((1,), (("-",),) * len(layer.ops), (), inputs, outputs, (), held)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.schedule import StageCost, simulate_schedule
 from autopar.schedules import schedule_names
+from autopar.schedules.action_lists import StageCost, simulate_schedule
 from benchmarks.pipeline import Case, Outcome, run_cases
 from tests.ranks import run_ranks
 

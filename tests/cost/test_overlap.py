@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.schedule import StageCost, simulate_schedule
+from autopar.schedules.action_lists import StageCost, simulate_schedule
 from benchmarks.published.overlap import both_s, exposed_s, gathered_ahead_s, pipeline_s
 
 SECONDS = st.floats(0, 100)

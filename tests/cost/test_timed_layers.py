@@ -62,7 +62,7 @@ def test_a_timed_layer_takes_longer_if_there_is_more_of_it():
     for program in (small, large):
         layer = program.layers[1]
         whole = LayerStrategy(
-            (1,), (("-",),) * len(layer.ops), (), _whole(layer.inputs), _whole(layer.outputs), (), _whole(layer.held)
+            (1,), (("-",),) * len(layer.ops), (), _whole(layer.inputs), _whole(layer.outputs), (), _whole(layer.state)
         )
         lone = LoneLayer(program, layer, whole)
         seconds.append(time_layer(lone.forward, lone.backward, torch.device("cpu"), 0.1))

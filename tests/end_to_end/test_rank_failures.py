@@ -22,7 +22,7 @@ from autopar.lower.run import tied_gradients
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.step_runner import StepRunner
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 from tests.end_to_end.harness import parallelize, run_step
 from tests.end_to_end.pipelines import cut
 

@@ -82,7 +82,7 @@ def test_a_buffer_is_stored_whole() -> None:
     number, position = next(
         (planned.strategy, position)
         for layer, planned in zip(program.layers, plan.layers, strict=True)
-        for position, name in enumerate(layer.held)
+        for position, name in enumerate(layer.state)
         if program.values[name].role == "buffer"
     )
     strategy = plan.strategies[number]

@@ -53,7 +53,7 @@ def sum_of_seconds(program: Program, plan: Plan) -> float:
 
 def named_as(strategy: LayerStrategy, first: Layer, layer: Layer) -> LayerStrategy:
     def names(each: Layer) -> tuple[str, ...]:
-        return (*each.inputs, *each.held, *(name for op in each.ops for name in op.results))
+        return (*each.inputs, *each.state, *(name for op in each.ops for name in op.results))
 
     renamed = dict(zip(names(first), names(layer), strict=True))
     return replace(strategy, copies=tuple((renamed[name], layout) for name, layout in strategy.copies))

@@ -19,7 +19,7 @@ from autopar.lower.run.execution import Executor
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.step_values import StepValues
 from autopar.program import Program
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 from autopar.trace import trace
 from tests.models import make
 from tests.random_plans import random_pipeline

@@ -54,7 +54,9 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     own = {name: p.grad for name, p in model.named_parameters()}
     program = model._executor.executable.program
-    held = {value: name for layer in program.layers for value in layer.held for name in [program.parameters.get(value)]}
+    held = {
+        value: name for layer in program.layers for value in layer.state for name in [program.parameters.get(value)]
+    }
     trained = sorted(name for value, name in held.items() if name and program.values[value].requires_grad)
     return {name: model._whole(name, own.get(name)) for name in trained}
 

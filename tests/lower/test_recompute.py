@@ -49,7 +49,7 @@ def whole_plan(
         replace(
             strategy, mesh=(world,), assignments=(("-",),) * len(layer.ops), copies=(), recompute="none",
             inputs=((REPLICATE,),) * len(layer.inputs), outputs=((REPLICATE,),) * len(layer.outputs),
-            storage=((REPLICATE,),) * len(layer.held), zero=0,
+            storage=((REPLICATE,),) * len(layer.state), zero=0,
         )
         for strategy, layer in zip(plan.strategies, traced.program.kinds, strict=True)
     )  # fmt: skip
@@ -62,8 +62,8 @@ def stored_in_slices(program: Program, plan: Plan) -> Plan:
     strategies = tuple(
         replace(
             strategy,
-            storage=tuple((shard(0),) if is_parameter(program, n) else (REPLICATE,) for n in layer.held),
-            copies=tuple((n, (REPLICATE,)) for n in layer.held),
+            storage=tuple((shard(0),) if is_parameter(program, n) else (REPLICATE,) for n in layer.state),
+            copies=tuple((n, (REPLICATE,)) for n in layer.state),
         )
         for strategy, layer in zip(plan.strategies, program.kinds, strict=True)
     )

@@ -11,8 +11,8 @@ import autopar
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.schedule import count_flights
-from autopar.schedules import PipelineSchedule, Shape, register_schedule, registry
+from autopar.schedules import PipelineSchedule, Shape, lookup, register_schedule
+from autopar.schedules.action_lists import count_flights
 from autopar.search import SearchRequest, search
 from autopar.trace import trace
 from tests.models import make_plain_gpt
@@ -61,7 +61,7 @@ LIKE = {"last_in_first_out": "gpipe", "weights_last": "zbv"}  # which are no slo
 
 @pytest.fixture(params=NEW)
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    monkeypatch.setattr(lookup, "_records", dict(lookup._records))
     register_schedule(NEW[request.param])
     return request.param
 
@@ -96,7 +96,7 @@ def test_what_its_record_says_is_what_its_lists_do(schedule: str, count: int) ->
 
 
 def test_a_list_must_be_what_the_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    monkeypatch.setattr(lookup, "_records", dict(lookup._records))
     register_schedule(PipelineSchedule("unsaid", order=weights_last, is_v_shaped=True))
     with pytest.raises(RuntimeError, match=r"lists .*I0, but its record has splits_backward=False"):
         schedule_actions("unsaid", 2, 4, 1)

@@ -11,8 +11,8 @@ import pytest
 
 from autopar.lower.run import schedule_lists
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.schedule import Action, ScheduleActions
 from autopar.schedules import find_schedule, schedule_names, schedule_problem, stage_group
+from autopar.schedules.action_lists import Action, ScheduleActions
 
 ROUNDS = {name: 1 if name in ("gpipe", "1f1b") else 2 for name in schedule_names()}
 

@@ -21,7 +21,7 @@ from autopar.lower.run import layer_pass
 from autopar.lower.run.run_step import release_later
 from autopar.lower.run.step_runner import StepRunner
 from autopar.plan import Plan
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 from autopar.step.actions import StepActions
 from autopar.trace import Traced
 from autopar.verify.rehearsal import run_ranks

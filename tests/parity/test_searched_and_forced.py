@@ -127,7 +127,7 @@ def unable(model: str, key: str, constraints: Constraints) -> set[str]:
     holders = {
         layer.name
         for layer in program.layers
-        for name in layer.held
+        for name in layer.state
         if any(known.startswith(prefix) for prefix in whole for known in names_of(program, name))
     }
     return holders | (NO_SEQUENCE.get(model, set()) if key == "sequence" else set())
@@ -140,7 +140,7 @@ def assert_met_by_part(model: str, plan: Plan, pattern: str, key: str, value: st
     for layer, planned in zip(program.layers, plan.layers, strict=True):
         held = [
             position
-            for position, name in enumerate(layer.held)
+            for position, name in enumerate(layer.state)
             if any(known.startswith(prefix) for known in names_of(program, name))
         ]
         hit |= bool(held)

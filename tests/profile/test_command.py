@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.cost import Curve, Point, Profile
-from autopar.profile import cli
+from autopar.profile import command
 from autopar.profile.command_options import read_axes
 from tests.ranks import REPOSITORY, run_ranks
 
@@ -20,7 +20,7 @@ from tests.ranks import REPOSITORY, run_ranks
 def _told(capsys, *arguments: str) -> str:
     """What the command says on standard error, having failed."""
     try:
-        status = cli.main(["--device", "cpu", *arguments])
+        status = command.main(["--device", "cpu", *arguments])
     except SystemExit as stopped:  # argparse
         status = stopped.code
     assert status in (1, 2)
@@ -64,7 +64,7 @@ def test_bad_arguments_are_told_what_to_type_instead(capsys, tmp_path, arguments
     ],
 )
 def test_axes_that_do_not_fit_name_those_that_do(axes, group_sizes, remedy) -> None:
-    with pytest.raises(cli.ProfileError, match=remedy):
+    with pytest.raises(command.ProfileError, match=remedy):
         read_axes(axes, group_sizes, 4)
 
 
@@ -85,8 +85,8 @@ def _keys(path) -> set[str]:
 def test_a_run_that_was_killed_goes_on_where_it_was(capsys, tmp_path, monkeypatch) -> None:
     path = tmp_path / "profile.json"
     arguments = ["--device", "cpu", "--quick", "--output", str(path), "--only", "op/*", "--only", "elementwise/*"]
-    command = [sys.executable, "-m", "autopar.profile", *arguments]
-    started = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    line = [sys.executable, "-m", "autopar.profile", *arguments]
+    started = subprocess.Popen(line, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"})
     deadline = time.monotonic() + 60
     while len(_keys(path)) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -96,31 +96,31 @@ def test_a_run_that_was_killed_goes_on_where_it_was(capsys, tmp_path, monkeypatc
     assert len(before.curves) >= 4
 
     torch.set_num_threads(1)  # as many as the other process had, or it would be another machine
-    monkeypatch.setattr(cli, "_QUICK_S", 0.2)
-    assert cli.main(arguments) == 0
+    monkeypatch.setattr(command, "_QUICK_S", 0.2)
+    assert command.main(arguments) == 0
     after = Profile.load(path)
     # No two measurements are alike: what is equal was not measured again.
     assert {key: after.curves[key] for key in before.curves} == before.curves
     assert len(after.curves) > len(before.curves)
 
     capsys.readouterr()
-    assert cli.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert "nothing was missing" in capsys.readouterr().out
     assert Profile.load(path) == after
 
-    assert cli.main([*arguments, "--remeasure", "op/aten.gelu/*"]) == 0
+    assert command.main([*arguments, "--remeasure", "op/aten.gelu/*"]) == 0
     again = Profile.load(path)
     changed = {key for key in after.curves if again.curves[key] != after.curves[key]}
     assert changed == {"op/aten.gelu/forward", "op/aten.gelu/backward"}
 
-    assert cli.main(["--show", str(path)]) == 0
+    assert command.main(["--show", str(path)]) == 0
     assert "op/aten.gelu/forward" in capsys.readouterr().out
 
 
 def _measure_links(path: str) -> tuple[int, str]:
     asked = ["--device", "cpu", "--output", path, "--quick", "--budget", "6"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = cli.main([*asked, "--only", "collective/send/*", "--only", "interference/all_gather/*"])
+        status = command.main([*asked, "--only", "collective/send/*", "--only", "interference/all_gather/*"])
     return status, printed.getvalue()
 
 

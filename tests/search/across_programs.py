@@ -74,7 +74,7 @@ def _append(b: ModelBuilder, block: Program, x: str, index: int) -> str:
     """Append the ops of a one-layer program, reading `x`; its output's name."""
     layer = block.layers[0]
     names = {layer.inputs[0]: x}
-    for name in layer.held:
+    for name in layer.state:
         value = block.values[name]
         if value.role == "constant":
             names[name] = name

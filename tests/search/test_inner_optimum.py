@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn, max_ops: int = 3) -> Case:
     zero = draw(st.integers(0, 3))
     axes = tuple(a for a in range(len(mesh)) if zero and draw(st.booleans()))
     shared = {}
-    if len(mesh) == 1 and "w0" in layer.held and draw(st.booleans()):
+    if len(mesh) == 1 and "w0" in layer.state and draw(st.booleans()):
         shared["w0"] = (mesh, (shard(0),))
     training = TrainingSpec(draw(st.booleans()), 8.0, draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 8])))
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
@@ -98,7 +98,7 @@ def programs(draw: st.DrawFn, max_ops: int) -> Program:
     returned = outputs[: draw(st.integers(0, len(outputs)))]
     loss = returned[0] if returned and draw(st.booleans()) else ""
     given_inputs = tuple(n for n in inputs if draw(st.booleans()))
-    parameters = {name: name for name in layer.held if name != "c0"}
+    parameters = {name: name for name in layer.state if name != "c0"}
     return Program(values, (layer,), given_inputs, parameters, {}, returned, loss)
 
 
@@ -123,7 +123,7 @@ def fits_in_time(case: Case) -> bool:
     layer, whole = case.program.layers[0], (REPLICATE,) * len(case.mesh)
     strategy = LayerStrategy(
         case.mesh, (("-",) * len(case.mesh),) * len(layer.ops), case.time, (whole,) * len(layer.inputs),
-        (whole,) * len(layer.outputs), (), (whole,) * len(layer.held),
+        (whole,) * len(layer.outputs), (), (whole,) * len(layer.state),
     )  # fmt: skip
     try:
         derive(place(case.program, layer, strategy, case.num_microbatches))
@@ -203,7 +203,7 @@ def brute_force(case: Case, solutions: LayerSolutions, before: int, behind: int)
                     tuple(
                         storage_layout(copies[name], flows[name].value.type, mesh, case.shard_axes)
                         if flows[name].is_parameter else whole
-                        for name in layer.held
+                        for name in layer.state
                     ),
                     case.zero, case.recompute,
                 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_a_shared_parameter_that_a_layer_reads_in_another_dim_costs_it_a_copy() 
     program = decoder_model(1, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=True)
     plan = search(program, 2, TablePrices(), SearchRequest(constraints=("tensor=2",)))
     strategy, layer = plan.decisions.layer_strategies[-1], program.layers[-1]
-    (name,) = layer.held
+    (name,) = layer.state
     assert dict(strategy.copies)[name] == (shard(0),)
     same, other = (
         layer_cost(program, layer, strategy, 1, TablePrices(), TrainingSpec(), {name: (strategy.mesh, (shard(dim),))})
@@ -275,7 +275,7 @@ def test_every_microbatch_but_the_first_adds_its_gradients(zero: int, num_microb
         for op, state in zip(layer.ops, placed.states, strict=True)
         if any(program.values[name].requires_grad for name in op.results)
     )
-    lying = strategy.copies if zero < 2 else tuple(zip(layer.held, strategy.storage, strict=True))
+    lying = strategy.copies if zero < 2 else tuple(zip(layer.state, strategy.storage, strict=True))
     sums = 0.0
     for name, layout in lying:
         if program.values[name].role == "parameter":

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.schedule import count_flights
 from autopar.schedules import Shape, schedule_names, schedule_problem
+from autopar.schedules.action_lists import count_flights
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 

@@ -14,8 +14,8 @@ from autopar.placement import Axis
 from autopar.plan import Plan, Stage
 from autopar.prediction import LayerCost
 from autopar.program import Layer, Program
-from autopar.schedule import peak_held
 from autopar.schedules import schedule_names
+from autopar.schedules.action_lists import peak_held
 from autopar.search import SearchRequest, TrainingSpec, plan_like, search
 from autopar.step.stage_costs import pipeline_step_s
 from tests.search.across_programs import decoder_model
@@ -212,7 +212,7 @@ def join(program: Program, index: int) -> Program:
     first, second = program.layers[index : index + 2]
     inner = set(first.outputs)
     inputs = dict.fromkeys((*first.inputs, *(name for name in second.inputs if name not in inner)))
-    held = dict.fromkeys((*first.held, *second.held))
+    held = dict.fromkeys((*first.state, *second.state))
     both = Layer(first.name, 0, (*first.ops, *second.ops), tuple(inputs), tuple(held), second.outputs)
     layers = [*program.layers[:index], both, *program.layers[index + 2 :]]
     kinds: dict[tuple[int, ...], int] = {}

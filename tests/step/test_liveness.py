@@ -49,7 +49,7 @@ def test_a_slice_of_a_view_of_a_parameter_is_a_tensor_of_its_own() -> None:
             (name, parse_layout("S(1)") if name == view else whole)
             for name in dict.fromkeys(name for op in layer.ops for name in (*op.operands, *op.results))
         ),
-        storage=(whole,) * len(layer.held),
+        storage=(whole,) * len(layer.state),
     )
     memory = running_memory(place(program, layer, strategy, 1), ("none",), TrainingSpec())["none"]
     kept = {key: size for key, size in memory.saved.items() if key.startswith(f"{view}/")}

@@ -27,7 +27,7 @@ def interpret(traced: Traced, model: nn.Module, inputs: Sequence[Tensor]) -> tup
     for op in program.hoisted:
         _run(op, values, program)
     for layer in program.layers:
-        known = {name: values[name] for name in (*layer.inputs, *layer.held)}  # a layer reads nothing else
+        known = {name: values[name] for name in (*layer.inputs, *layer.state)}  # a layer reads nothing else
         for op in layer.ops:
             _run(op, known, program)
         values.update({name: known[name] for name in layer.outputs})
@@ -69,9 +69,9 @@ def check_well_formed(program: Program) -> None:
         assert layer.ops
         reads = {name for op in layer.ops for name in op.operands}
         made = {name for op in layer.ops for name in op.results}
-        assert set(layer.inputs) | set(layer.held) == reads - made
+        assert set(layer.inputs) | set(layer.state) == reads - made
         assert known.issuperset(layer.inputs)
-        assert all(program.values[name].role in ("parameter", "buffer", "constant") for name in layer.held)
+        assert all(program.values[name].role in ("parameter", "buffer", "constant") for name in layer.state)
         assert all(program.values[name].role in ("op", "input") for name in layer.inputs)
         known |= set(layer.outputs)
         for op in layer.ops:
@@ -85,7 +85,7 @@ def check_well_formed(program: Program) -> None:
         for layer in program.layers:
             if layer.kind == kind.kind:
                 assert [op.target for op in layer.ops] == [op.target for op in kind.ops]
-                for part in ("inputs", "held", "outputs"):
+                for part in ("inputs", "state", "outputs"):
                     types = [[program.type_of(n) for n in getattr(one, part)] for one in (kind, layer)]
                     assert types[0] == types[1]
 

@@ -264,7 +264,7 @@ def test_tied_head_is_one_parameter():
     program = trace(model, (), inputs).program
     assert program.aliases == {"lm_head.weight": "transformer.wte.weight"}
     (tied,) = [name for name, member in program.parameters.items() if member == "transformer.wte.weight"]
-    assert sum(tied in layer.held for layer in program.layers) == 2
+    assert sum(tied in layer.state for layer in program.layers) == 2
 
 
 def test_unused_parameters_are_listed():
@@ -279,7 +279,7 @@ def test_unused_parameters_are_listed():
 
     program = trace(Unused(), (torch.randn(4, 8),), {}).program
     assert set(program.parameters.values()) == {f"{m}.{p}" for m in ("used", "unused") for p in ("weight", "bias")}
-    held = {program.parameters[name] for layer in program.layers for name in layer.held}
+    held = {program.parameters[name] for layer in program.layers for name in layer.state}
     assert held == {"used.weight", "used.bias"}
 
 

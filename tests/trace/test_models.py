@@ -54,7 +54,7 @@ def test_a_position_bias_is_computed_once():
     tables = {name for name, member in program.parameters.items() if "relative_attention_bias" in member}
     assert len(tables) == 2
     for table in tables:
-        (first,) = [layer for layer in program.layers if table in layer.held]
+        (first,) = [layer for layer in program.layers if table in layer.state]
         biases = {n for n in first.outputs if program.type_of(n).shape[0] == 1}
         readers = [layer for layer in program.layers if biases.intersection(layer.inputs)]
         assert len(readers) == 2

@@ -26,7 +26,7 @@ from autopar.json_reading import read_json
 from autopar.placement import Axis
 from autopar.plan import Plan, Stage
 from autopar.profile.table import print_profile
-from autopar.schedule import StageCost
+from autopar.schedules.action_lists import StageCost
 from tests.cost.ops import LINEAR, tensor
 from tests.vocabulary.plans import small_plan
 

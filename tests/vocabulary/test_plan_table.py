@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from autopar.plan import PlannedLayer, Stage
-from autopar.schedule import StageCost
+from autopar.schedules.action_lists import StageCost
 from tests.vocabulary.plans import small_plan
 
 

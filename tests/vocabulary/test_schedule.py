@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.schedule import (
+from autopar.schedules import schedule_names, schedule_problem, stage_group
+from autopar.schedules.action_lists import (
     Action,
     ScheduleActions,
     Span,
@@ -21,7 +22,6 @@ from autopar.schedule import (
     peak_held,
     simulate_schedule,
 )
-from autopar.schedules import schedule_names, schedule_problem, stage_group
 
 FORWARD_S, BACKWARD_S = 1.0, 2.5
 SIZES = [(2, 2), (2, 5), (4, 4), (4, 8), (4, 9), (8, 32)]  # groups, microbatches

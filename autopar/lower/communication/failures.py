@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from autopar.errors import AutoparError, PipelineError, RankError
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 
 __all__ = ["naming_failures"]
 

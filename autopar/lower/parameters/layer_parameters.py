@@ -28,7 +28,7 @@ __all__ = ["LayerParameters", "Reduction", "StepParameters"]
 class LayerParameters:
     """How one layer's parameters get from storage to their copy layouts.
 
-    `positions` are theirs among the layer's held values.
+    `positions` are theirs among the layer's state.
     """
 
     def __init__(

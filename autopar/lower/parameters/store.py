@@ -81,7 +81,7 @@ def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict
     found: dict[str, Layout] = {}
     for layer, planned in zip(program.layers, plan.layers, strict=True):
         strategy = plan.strategies[planned.strategy]
-        for value, layout in zip(layer.held, strategy.storage, strict=True):
+        for value, layout in zip(layer.state, strategy.storage, strict=True):
             if program.values[value].role == "parameter":
                 found.setdefault(program.parameters[value], refine_layout(layout, strategy.mesh, mesh))
     for name, layout in plan.shared_storage:
@@ -160,7 +160,7 @@ def _stored(
     layout_of = {first_name[name]: layout for name, layout in layouts.items()}
     groups_of = {first_name[name]: groups for name, groups in stages.holders.items() if name in first_name}
     whole: Layout = (REPLICATE,) * len(sizes)
-    readers = Counter(program.parameters.get(name, "") for layer in program.layers for name in layer.held)
+    readers = Counter(program.parameters.get(name, "") for layer in program.layers for name in layer.state)
     tied = {first_name[name] for name, count in readers.items() if count > 1 and name in first_name}
     found: dict[str, Stored] = {}
     for name, first in first_name.items():

@@ -100,8 +100,8 @@ class _Emitter:
     place: tuple[str, str] = ("", "")  # the module and the line that nodes are made for
 
     def add_placeholders(self) -> None:
-        """Inputs, held values (in their copy layouts), and the context."""
-        for index in (*self.local.inputs, *self.local.held):
+        """Inputs, state (in their copy layouts), and the context."""
+        for index in (*self.local.inputs, *self.local.state):
             self._keep(index, self.graph.placeholder(node_name(self.local.values[index].value.name)))
         self.context = self.graph.placeholder("context")
         self.places = {op.index: (op.op.module, op.op.source) for op in self._ops()}

@@ -127,7 +127,7 @@ class LoweredProgram:
         parameters = runner.parameters
         alike: dict[tuple[str, ...], list[tuple[str, tuple[CollectiveCall, ...]]]] = {}
         for name, position, steps in zip(parameters.names, parameters.positions, parameters.steps, strict=True):
-            value = self.source.values[runner.layer.held[position]]
+            value = self.source.values[runner.layer.state[position]]
             buffers = reshard_calls(steps, value.type.num_bytes, has_gradient=value.requires_grad)
             moves = (value.type.dtype, *(f"{b.phase} {b.kind} {b.axis}" for b in buffers))
             alike.setdefault(moves, []).append((name, buffers))

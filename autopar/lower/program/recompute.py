@@ -174,7 +174,7 @@ def run_keeping_less(
         program: to run.
         keeping: its `keeping_program`.
         inputs: the layer's inputs.
-        held: its held values, in their copy layouts.
+        held: its state, in their copy layouts.
         context: of this run.
         parameters: its parameters in this step, if their copies may have to be freed.
     """

@@ -1,6 +1,6 @@
 """One layer under one strategy on one device, with nobody to talk to: what a rank of any world computes, to be timed.
 
-Inputs and held values are made up: random numbers of the local shapes, integers in the range of what they index.
+Inputs and state are made up: random numbers of the local shapes, integers in the range of what they index.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LoneLayer:
         maker = _LayerMaker(program, layer, self.device, constants or {})
         local = lowered.local
         self._inputs = [maker.make(local.values[index]) for index in local.inputs]
-        self._held = [maker.make(local.values[index]) for index in local.held]
+        self._held = [maker.make(local.values[index]) for index in local.state]
         self._leaves = [x for x in (*self._inputs, *self._held) if x.requires_grad]
         if compiled:
             lowered.module.forward = compile_program(lowered.module, self._context.communicator)
@@ -91,7 +91,7 @@ class LoneLayer:
         return module(*self._inputs, *held, context)
 
     def backward(self, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Gradients of inputs and held values, of outputs that `forward` gave; once per forward."""
+        """Gradients of inputs and state, of outputs that `forward` gave; once per forward."""
         pairs = [(x, g) for x, g in zip(outputs, self._gradients, strict=True) if g is not None]
         roots, gradients = zip(*pairs, strict=True)
         return torch.autograd.grad(roots, self._leaves, gradients, allow_unused=True)

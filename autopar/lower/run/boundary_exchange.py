@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.run.execution import Executor
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 
 __all__ = ["BoundaryExchange"]
 

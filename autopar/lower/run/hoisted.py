@@ -38,7 +38,7 @@ class HoistedValues:
         results = {name for op in ops for name in op.results}
         read = tuple(dict.fromkeys(name for op in ops for name in op.operands if name not in results))
         self._names = tuple(name for name in wanted if name in results)
-        layer = Layer("once a step", len(program.kinds), ops, inputs=(), held=read, outputs=self._names)
+        layer = Layer("once a step", len(program.kinds), ops, inputs=(), state=read, outputs=self._names)
         whole = (REPLICATE,)
         strategy = LayerStrategy(
             mesh=(1,), assignments=(("-",),) * len(ops), time=(), inputs=(), outputs=(whole,) * len(self._names),

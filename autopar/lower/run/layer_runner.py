@@ -33,8 +33,8 @@ class LayerRunner:
         program: its lowered program, shared by its kind.
         keeping: the variant for selective recomputation, None if the strategy has none or a compiler sees to it.
         parameters: how it gets them.
-        buffers: position among held values, name, dtype, moves to the copy layout.
-        constants: position among held values, how to have the local part.
+        buffers: position in the layer's state, name, dtype, moves to the copy layout.
+        constants: position in the layer's state, how to have the local part.
         moves: per input, the value's name and the moves from the layout that it has.
         dead: values that no later layer reads.
         first_op: number of its first op in the program.
@@ -87,7 +87,7 @@ class LayerRunner:
         return run_twice(run, inputs)
 
     def _others(self, communicator: Communicator) -> dict[int, Tensor]:
-        """The constants and buffers by position among held values, as they are now.
+        """The constants and buffers by position in the layer's state, as they are now.
 
         Buffers are copied, for backward to find what forward read: forward updates some.
         """
@@ -99,4 +99,4 @@ class LayerRunner:
 
     def _held(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
         held = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
-        return [held[position] for position in range(len(self.layer.held))]
+        return [held[position] for position in range(len(self.layer.state))]

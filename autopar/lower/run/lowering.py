@@ -96,7 +96,7 @@ class Lowering:
         self.boundary_values: list[dict[str, ValueLayout]] = []
         self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
-        read = dict.fromkeys(name for index in stages.own_layers for name in self.program.layers[index].held)
+        read = dict.fromkeys(name for index in stages.own_layers for name in self.program.layers[index].state)
         self.hoisted = HoistedValues(self.program, executable.constants, store, LayerContext(communicator), read)
 
     def lower_layers(self, kept: frozenset[str]) -> dict[int, LayerRunner]:
@@ -148,7 +148,7 @@ class Lowering:
         dead: tuple[str, ...],
         first_op: int,
     ) -> LayerRunner:
-        held = list(zip(range(len(layer.held)), layer.held, lowered.local.held_layouts, strict=True))
+        held = list(zip(range(len(layer.state)), layer.state, lowered.local.state_layouts, strict=True))
         roles = self.program.values
         return LayerRunner(
             layer, strategy, lowered, keeping,

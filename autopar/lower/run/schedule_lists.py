@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from autopar.schedule import Action, ScheduleActions, parse_action
 from autopar.schedules import PipelineSchedule, find_schedule, schedule_problem, stage_group
+from autopar.schedules.action_lists import Action, ScheduleActions, parse_action
 
 __all__ = ["schedule_actions"]
 

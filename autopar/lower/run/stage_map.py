@@ -106,7 +106,7 @@ class StageMap:
         found: dict[str, set[int]] = {}
         for stage, indices in enumerate(self.ranges):
             for index in indices:
-                for value in self.program.layers[index].held:
+                for value in self.program.layers[index].state:
                     if value in self.program.parameters:
                         found.setdefault(self.program.parameters[value], set()).add(self.groups[stage])
         return {name: tuple(sorted(groups)) for name, groups in found.items()}

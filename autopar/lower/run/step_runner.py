@@ -22,7 +22,7 @@ from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_pass import LayerPass
 from autopar.lower.run.step_values import StageValues, StepValues
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 from autopar.step.actions import LayerAction, StepActions
 
 __all__ = ["BACKWARD", "FORWARD", "StepRunner", "trained_parameters"]

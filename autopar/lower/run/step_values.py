@@ -14,7 +14,7 @@ from autopar.lower.compat import edge_of, run_backward_from
 from autopar.lower.run.boundary_exchange import BoundaryExchange
 from autopar.lower.run.execution import Executor
 from autopar.program import Program
-from autopar.schedule import Action
+from autopar.schedules.action_lists import Action
 
 __all__ = ["StageValues", "StepValues"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Decisions, Stage
-from autopar.schedule import ScheduleSource, StageCost
 from autopar.schedules import Shape
+from autopar.schedules.action_lists import ScheduleSource, StageCost
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError
-from autopar.schedule import ScheduleSource
 from autopar.schedules import Shape, schedule_problem
+from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment

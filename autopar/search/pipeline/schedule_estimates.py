@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.schedule import StageCost
 from autopar.schedules import Shape
+from autopar.schedules.action_lists import StageCost
 
 __all__ = ["estimate_s", "fill_share", "is_small"]
 

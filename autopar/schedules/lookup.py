@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.schedules.record import PipelineSchedule
-from autopar.schedules.records import RECORDS
+from autopar.schedules.torch_schedules import RECORDS
 
 __all__ = [
     "find_schedule",
