@@ -30,6 +30,7 @@ __all__ = [
     "QuestionError",
     "RankError",
     "RuleError",
+    "SubmoduleError",
     "TraceError",
     "VerificationError",
     "suggest",
@@ -135,6 +136,10 @@ class RankError(AutoparError):
 
 class RuleError(AutoparError):
     """A factor rule is malformed or does not fit the op that it is applied to."""
+
+
+class SubmoduleError(AutoparError):
+    """A submodule of a parallelized model was called, or a hook registered on it."""
 
 
 class MissingPriceError(AutoparError):

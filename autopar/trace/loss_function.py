@@ -95,6 +95,7 @@ class _WithLoss(nn.Module):
     """What the class of a twin has in addition to the model's own."""
 
     loss_fn: LossFunction
+    own_class: type[nn.Module]
     own_forward: Callable[..., Any] | None = None  # of a model whose forward was replaced on the instance
 
     def __call__(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
@@ -116,6 +117,7 @@ def _make_twin(model: nn.Module, loss_fn: LossFunction) -> nn.Module:
     members = {
         "forward": _with_signature(forward, _signature(model)),
         "loss_fn": staticmethod(loss_fn),
+        "own_class": kind,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }

@@ -1,38 +1,37 @@
-"""A module's tree without its code: names, parameters and buffers, for a module that runs something else."""
+"""A module's tree for a module that runs something else: submodules of the same types, which don't run alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import Any, Self
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
 
-__all__ = ["Skeleton", "canonical_names", "copy_skeleton", "state_names"]
+__all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
+
+_NOT_CARRIED = frozenset({"forward", "own_forward", "_compiled_call_impl"})  # what would run the original's code
 
 
-class Skeleton(nn.Module):
-    """A module without code, whose tensors keep the dtype and device that a plan was made for."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``half()``, ``to()`` and their like come down to.
-
-        Raises:
-            PlanMismatchError: it would give a tensor another dtype or device.
-        """
-        for dtype, device in dict.fromkeys((x.dtype, x.device) for x in (*self.parameters(), *self.buffers())):
-            made = fn(torch.zeros(1, dtype=dtype, device=device))
-            if (made.dtype, made.device) != (dtype, device):
-                raise PlanMismatchError(
-                    f"the plan was made for {dtype} on {device}: to convert parameters or buffers to {made.dtype} on "
-                    f"{made.device} would not change the program that runs. Convert the model before "
-                    "autopar.parallelize; to compute in another dtype than parameters have, pass it precision='bf16'"
-                )
-        untyped: Any = super()
-        return untyped._apply(fn, recurse)
+def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise PlanMismatchError if ``half()``, ``to()`` or the like, which call `fn`, would give a tensor of `module`
+    another dtype or device than the plan was made for.
+    """
+    for dtype, device in dict.fromkeys((x.dtype, x.device) for x in (*module.parameters(), *module.buffers())):
+        made = fn(torch.zeros(1, dtype=dtype, device=device))
+        if (made.dtype, made.device) != (dtype, device):
+            raise PlanMismatchError(
+                f"the plan was made for {dtype} on {device}: to convert parameters or buffers to {made.dtype} on "
+                f"{made.device} would not change the program that runs. Convert the model before "
+                "autopar.parallelize; to compute in another dtype than parameters have, pass it precision='bf16'"
+            )
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
@@ -50,8 +49,8 @@ def copy_skeleton(
     make_parameter: Callable[[str, nn.Parameter], nn.Parameter | None],
     make_buffer: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give `target` the submodules, parameters and buffers of `source` in the same order, without
-    code.
+    """Give `target` the parameters and buffers of `source` in the same order, and submodules of the same types, which
+    refuse to run.
 
     Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name; where it
     returns None, the name stays without a parameter.
@@ -75,11 +74,108 @@ def copy_skeleton(
         target.not_saved.update(source.not_saved)
         for name, child in source.children.items():
             if child is not None and id(child) not in modules:
-                modules[id(child)] = Skeleton()
+                modules[id(child)] = _submodule(child, prefix + name)
                 fill(child, modules[id(child)], f"{prefix}{name}.")
             target.children[name] = None if child is None else modules[id(child)]
+        new.__dict__["_modules"] = _FixedModules(target.children)
 
     fill(source, target, "")
+
+
+def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] | None = None) -> None:
+    """Give the modules and parameters of `target`, a skeleton of `source`, the attributes that those of `source` have.
+
+    Args:
+        source: left as it was.
+        target: what it has already stays.
+        memo: of a deep copy that this is part of.  Without one attributes are shared, except that modules and tensors
+            of `source` become those of `target`, in lists, dicts and bound methods, too.
+    """
+    ids: dict[int, Any] = {} if memo is None else memo
+    pairs = list(zip(nn.Module.modules(source), nn.Module.modules(target), strict=True))
+    parameters: dict[int, tuple[Any, Any]] = {}
+    for old, new in pairs:
+        ids[id(old)] = new
+        before, after = module_tables(old), module_tables(new)
+        parameters |= {id(p): (p, after.parameters[name]) for name, p in before.parameters.items()}
+        ids.update((id(buffer), after.buffers[name]) for name, buffer in before.buffers.items())
+    ids.update((key, new) for key, (_, new) in parameters.items())
+    for old, new in (*pairs, *parameters.values()):
+        for name, value in vars(old).items() if new is not None else ():
+            if name not in vars(new) and name not in _NOT_CARRIED:
+                vars(new)[name] = _replaced(value, ids) if memo is None else copy.deepcopy(value, memo)
+
+
+def _replaced(value: Any, ids: Mapping[int, Any]) -> Any:
+    """`value` itself, or its like with modules and tensors of the original replaced."""
+    if id(value) in ids:
+        return ids[id(value)]
+    untyped: Any = value
+    if type(value) in (list, tuple, set):
+        return type(untyped)(_replaced(item, ids) for item in untyped)
+    if type(value) is dict:
+        return {key: _replaced(item, ids) for key, item in untyped.items()}
+    if isinstance(value, MethodType) and id(value.__self__) in ids:
+        return MethodType(value.__func__, ids[id(value.__self__)])
+    return value
+
+
+def _submodule(original: nn.Module, name: str) -> nn.Module:
+    """A module of the same type that has nothing yet, and refuses to run."""
+    made: Any = object.__new__(type(original))
+    nn.Module.__init__(made)
+    where = f"{name!r} ({type(original).__name__})"
+    made.__dict__["forward"] = partial(_refuse_forward, where)
+    made.__dict__["_apply"] = MethodType(_apply_checked, made)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        made.__dict__[hooks] = _NoHooks()
+    return made
+
+
+def _refuse_forward(where: str, *_: Any, **__: Any) -> NoReturn:
+    raise SubmoduleError(
+        f"{where} is part of a parallelized model and does not run alone: this rank may hold slices of its parameters "
+        "only. Call the whole model; to run a part on one device, load full_state_dict() into the original model"
+    )
+
+
+def _apply_checked(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What ``half()``, ``to()`` and their like of a submodule come down to."""
+    check_conversion(module, fn)
+    untyped: Any = type(module)
+    return untyped._apply(module, fn, recurse)
+
+
+class _NoHooks(OrderedDict[int, Any]):
+    """The hooks of a submodule: none, and none can be added."""
+
+    def __setitem__(self, key: int, hook: Any) -> NoReturn:
+        raise SubmoduleError(
+            f"the hook {getattr(hook, '__name__', hook)!r} would never run: a parallelized model runs as one program, "
+            "whose values this submodule does not see. Register hooks on the whole model, or let its forward return "
+            "the value, or register them before autopar.parallelize, which traces what they compute"
+        )
+
+
+class _FixedModules(dict[str, nn.Module | None]):
+    """The submodules of a module, which stay as they are."""
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if module is not self.get(name):
+            self._refuse(name)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    @staticmethod
+    def _refuse(name: str) -> NoReturn:
+        raise ModelError(
+            f"submodule {name!r} of a parallelized model can't be added, replaced or removed: the program that runs "
+            "was made of the model as it was. Change the original model, and call autopar.parallelize after it"
+        )
 
 
 def state_names(module: nn.Module, parameters: Container[str]) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ModelError, PlanMismatchError
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import after_backward, make_dtensor, on_gradient
@@ -23,15 +24,16 @@ from autopar.lower.observe.step_report import StepReport
 from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.materialize import Draws
-from autopar.lower.parameters.skeleton import Skeleton, state_names
+from autopar.lower.parameters.skeleton import carry_attributes, check_conversion, copy_skeleton, state_names
 from autopar.lower.parameters.stage_gradient import StageGradient
-from autopar.lower.parameters.store import make_store
+from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.caller_outputs import caller_outputs
 from autopar.lower.run.eval_executors import EvalExecutors, EvalFactory
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
+from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE
@@ -92,15 +94,18 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
         raise PlanMismatchError(
             f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
         )
+    made: ParallelModule = make_instance(ParallelModule, module)
     factories = (eval_factory, outputs_factory)
-    return ParallelModule(executable, module, draws, communicator, mesh, factories, compile_layers, predictions)
+    ParallelModule.__init__(made, executable, module, draws, communicator, mesh, factories, compile_layers, predictions)
+    return made
 
 
-class ParallelModule(Skeleton):
+class ParallelModule(nn.Module):
     """Runs a model on all devices: call it, train it and save it as the original.
 
-    Every rank passes the whole batch.  Parameters are DTensors under the original names; with pipeline stages a rank
-    has those of its own stages only.
+    What `lower` returns is an instance of the original's class, too, with its attributes and methods.  Every rank
+    passes the whole batch.  Parameters are DTensors under the original names; with pipeline stages a rank has those of
+    its own stages only.
 
     Attributes:
         whole_outputs: set it to get all outputs as whole plain tensors on every rank.  Otherwise those but the loss are
@@ -123,20 +128,55 @@ class ParallelModule(Skeleton):
     ) -> None:
         """See `lower`; `eval_factories` are those of calls with and without a target."""
         super().__init__()
+        stages = StageMap(executable.program, executable.plan, communicator.rank)
+        store = make_store(self, module, draws, stages, communicator, mesh)
+        self._bind(executable, store, communicator, eval_factories, compile_layers, predictions)
+        carry_attributes(module, self)
+
+    def _bind(
+        self,
+        executable: Executable,
+        store: ParameterStore,
+        communicator: Communicator,
+        eval_factories: tuple[EvalFactory | None, EvalFactory | None],
+        compile_layers: bool,
+        predictions: Predictions | None,
+    ) -> None:
+        """Make what runs the plan on the parameters of `store`, which are this module's."""
         self._communicator = communicator
         self._predictions = predictions
-        stages = StageMap(executable.program, executable.plan, communicator.rank)
-        self._store = make_store(self, module, draws, stages, communicator, mesh)
-        self._executor = Executor(executable, self._store, communicator, compile_layers)
+        self._store = store
+        self._bound = (communicator, eval_factories, compile_layers, predictions)
+        self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = EvalExecutors(self._executor, eval_factories, compile_layers)
         # Not registered: no name of the original's state.
         nothing = torch.empty(0, device=communicator.device)
         whole = (REPLICATE,) * len(self._store.mesh)
         object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
-        self._gradient_norm = GradientNorm(self._store, stages, communicator)
+        self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = False
-        self.training = module.training
         self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A copy with parameters and buffers of its own, for averages of weights and the like; no communication."""
+        made: ParallelModule = object.__new__(type(self))
+        nn.Module.__init__(made)
+        memo[id(self)] = made
+        copy_skeleton(
+            self, made, lambda _, p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad), Tensor.clone
+        )
+        made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
+        made.whole_outputs = self.whole_outputs
+        carry_attributes(self, made, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise ModelError: process groups and this rank's slices are no use elsewhere."""
+        raise ModelError(
+            f"a parallelized {type(self).__name__} can't be pickled or sent to another process. Save its state: call "
+            "state = model.full_state_dict() on every rank, and torch.save(state, path) on one; load that into the "
+            "original model, or into a parallelized one"
+        )
 
     @property
     def plan(self) -> Plan:
@@ -298,6 +338,11 @@ class ParallelModule(Skeleton):
         mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
         fitted = {name: fit_to_store(self._store, self._communicator, name, value) for name, value in mine.items()}
         return super().load_state_dict(fitted, strict=strict, assign=assign)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        check_conversion(self, fn)
+        untyped: Any = super()
+        return untyped._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """One line about the plan."""

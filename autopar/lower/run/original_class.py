@@ -1,0 +1,101 @@
+"""The class of a parallel module: a subclass of the original's, so that its attributes and methods work."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from autopar.errors import ModelError
+
+__all__ = ["make_instance", "original_class"]
+
+_LOGGER = logging.getLogger("autopar")
+_OWN_SPECIAL = ("__deepcopy__", "__reduce_ex__")
+
+_INSTEAD = {
+    "compile": "pass compile=True to autopar.parallelize",
+    "gradient_checkpointing_enable": "the plan decides what is computed again in backward: pass autopar.parallelize "
+    "memory=, or a constraint such as 'recompute=full'",
+    "resize_token_embeddings": "resize those of the original model, and call autopar.parallelize after it",
+}
+"""Methods of modules that can't work on a parallel one, and what does."""
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user gave `module`; a twin with a loss function has one of its own."""
+    return getattr(type(module), "own_class", type(module))
+
+
+def make_instance(runtime: type[nn.Module], module: nn.Module) -> Any:
+    """An instance of `runtime` and of the class of `module`, not initialized yet.
+
+    Where the class overrides what modules do with their state (``load_state_dict``, ``extra_repr``), ``super()`` leads
+    to `runtime`, which wins everywhere else.
+    """
+    original = original_class(module)
+    hidden = sorted(_own_members(runtime).keys() & {*vars(module), *dir(original)} - set(dir(nn.Module)))
+    if hidden:
+        _LOGGER.warning(
+            "%s has attributes that a parallelized model uses itself, which hide them: %s. Rename them to reach them",
+            original.__name__, ", ".join(hidden),
+        )  # fmt: skip
+    return object.__new__(_make_class(runtime, original, _signature(module)))
+
+
+def _own_members(runtime: type[nn.Module]) -> dict[str, Any]:
+    """What `runtime` has that no other module has."""
+    known = set(dir(nn.Module)) - set(_OWN_SPECIAL)
+    return {
+        name: member
+        for name, member in vars(runtime).items()
+        if name not in known and (name in _OWN_SPECIAL or not name.startswith("__"))
+    }
+
+
+@cache
+def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: inspect.Signature) -> type[nn.Module]:
+    members = _own_members(runtime)
+    members |= {name: _refusal(name, what) for name, what in _INSTEAD.items() if hasattr(original, name)}
+    members |= {
+        "forward": _forward(runtime, signature),
+        "__call__": nn.Module.__call__,
+        "__new__": staticmethod(partial(_make_original, original)),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return types.new_class(original.__name__, (original, runtime), exec_body=lambda body: body.update(members))
+
+
+def _signature(module: nn.Module) -> inspect.Signature:
+    """That of the original's forward, with ``self``: frameworks look at it to see what the model takes."""
+    own = inspect.signature(module.forward)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return own.replace(parameters=[first, *own.parameters.values()])
+
+
+def _forward(runtime: Any, signature: inspect.Signature) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return runtime.forward(self, *args, **kwargs)
+
+    forward.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    forward.__doc__ = runtime.forward.__doc__
+    return forward
+
+
+def _make_original(original: type[nn.Module], _: object, *args: Any, **kwargs: Any) -> nn.Module:
+    """What ``type(model)(config)`` is."""
+    return original(*args, **kwargs)
+
+
+def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ModelError(f"{name}() has no effect on a parallelized model, whose program is made: {instead}")
+
+    return refuse
