@@ -39,6 +39,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.step.data_split import data_split
 
 __all__ = ["EvalFactory", "LoweredProgram", "ParallelModule", "lower"]
 
@@ -145,6 +146,7 @@ class ParallelModule(nn.Module):
         """Make what runs the plan on the parameters of `store`, which are this module's."""
         self._communicator = communicator
         self._predictions = predictions
+        self._data_split = data_split(executable.program, executable.plan)
         self._store = store
         self._bound = (communicator, eval_factories, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
@@ -182,6 +184,18 @@ class ParallelModule(nn.Module):
     def plan(self) -> Plan:
         """The plan that it runs."""
         return self._executor.executable.plan
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts the rows of a batch are split: ``num_replicas`` of a ``DistributedSampler``."""
+        return self._data_split.size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts is this rank's, 0 <= data_rank < data_parallel_size: ``rank`` of a
+        ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.data_split`).
+        """
+        return self._data_split.rank_of(self._communicator.rank)
 
     @property
     def program(self) -> LoweredProgram:
