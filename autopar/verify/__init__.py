@@ -113,6 +113,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     steps: int = 3,
     shrink: bool = True,
     make_optimizer: MakeOptimizer = steady_adamw,
+    planned: nn.Module | None = None,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,
     parameter_tolerance: float = 1e-7,
@@ -136,6 +137,8 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
         steps: optimizer steps.
         shrink: False rehearses with all devices and the whole batch.
         make_optimizer: parameters -> optimizer; by default AdamW that doesn't blow up the rounding noise of gradients.
+        planned: the model as it was when `plan` was made, where that is another object (on the meta device, say): it is
+            traced instead of `model`.
         loss_tolerance: relative.
         gradient_tolerance: relative to each gradient's largest entry.
         parameter_tolerance: relative to each parameter's (or output's) largest entry, after all steps.
@@ -151,6 +154,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
     """
+    planned, _ = put_loss_inside(model if planned is None else planned, example_inputs, loss_fn, example_target)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     check_materialized(model)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -158,7 +162,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     plan = shrink_plan(plan) if shrink else plan
     double = copy.deepcopy(model).double().train()
     smaller = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else ()
-    inputs, traced = _first_that_fits(model, double, plan, [*smaller, inputs])
+    inputs, traced = _first_that_fits(planned, double, plan, [*smaller, inputs])
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(
             "the model draws random numbers (dropout): ranks draw others than one device does, so there "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import placement
-from autopar.errors import PlanMismatchError, VerificationError
+from autopar.errors import ExampleInputsError, PlanMismatchError, VerificationError
 from autopar.lower import kernels
 from autopar.lower.parameters import layer_parameters as parameters
 from autopar.lower.program import layer_ops
@@ -35,6 +36,16 @@ def plan_of(name: str, *constraints: str, world: int = 2) -> tuple[torch.nn.Modu
 def test_a_good_plan_passes() -> None:
     model, inputs, plan = plan_of("plain_gpt", "data=2")
     assert "2 ranks against one device" in str(autopar.verify(model, plan, inputs, shrink=False))
+
+
+def test_a_plan_that_was_made_on_the_meta_device_is_traced_as_it_was_planned() -> None:
+    model, inputs, plan = plan_of("plain_gpt", "data=2")
+    planned = copy.deepcopy(model).to("meta")
+    report = autopar.verify(model, plan, inputs, shrink=False, planned=planned)
+    assert report == autopar.verify(model, plan, inputs, shrink=False)
+    other, _, _ = plan_of("flat", "data=2")
+    with pytest.raises(ExampleInputsError, match="FlatFunction"):
+        autopar.verify(model, plan, inputs, shrink=False, planned=other)
 
 
 def break_rule(monkeypatch: pytest.MonkeyPatch, target: str, change: Callable[[Option], Option]) -> None:

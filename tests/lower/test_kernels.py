@@ -14,6 +14,7 @@ from autopar.errors import PlanMismatchError
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
+from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, OPS, resolve_target
 from autopar.placement import Axis
@@ -87,7 +88,7 @@ def test_vocab_parallel_cross_entropy(world, name: str, reduction: str, class_di
         x = logits.chunk(size, class_dim)[coordinate(axes, c.rank)].clone().requires_grad_()
         with c.recording() as forward:
             loss = KERNELS["vocab_parallel_cross_entropy"](
-                c, axes, x, target, settings["weight"], class_dim,
+                Shards(c, axes), x, target, settings["weight"], class_dim,
                 settings["ignore_index"], settings["label_smoothing"], reduction,
             )  # fmt: skip
         with c.recording() as backward:
@@ -113,7 +114,7 @@ def test_cross_entropy_of_16_bit_logits_works_in_float32():
     def run(c: Communicator) -> tuple[Tensor, Tensor, list[Collective]]:
         x = narrow.chunk(2, 1)[c.rank].clone().requires_grad_()
         with c.recording() as record:
-            loss = KERNELS["vocab_parallel_cross_entropy"](c, axes, x, target, None, 1, -100, 0.0, "none")
+            loss = KERNELS["vocab_parallel_cross_entropy"](Shards(c, axes), x, target, None, 1, -100, 0.0, "none")
         loss.sum().backward()
         return loss.detach(), x.grad, record
 
@@ -131,7 +132,7 @@ def test_cross_entropy_of_classes_that_are_masked_out_on_one_device():
 
     def run(c: Communicator) -> tuple[Tensor, Tensor]:
         x = logits.chunk(2, 1)[c.rank].clone().requires_grad_()
-        loss = KERNELS["vocab_parallel_cross_entropy"](c, (Axis(2, 1),), x, target)
+        loss = KERNELS["vocab_parallel_cross_entropy"](Shards(c, (Axis(2, 1),)), x, target)
         loss.backward()
         return loss.detach(), x.grad
 
@@ -144,7 +145,7 @@ def test_class_weights_must_be_whole():
     logits, target, settings = loss_case("weights")
     with pytest.raises(ValueError, match=r"8 classes, but weights of shape \(4,\)"):
         simulate(2, lambda c: KERNELS["vocab_parallel_cross_entropy"](
-            c, (Axis(2, 1),), logits[:, :4], target, settings["weight"][:4]))  # fmt: skip
+            Shards(c, (Axis(2, 1),)), logits[:, :4], target, settings["weight"][:4]))  # fmt: skip
 
 
 @pytest.mark.parametrize("scale_grad_by_freq", [False, True])
@@ -161,7 +162,7 @@ def test_vocab_parallel_embedding(world, padding_idx: int, scale_grad_by_freq: b
     def run(c: Communicator) -> tuple[Tensor, Tensor, list[Collective]]:
         rows = table.chunk(size)[coordinate(axes, c.rank)].clone().requires_grad_()
         with c.recording() as record:
-            terms = KERNELS["vocab_parallel_embedding"](c, axes, rows, ids, padding_idx, scale_grad_by_freq)
+            terms = KERNELS["vocab_parallel_embedding"](Shards(c, axes), rows, ids, padding_idx, scale_grad_by_freq)
             terms.backward(incoming)
         return terms.detach(), rows.grad, record
 
@@ -175,7 +176,7 @@ def test_embedding_reads_do_not_change_the_table():
     table = torch.randn(4, 3)
     before = table.clone()
     ids = torch.tensor([0, 3])
-    simulate(2, lambda c: KERNELS["vocab_parallel_embedding"](c, (Axis(2, 1),), table[:2], ids))
+    simulate(2, lambda c: KERNELS["vocab_parallel_embedding"](Shards(c, (Axis(2, 1),)), table[:2], ids))
     assert torch.equal(table, before)
 
 
@@ -205,7 +206,7 @@ def test_sync_batch_norm(world, name: str, cut_dim: int):
         at = coordinate(axes, c.rank)
         own = inputs(x.chunk(size, cut_dim)[at])
         with c.recording() as forward:
-            results = KERNELS["sync_batch_norm"](c, axes, *own, *running, 0.2, 1e-5)
+            results = KERNELS["sync_batch_norm"](Shards(c, axes), *own, *running, 0.2, 1e-5)
         with c.recording() as backward:
             results[0].backward(incoming.chunk(size, cut_dim)[at])
         return results, own, [forward, backward]
@@ -231,7 +232,7 @@ def test_sync_batch_norm_keeps_a_small_variance_about_a_large_mean():
 
     def run(c: Communicator) -> Tensor:
         part = x.chunk(2)[c.rank]
-        return KERNELS["sync_batch_norm"](c, (Axis(2, 1),), part, None, None, *running, 0.1, 1e-5)[0]
+        return KERNELS["sync_batch_norm"](Shards(c, (Axis(2, 1),)), part, None, None, *running, 0.1, 1e-5)[0]
 
     torch.testing.assert_close(torch.cat(simulate(2, run)).double(), expected, rtol=0, atol=0.05)
 
@@ -311,7 +312,7 @@ def gloo_kernels() -> tuple[list[float], Tensor]:
     axes = WORLDS["2x2"][1]
     logits, target, _ = loss_case("smooth")
     x = logits.chunk(4, 1)[c.rank].clone().requires_grad_()
-    loss = KERNELS["vocab_parallel_cross_entropy"](c, axes, x, target, None, 1, -100, 0.3, "sum")
+    loss = KERNELS["vocab_parallel_cross_entropy"](Shards(c, axes), x, target, None, 1, -100, 0.3, "sum")
     loss.backward()
     return loss.item(), x.grad.tolist()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.ops import RuleMatch, options_for
@@ -276,7 +277,7 @@ def _run(
             results = call(sample, operands, sizes)
         else:
             args, kwargs = _fill(sample, operands, sizes)
-            results = _flat(KERNELS[option.kernel](communicator, (Axis(num_slices, 1),), *args, **kwargs))
+            results = _flat(KERNELS[option.kernel](Shards(communicator, (Axis(num_slices, 1),)), *args, **kwargs))
         for index, (result, parts) in enumerate(zip(results, seeds, strict=True)):
             if result.shape != parts[rank].shape:
                 raise RuleViolationError(

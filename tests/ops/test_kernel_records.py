@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels import KERNELS
 from autopar.lower.program import layer_ops
 from autopar.ops import family_of, losses, own_families, registry, views
@@ -45,22 +46,22 @@ FAMILIES = (
 
 class _RingProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, communicator: Communicator, axes: Sequence[Axis], a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, shards: Shards, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
         total = a @ b
-        for axis in axes:
-            total = _sum_in_a_ring(communicator, axis, total)
+        for axis in shards.axes:
+            total = _sum_in_a_ring(shards.communicator, axis, total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        return None, None, gradients[0] @ b.T, a.T @ gradients[0]
+        return None, gradients[0] @ b.T, a.T @ gradients[0]
 
 
-def ring_product(communicator: Communicator, axes: Sequence[Axis], a: Tensor, b: Tensor) -> Tensor:
+def ring_product(shards: Shards, a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` from this device's columns and rows, whole on every device."""
-    return _RingProduct.apply(communicator, axes, a, b)
+    return _RingProduct.apply(shards, a, b)
 
 
 def _sum_in_a_ring(communicator: Communicator, axis: Axis, own: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {name: _FUNCTIONS[name] for each in own_families() for name in each.kernels}
 )
-"""Special kernels, called ``kernel(communicator, axes, *local_args, **kwargs)``."""
+"""Special kernels, called ``kernel(shards, *local_args, **kwargs)``."""
 
 
 def resolve_target(target: str) -> Callable[..., Any]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.shard_coordinates import num_shards
+from autopar.lower.communication.shards import Shards
 from autopar.lower.compat import call_function
-from autopar.placement import Axis
 
 __all__ = ["batch_norm", "sync_batch_norm"]
 
@@ -39,9 +36,8 @@ def batch_norm(
     return y, mean, var
 
 
-def sync_batch_norm(  # noqa: PLR0913  (the op's arguments)
-    communicator: Communicator,
-    axes: Sequence[Axis],
+def sync_batch_norm(
+    shards: Shards,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -54,12 +50,11 @@ def sync_batch_norm(  # noqa: PLR0913  (the op's arguments)
 
     Statistics are whole on every device.
 
-    Communicates an all-reduce of two numbers per channel on each of `axes`, forward and backward; float32, or
+    Communicates an all-reduce of two numbers per channel on each axis of `shards`, forward and backward; float32, or
     float64 for float64 `x`.  The gradients of `weight` and `bias` are terms (``B``).
 
     Args:
-        communicator: of this rank.
-        axes: all the axes that cut the batch or a spatial dim of `x`.
+        shards: of the batch or a spatial dim of `x`.
         x: ``[batch, channels, ...]``, this device's equal slice.
         weight: per channel, or None.
         bias: per channel, or None.
@@ -69,8 +64,8 @@ def sync_batch_norm(  # noqa: PLR0913  (the op's arguments)
         eps: added to the variance.
     """
     operands = (x, weight, bias, running_mean)
-    y, mean, var = call_function(_SyncBatchNorm, *operands, communicator, tuple(axes), eps)
-    count = _num_per_channel(x) * num_shards(axes)
+    y, mean, var = call_function(_SyncBatchNorm, *operands, shards, eps)
+    count = _num_per_channel(x) * shards.count
     unbiased = var * (count / max(count - 1, 1))
     return y, _blend(running_mean, mean, momentum), _blend(running_var, unbiased, momentum)
 
@@ -97,19 +92,18 @@ class _SyncBatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         running_mean: Tensor | None,
-        communicator: Communicator,
-        axes: tuple[Axis, ...],
+        shards: Shards,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = x if x.dtype is torch.float64 else x.float()
-        mean, var = _whole_statistics(wide, running_mean, communicator, axes)
+        mean, var = _whole_statistics(wide, running_mean, shards)
         scale = (var + eps).rsqrt()
         gain = scale if weight is None else scale * weight
         normed = wide.sub(_per_channel(mean, x)).mul_(_per_channel(gain, x))
         if bias is not None:
             normed += _per_channel(bias, x)
         ctx.save_for_backward(x, mean, scale, *(() if weight is None else (weight,)))
-        ctx.communicator, ctx.axes, ctx.has_bias = communicator, axes, bias is not None
+        ctx.shards, ctx.has_bias = shards, bias is not None
         ctx.mark_non_differentiable(mean, var)
         return normed.to(x.dtype), mean, var
 
@@ -123,19 +117,15 @@ class _SyncBatchNorm(torch.autograd.Function):
         centered = x.to(mean.dtype) - _per_channel(mean, x)
         dims = [dim for dim in range(x.ndim) if dim != 1]
         own = torch.stack([g.sum(dims), (g * centered).sum(dims)])
-        whole = own / (_num_per_channel(x) * num_shards(ctx.axes))
-        for axis in ctx.axes:
-            whole = ctx.communicator.all_reduce(whole, axis)
+        whole = ctx.shards.all_reduce(own / (_num_per_channel(x) * ctx.shards.count))
         gain = scale * weights[0] if weights else scale
         centered.mul_(_per_channel(-scale * scale * whole[1], x)).add_(g).sub_(_per_channel(whole[0], x))
         gradient = centered.mul_(_per_channel(gain, x)).to(x.dtype)
         for_weight = (own[1] * scale).to(weights[0].dtype) if weights else None
-        return gradient, for_weight, own[0] if ctx.has_bias else None, None, None, None, None
+        return gradient, for_weight, own[0] if ctx.has_bias else None, None, None, None
 
 
-def _whole_statistics(
-    x: Tensor, running_mean: Tensor | None, communicator: Communicator, axes: Sequence[Axis]
-) -> tuple[Tensor, Tensor]:
+def _whole_statistics(x: Tensor, running_mean: Tensor | None, shards: Shards) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per channel over all slices, in one all-reduce per axis.
 
     The moments that are summed are about a point that every device knows, the running mean: about zero, a
@@ -145,7 +135,5 @@ def _whole_statistics(
     var, mean = torch.var_mean(x, dims, correction=0)
     about = torch.zeros_like(mean) if running_mean is None else running_mean.to(mean.dtype).nan_to_num(0.0, 0.0, 0.0)
     offset = mean - about
-    moments = torch.stack([offset, var + offset * offset]) / num_shards(axes)
-    for axis in axes:
-        moments = communicator.all_reduce(moments, axis)
+    moments = shards.all_reduce(torch.stack([offset, var + offset * offset]) / shards.count)
     return about + moments[0], (moments[1] - moments[0] * moments[0]).clamp_(min=0.0)

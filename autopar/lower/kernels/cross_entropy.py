@@ -11,7 +11,6 @@ communication: ``log Z`` is kept, and the softmax of the own classes is computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.shard_coordinates import num_shards, shard_coordinate
+from autopar.lower.communication.shards import Shards
 from autopar.lower.compat import call_function
-from autopar.placement import Axis
 
 __all__ = ["cross_entropy", "cross_entropy_denominator", "vocab_parallel_cross_entropy"]
 
@@ -72,9 +69,8 @@ def cross_entropy_denominator(
     return weights.masked_fill(~counts, 0.0).sum(dtype=dtype)
 
 
-def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
-    communicator: Communicator,
-    axes: Sequence[Axis],
+def vocab_parallel_cross_entropy(
+    shards: Shards,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -86,11 +82,10 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
     """``autopar.cross_entropy`` on this device's slice of the classes; the result is whole on every device.
 
     Communicates forward only: an all-reduce (max) of one number per position and an all-reduce (sum) of two,
-    three with label smoothing, on each of `axes`; float32, or float64 for float64 logits.
+    three with label smoothing, on each axis of `shards`; float32, or float64 for float64 logits.
 
     Args:
-        communicator: of this rank.
-        axes: the axes that cut `class_dim`, outermost first.
+        shards: of `class_dim`.
         logits: any shape, floating.
         target: class indices, int64, the shape of `logits` without `class_dim`.
         weight: of every class (not only this device's), no gradient.
@@ -101,16 +96,13 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
             (per position, in the dtype of `logits`).
     """
     num_local = logits.shape[class_dim]
-    num_classes = num_local * num_shards(axes)
+    num_classes = num_local * shards.count
     if weight is not None and weight.shape != (num_classes,):
         raise ValueError(
             f"class weights must be whole on every device: {num_classes} classes, "
             f"but weights of shape {tuple(weight.shape)}"
         )
-    settings = _Settings(
-        communicator, tuple(axes), num_classes, shard_coordinate(communicator, axes) * num_local,
-        ignore_index, label_smoothing,
-    )  # fmt: skip
+    settings = _Settings(shards, num_classes, shards.index * num_local, ignore_index, label_smoothing)
     rows = torch.movedim(logits, class_dim, -1)
     losses: Tensor = call_function(_CrossEntropy, rows, target, weight, settings)
     return losses.sum() if reduction == "sum" else losses.to(logits.dtype)
@@ -120,18 +112,11 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913  (the op's arguments)
 class _Settings:
     """What is not a tensor.  `first` is the first class of this device."""
 
-    communicator: Communicator
-    axes: tuple[Axis, ...]
+    shards: Shards
     num_classes: int
     first: int
     ignore_index: int
     label_smoothing: float
-
-    def reduce(self, x: Tensor, op: str) -> Tensor:
-        """All-reduce on each axis in turn."""
-        for axis in self.axes:
-            x = self.communicator.all_reduce(x, axis, "max" if op == "max" else "sum")
-        return x
 
     def locate(self, target: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
         """The target as an index into the own classes, clamped, and whether it is one of these and counts."""
@@ -146,11 +131,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings) -> Tensor:
         dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
-        top = settings.reduce(logits.amax(-1).to(dtype), "max")
+        top = settings.shards.all_reduce(logits.amax(-1).to(dtype), "max")
         top = top.masked_fill(top == -torch.inf, 0.0)  # no class is possible: log Z shall be -inf, not nan
         index, is_own = settings.locate(target, logits.shape[-1])
         own_sums = _local_sums(logits, top, index, is_own, weight, settings)
-        sums = settings.reduce(own_sums, "sum")
+        sums = settings.shards.all_reduce(own_sums)
         log_z = sums[0].log()
         counts, smooth_counts = _counts(target, weight, settings, log_z)
         losses = (1 - settings.label_smoothing) * counts * (log_z - sums[1])

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.lower.communication.communicator import Communicator
-from autopar.lower.communication.shard_coordinates import shard_coordinate
+from autopar.lower.communication.shards import Shards
 from autopar.lower.compat import call_function
-from autopar.placement import Axis
 
 __all__ = ["vocab_parallel_embedding"]
 
 
 def vocab_parallel_embedding(
-    communicator: Communicator,
-    axes: Sequence[Axis],
+    shards: Shards,
     weight: Tensor,
     indices: Tensor,
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """``aten.embedding`` from this device's rows, zeros for others; the sum over `axes` is the result.
+    """``aten.embedding`` from this device's rows, zeros for others; the sum over all `shards` is the result.
 
     Args:
-        communicator: of this rank; nothing is communicated.
-        axes: the axes that cut dim 0 of `weight`, outermost first.
+        shards: of dim 0 of `weight`; nothing is communicated.
         weight: this device's rows, ``[vocabulary / devices, width]``.
         indices: of the whole vocabulary, any shape.
         padding_idx: the row of the whole table that gets no gradient; -1 for none.
         scale_grad_by_freq: divide a row's gradient by how often it is read.
         sparse: accepted and ignored, the gradient is dense.
     """
-    first = shard_coordinate(communicator, axes) * weight.shape[0]
+    first = shards.index * weight.shape[0]
     return call_function(_Embedding, weight, indices, first, padding_idx, scale_grad_by_freq)
 
 

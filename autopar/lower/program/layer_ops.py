@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
-from autopar.lower.communication.shard_coordinates import shard_coordinate
+from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.lower.kernels.random import RandomState, random_scope
 from autopar.ops import family_of
@@ -61,7 +61,11 @@ def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> 
 
 def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
     """Run a special kernel that communicates on `axes`, outermost first."""
-    return KERNELS[name](context.communicator, tuple(Axis(*axis) for axis in axes), *args, **kwargs)
+    return KERNELS[name](_shards(axes, context), *args, **kwargs)
+
+
+def _shards(axes: tuple[AxisText, ...], context: LayerContext) -> Shards:
+    return Shards(context.communicator, tuple(Axis(*axis) for axis in axes))
 
 
 def draw(
@@ -81,7 +85,7 @@ def draw(
     random = context.random
     if random is None:
         raise ValueError(f"{target} draws random numbers, but this program was run without a source of them")
-    shard = shard_coordinate(context.communicator, tuple(Axis(*axis) for axis in axes))
+    shard = _shards(axes, context).index
     number = context.first_op + op_index
     if family_of(target).takes_generator:
         return resolve_target(target)(*args, **kwargs, generator=random.generator(number, shard))

@@ -1,0 +1,40 @@
+"""The shards that several axes cut, and this rank's place among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.placement import Axis
+
+__all__ = ["Shards"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards that `axes` cut, outermost first (row-major), and what brings them together."""
+
+    communicator: Communicator
+    axes: tuple[Axis, ...]
+
+    @property
+    def count(self) -> int:
+        """Into how many shards `axes` cut."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def index(self) -> int:
+        """Which of them is this rank's."""
+        index = 0
+        for axis in self.axes:
+            index = index * axis.size + axis.coordinate(self.communicator.rank)
+        return index
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """All-reduce (``"sum"`` or ``"max"``) on each axis in turn."""
+        for axis in self.axes:
+            x = self.communicator.all_reduce(x, axis, "max" if op == "max" else "sum")
+        return x
