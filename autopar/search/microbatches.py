@@ -214,9 +214,18 @@ def _time_options(op: Op, num_microbatches: int, differentiable: bool, *, alone:
         if all(option.factor != factor for option in options):
             num_operands, num_results = len(op.operands), len(op.results)
             options.append(Option(factor, (placement,) * num_operands, (placement,) * num_results))
-    fitting = [o for o in options if o.extent % num_microbatches == 0 and o.factor != ("-" if differentiable else "~")]
+    fitting = [
+        o
+        for o in options
+        if o.extent % num_microbatches == 0 and (not _runs_whole(o) if differentiable else o.factor != "~")
+    ]
     rank = {"-": 0, "~": 3, "+": 2}
     return sorted(fitting, key=lambda o: (rank.get(o.factor, 1), min((p.dim for p in o.results), default=0)))
+
+
+def _runs_whole(option: Option) -> bool:
+    """Also as ``~``, where the op's backward takes no terms of a gradient."""
+    return option.factor in "-~" and BROADCAST not in option.operands
 
 
 def _order(problem: _Problem) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from autopar.errors import PlanMismatchError
-from autopar.placement import REPLICATE, Layout, Placement, format_layout, local_shape, refine_mesh
+from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, format_layout, local_shape, refine_mesh
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import policy_names
@@ -127,9 +127,8 @@ def _repeated_gradients(
         placements = next((o.operands for o in run.op.options if o.factor == chosen), None)
         for mention, name in enumerate(run.op.operands):
             value = program.values[name]
-            placement = placements[mention] if placements else REPLICATE
-            is_whole = placement == REPLICATE and chosen != "~"
-            if value.role == "parameter" and value.requires_grad and is_whole:
+            placement = placements[mention] if placements else BROADCAST if chosen == "~" else REPLICATE
+            if value.role == "parameter" and value.requires_grad and placement == REPLICATE:
                 yield (
                     f"layer {layer.name}, {run.op.name} ({run.op.target}): with the factor {chosen!r} in time each of "
                     f"the {count} microbatches would give the whole gradient of {name}; it has "

@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.trace import torch_internals
+from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.signature import CallForm
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
@@ -73,7 +74,6 @@ class _Wrapper(nn.Module):
 @dataclass
 class _Records:
     outputs: Structure | None = None
-    custom_functions: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     has_checkpoints: bool = False
 
 
@@ -142,11 +142,6 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
 
 
 def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:
-    def report(function: type, args: tuple[Any, ...]) -> None:
-        if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            where = user_frame(traceback.extract_stack())
-            wrapper.records.custom_functions.append((function.__qualname__, where))
-
     def note_checkpoint() -> None:
         wrapper.records.has_checkpoints = True
 
@@ -154,23 +149,15 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            seen = torch_internals.intercept_autograd_functions(report, note_checkpoint)
+            seen = torch_internals.intercept_autograd_functions(call_as_op, note_checkpoint)
             with seen, torch_internals.unread_masks(), torch_internals.written_instance_norms():
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             torch_internals.inline_grad_regions(exported.graph_module)
-            result = decompose(exported)
+            return decompose(exported)
     except AutoparError:
         raise
     except Exception as error:
         raise _explain(error, form) from error
-    if wrapper.records.custom_functions:
-        name, where = wrapper.records.custom_functions[0]
-        raise TraceError(
-            f"{where}: {name} is a custom torch.autograd.Function, whose backward does not show in a traced graph. "
-            "Make it an op with torch.library.custom_op and register_autograd (and, for speed, give it a factor rule "
-            "with autopar.register_rule)"
-        )
-    return result
 
 
 def _explain(error: BaseException, form: CallForm) -> AutoparError:

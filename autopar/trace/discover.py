@@ -24,7 +24,7 @@ from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Placement, shard
 from autopar.program import Arg, Op, Option, TensorType
 from autopar.trace.evaluation import run_op
 
-__all__ = ["MAX_CANDIDATES", "MAX_ELEMENTS", "discover_options"]
+__all__ = ["MAX_CANDIDATES", "MAX_ELEMENTS", "discover_options", "has_linear_backward"]
 
 MAX_ELEMENTS = 1 << 18
 """Operands and results together larger than this are shrunk before the op is run."""
@@ -57,6 +57,21 @@ def discover_options(op: Op, operand_types: Types, result_types: Types) -> tuple
     if not results:
         return ()
     return (*whole_options(len(operand_types), len(result_types)), *results.values())
+
+
+def has_linear_backward(op: Op, operand_types: Types, result_types: Types) -> bool:
+    """Whether the gradients of a sum of gradients are seen to be the sum of their gradients."""
+    trials = _make_trials(op, operand_types, result_types)
+    for trial in trials:
+        for scale in (1e-6, 1.0, 1e6):
+            parts = [tuple(scale * factor * seed for seed in trial.seeds) for factor in (1.0, -0.75, 0.25)]
+            runs = [_backward(trial.run, trial.operands, seeds) for seeds in parts]
+            if any(run is None for run in runs):
+                continue
+            one, other, both = (run or () for run in runs)
+            if not all(_is_close(a + b, c, 10 * trial.tolerance) for a, b, c in zip(one, other, both, strict=True)):
+                return False
+    return bool(trials)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -129,7 +144,8 @@ def _make_trial(op: Op, operand_types: Types, result_types: Types, seed: int, *,
     tolerance = max((_tolerance(part) for part in (*operands, *results)), default=0.0)
     if not all(_is_close(a, b, tolerance) for a, b in zip(results, again, strict=True)):
         return None  # it draws random numbers
-    seeds = tuple(_draw_seed(part, generator) for part in results)
+    # Backward may do other things with large gradients, such as clip them.
+    seeds = tuple(_draw_seed(part, generator, scale=1e6 if seed and wide else 1.0) for part in results)
     gradients = _backward(call, operands, seeds)
     zeros = tuple(torch.zeros_like(part) for part in operands)
     return _Trial(call, operands, tuple(results), seeds, gradients or zeros, gradients is not None, tolerance)
@@ -144,11 +160,11 @@ def _draw(kind: TensorType, generator: torch.Generator, *, wide: bool) -> Tensor
     return torch.randint(0, 2, kind.shape, generator=generator).to(dtype)
 
 
-def _draw_seed(result: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_seed(result: Tensor, generator: torch.Generator, scale: float) -> Tensor:
     """A gradient for `result`; integers have none and stand for themselves."""
     if not result.is_floating_point():
         return result
-    return torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+    return (scale * torch.randn(result.shape, generator=generator, dtype=torch.float64)).to(result.dtype)
 
 
 def _tolerance(part: Tensor) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.ops import RuleMatch, family_of, options_for
 from autopar.ops.derivation import whole_options
 from autopar.program import Op, TensorType
-from autopar.trace.discover import discover_options
+from autopar.trace.custom_functions import NAMESPACE
+from autopar.trace.discover import discover_options, has_linear_backward
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph
 from autopar.trace.saves import SavesMeter
@@ -19,7 +21,7 @@ def attach_factors(graph: Graph) -> Graph:
     """Give every op its options and saves; ops that can't be split get a note."""
     live = differentiable(graph)
     meter = SavesMeter()
-    whole: dict[str, str] = {}
+    unruled: dict[str, tuple[str, str]] = {}
     matches: dict[object, tuple[RuleMatch, str]] = {}
 
     def step(op: Op) -> list[Op]:
@@ -29,8 +31,8 @@ def attach_factors(graph: Graph) -> Graph:
         if key not in matches:
             matches[key] = _match(op, operands, results)
         match, source = matches[key]
-        if source == "whole":
-            whole.setdefault(op.target, op.source)
+        if source != "rule":
+            unruled.setdefault(op.target, (op.source, source))
         kept = any(name in live for name in op.results)
         needs = tuple(kept and name in live for name in op.operands)
         saves, extra = meter.saved(op, operands, results, needs)
@@ -42,12 +44,19 @@ def attach_factors(graph: Graph) -> Graph:
         )]  # fmt: skip
 
     made = graph.rewrite(step)
-    notes = tuple(
-        f"{target} (at {where}) has no factor rule and none was discovered: it runs whole on every device; "
-        "autopar.register_rule can teach one"
-        for target, where in whole.items()
-    )
+    notes = tuple(note for target, (where, source) in unruled.items() for note in _notes(target, where, source))
     return replace(made, notes=made.notes + notes)
+
+
+def _notes(target: str, where: str, source: str) -> Iterator[str]:
+    if target.startswith(NAMESPACE):
+        how = "splits as running it on slices showed" if source == "discovered" else "runs whole on every device"
+        yield f"{target} (at {where}) is a custom autograd.Function: it is one op with its own backward, and {how}"
+    elif source == "whole":
+        yield (
+            f"{target} (at {where}) has no factor rule and none was discovered: it runs whole on every device; "
+            "autopar.register_rule can teach one"
+        )
 
 
 def _shape_of_call(op: Op) -> str:
@@ -64,6 +73,9 @@ def _match(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, 
     if result is not None:
         return result, "rule"
     discovered = discover_options(op, operands, results)
-    if discovered:
-        return RuleMatch(discovered), "discovered"
-    return RuleMatch(whole_options(len(operands), len(results))), "whole"
+    options = discovered or whole_options(len(operands), len(results))
+    if op.target.startswith(NAMESPACE) and not has_linear_backward(op, operands, results):
+        # Terms of a gradient must be added up before such a backward: it runs whole as R only.
+        whole = replace(options[0], factor="~")
+        options = tuple(whole if option.factor == "~" else option for option in options)
+    return RuleMatch(options), "discovered" if discovered else "whole"

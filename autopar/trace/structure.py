@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.trace.torch_internals import flatten_one_level, unflatten_one_level
+from autopar.trace.torch_internals import flatten_one_level, unflatten
 
 __all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "rebuild", "walk"]
 
@@ -95,7 +95,7 @@ def rebuild(structure: Structure, entries: Sequence[Any]) -> Any:
     children = [rebuild(child, entries) for child in structure.children]
     if isinstance(structure.context, _DataclassContext):
         return structure.context.build(children)
-    return unflatten_one_level(children, structure.context)
+    return unflatten(children, structure.context)
 
 
 def walk(structure: Structure) -> list[Leaf | Constant | Dropped]:

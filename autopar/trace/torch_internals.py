@@ -21,16 +21,19 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "DATA_DEPENDENT",
     "TORCH_DIRECTORY",
     "argument_names",
     "argument_source",
+    "below_autograd",
     "clone_tree",
     "custom_backwards",
     "fake_mode",
     "fake_tensor",
+    "flatten",
     "flatten_one_level",
     "inline_grad_regions",
     "intercept_autograd_functions",
@@ -41,8 +44,9 @@ __all__ = [
     "run_captured",
     "run_decompositions",
     "storage_key",
-    "unflatten_one_level",
+    "unflatten",
     "unread_masks",
+    "untraced",
     "writes",
     "written_instance_norms",
 ]
@@ -87,11 +91,6 @@ def _key_names(value: Any, count: int) -> tuple[str, ...]:
     return tuple(fields) if isinstance(fields, tuple) and len(fields) == count else tuple(map(str, range(count)))
 
 
-def unflatten_one_level(children: Sequence[Any], context: Any) -> Any:
-    """The inverse of `flatten_one_level`."""
-    return pytree.tree_unflatten(children, context)
-
-
 def is_higher_order(target: Any) -> bool:
     """Whether an fx target takes graphs as arguments."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -120,6 +119,28 @@ def argument_names(target: str) -> tuple[str, ...]:
     """The names of the arguments in the op's schema; none for an unknown op."""
     results: Any = overload(target)
     return () if results is None else tuple(a.name for a in results._schema.arguments)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a call of an op passes by its kernel for autograd."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def untraced() -> Iterator[FakeTensorMode]:
+    """Inside, nothing is traced, and tensors can be made of the mode that is given."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), fake_mode() as mode:
+        yield mode
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and their structure."""
+    return pytree.tree_flatten(value)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """The inverse of `flatten`, and of `flatten_one_level`."""
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -171,10 +192,10 @@ def _detached(graph: fx.Graph, operand: Any) -> Any:
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
 def intercept_autograd_functions(
-    report: Callable[[type, tuple[Any, ...]], None], on_checkpoint: Callable[[], None]
+    call: Callable[[type, tuple[Any, ...]], Any], on_checkpoint: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `report(function_class, args)` for each custom autograd function that runs in this context, and
-    `on_checkpoint` for each checkpoint, reentrant or not.
+    """In this context, `call(function_class, args)` takes the place of each custom autograd function that would get a
+    gradient, and `on_checkpoint` is called for each checkpoint, reentrant or not.
 
     Reentrant checkpoints are such functions too; they are run as the plain function that they wrap.
     """
@@ -193,8 +214,9 @@ def intercept_autograd_functions(
             on_checkpoint()
             run_function, _, *inputs = args
             return run_function(*inputs)
-        if not cls.__module__.startswith("torch."):
-            report(cls, args)
+        trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args))
+        if trains and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
+            return call(cls, args)
         return original.__get__(None, cls)(*args, **kwargs)
 
     with (

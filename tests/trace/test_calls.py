@@ -194,26 +194,6 @@ def test_shapes_from_data_are_refused():
         trace(Nonzero(), (X,), {})
 
 
-def test_custom_backward_is_not_lost_silently():
-    class Reverse(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return -gradient
-
-    class Adversarial(Module):
-        def forward(self, x):
-            return Reverse.apply(self.linear(x))  # the custom function
-
-    line = line_of("# the custom function")
-    with pytest.raises(TraceError, match=rf"test_calls\.py:{line}: .*Reverse .*custom_op"):
-        trace(Adversarial(), (X,), {})
-    assert torch.autograd.Function.apply.__self__ is torch.autograd.Function
-
-
 def test_inputs_that_do_not_bind():
     with pytest.raises(ExampleInputsError, match=r"missing a required argument: 'input'.*Linear\.forward\(input"):
         trace(nn.Linear(8, 8), (), {"inputs": X})
