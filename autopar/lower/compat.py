@@ -191,6 +191,17 @@ def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:
     return kind(local, spec, requires_grad=False)
 
 
+W = TypeVar("W", bound=Tensor)
+
+
+def make_wrapper(kind: type[W], like: Tensor) -> W:
+    """A tensor without memory of its own, of a subclass that says what functions of torch do with it."""
+    untyped: Any = Tensor
+    return untyped._make_wrapper_subclass(
+        kind, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+    )
+
+
 def local_tensor(x: DTensor) -> Tensor:
     """The local part itself, outside autograd (``to_local`` makes a view that takes part in it)."""
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]

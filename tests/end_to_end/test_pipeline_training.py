@@ -294,12 +294,15 @@ def check_loss_outside() -> None:
 
 
 def check_outputs() -> None:
-    """The loss is everywhere, other outputs on the ranks of their stage, or everywhere if asked for."""
+    """The loss is everywhere, other outputs where they are read, or on the ranks of their stage if asked for."""
     single, inputs = make("llama")
     inputs |= {"use_cache": False}  # a cache can't be carried out
     expected = single(**inputs)
     parallel = cut(copy.deepcopy(single), inputs)
     owner = dist.get_rank() == dist.get_world_size() - 1
+    logits = parallel(**inputs).logits
+    assert error_of(logits.detach(), expected.logits.detach()) < 1e-5
+    parallel.whole_outputs = False
     for no_grad in (False, True):
         with torch.set_grad_enabled(not no_grad):
             found = parallel(**inputs)
@@ -336,11 +339,12 @@ def check_evaluation(name: str, schedule: str, **kwargs: Any) -> None:
         expected = single(**inputs)
         loss, logits = _read(parallel(**inputs))
         assert error_of(loss, _read(expected)[0]) < 1e-6
-        assert (logits is not None) == (parallel.plan.stages[-1].group == dist.get_rank())
-        parallel.whole_outputs = True
-        _, logits = _read(parallel(**inputs))
         assert type(logits) is Tensor
         assert error_of(logits, _read(expected)[1]) < 1e-5
+        parallel.whole_outputs = False
+        _, logits = _read(parallel(**inputs))
+        assert (logits is not None) == (parallel.plan.stages[-1].group == dist.get_rank())
+        parallel.whole_outputs = None
     for model in (single, parallel):
         model.train()
     assert_same_step(parallel, single, inputs)

@@ -153,3 +153,39 @@ def test_of_two_ranks(tmp_path: Path) -> None:
             assert name == kind.__name__, said
             assert re.search(text, said), said
         assert abs(errors[0][2] - errors[1][2]) < SOON_S, mishap.__name__
+
+
+class WithFeatures(Model):
+    """The same, returning what the loss is made of."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, 8] -> a scalar, [batch, 8]."""
+        features = self.second(self.first(x).relu())
+        return features.square().mean(), features
+
+
+def read_outputs() -> str:
+    """Read an output of training steps on all ranks, then on the first only."""
+    x = torch.randn(8, 8)
+    model = parallelize(WithFeatures(), (x,), constraints=("data=2",))
+    for number in range(3):
+        with model.recording() as step:
+            loss, features = model(x)
+        assert not any(collective.kind == "all_gather" for collective in step)
+        if number:
+            torch.testing.assert_close(features.square().mean(), loss)
+        loss.backward()
+    loss, features = model(x)
+    try:
+        if dist.get_rank() == 0:
+            features.sum()
+        model(x)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def test_an_output_is_read_by_all_ranks_or_by_none() -> None:
+    for said in run_ranks(read_outputs, 2):
+        assert re.search(r"came to reading output '\w+' of a training step \(3\)", said), said
+        assert "training step 5" in said

@@ -203,11 +203,12 @@ def test_a_plan_for_another_world_or_program_is_refused() -> None:
         simulate(2, lambda c: build(model, traced, plan.with_decisions(fingerprint="other"), c))
 
 
-def test_loss_is_plain_and_sharded_outputs_are_dtensors() -> None:
+def test_loss_is_plain_and_sharded_outputs_are_dtensors_if_asked_for() -> None:
     model, inputs, _ = traced_model("plain_gpt")
     logits, _ = model(**inputs)
 
     def call(parallel: Any, inputs: Any) -> Any:
+        parallel.whole_outputs = False
         found, loss = parallel(**inputs)
         assert not isinstance(loss, DTensor)
         if not isinstance(found, DTensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -204,6 +205,25 @@ class Executor:
             stride=torch.empty(shape, device="meta").stride(),
         )
         return stride_as_parts(made) if is_parted else made
+
+    def join_devices(self, name: str, value: Tensor) -> Tensor:
+        """The whole tensor on every rank of the group, of an output that `is_apart`."""
+        own = self._joined_layout(name)
+        whole = reshard_tensor(value, own.move_to((REPLICATE,) * len(own.mesh), own.mesh), self.communicator)
+        dim = own.time.dim
+        if self.num_microbatches == 1 or not own.time.is_shard or not self.stays_cut(name):
+            return whole
+        # Each device had its slices of all microbatches side by side.
+        cuts = math.prod(size for p, size in zip(own.layout, own.mesh, strict=True) if p.is_shard and p.dim == dim)
+        shape = whole.shape
+        parts = whole.reshape(*shape[:dim], cuts, self.num_microbatches, -1, *shape[dim + 1 :])
+        return parts.transpose(dim, dim + 1).reshape(shape)
+
+    def is_apart(self, name: str) -> bool:
+        """Whether to have an output whole on every rank takes communication."""
+        own = self.value_layouts[name]
+        is_cut = any(p != REPLICATE and size > 1 for p, size in zip(own.layout, own.mesh, strict=True))
+        return is_cut or (self.stages.is_pipeline and name in self.stages.stage_of)
 
     def stays_cut(self, name: str) -> bool:
         """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ModelError, PlanMismatchError
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import after_backward, make_dtensor, on_gradient
+from autopar.lower.compat import after_backward, leaves_of, make_dtensor, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
@@ -34,6 +34,7 @@ from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.original_class import make_instance
+from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE
@@ -109,12 +110,13 @@ class ParallelModule(nn.Module):
     its own stages only.
 
     Attributes:
-        whole_outputs: set it to get all outputs as whole plain tensors on every rank.  Otherwise those but the loss are
-            DTensors that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other
-            stages.
+        whole_outputs: True: all outputs are whole plain tensors on every rank.  False: those but the loss are DTensors
+            that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other stages.
+            None, the default: whole in eval mode; in training they are gathered when they are first read, which every
+            rank must do.
     """
 
-    whole_outputs: bool
+    whole_outputs: bool | None
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class ParallelModule(nn.Module):
         whole = (REPLICATE,) * len(self._store.mesh)
         object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
-        self.whole_outputs = False
+        self.whole_outputs = None
         self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -245,7 +247,7 @@ class ParallelModule(nn.Module):
             return self._compute(executor, tensors)
         with calls.failing():
             outputs = self._compute(executor, tensors)
-        calls.watch_backward(outputs)
+        calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, OutputTensor)])
         return outputs
 
     def _enter(self, kind: str, prepare: Callable[[], tuple[T, Iterable[tuple[str, Tensor]]]]) -> T:
@@ -263,7 +265,7 @@ class ParallelModule(nn.Module):
         return (executor, tensors), zip(executor.executable.program.inputs, tensors, strict=True)
 
     def _compute(self, executor: Executor, tensors: Sequence[Tensor]) -> Any:
-        executor.whole_outputs = self.whole_outputs
+        executor.whole_outputs = not self.training if self.whole_outputs is None else self.whole_outputs
         executable = executor.executable
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
@@ -275,7 +277,14 @@ class ParallelModule(nn.Module):
             for value in values.values():
                 if value.requires_grad:
                     on_gradient(value, self._mark_gradients_later)
-        return executable.unflatten_outputs(caller_outputs(executor, values))
+        later = self._read_output if self.whole_outputs is None and self.training else None
+        return executable.unflatten_outputs(caller_outputs(executor, values, later))
+
+    def _read_output(self, name: str, gather: Callable[[], Tensor]) -> Tensor:
+        self._enter(f"reading output {name!r} of a training step ({{}})", lambda: (None, ()))
+        calls = self._communicator.calls
+        with nullcontext() if calls is None else calls.failing():
+            return gather()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -1,0 +1,70 @@
+"""An output of a training step that becomes a whole plain tensor when it is first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from autopar.lower.compat import make_wrapper, map_leaves
+
+__all__ = ["OutputTensor"]
+
+_tensor: Any = Tensor
+_FACTS = frozenset({
+    _tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.ndim.__get__,
+    _tensor.requires_grad.__get__, _tensor.layout.__get__, _tensor.is_cuda.__get__, Tensor.size, Tensor.dim,
+    Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point,
+    torch.is_complex, torch.numel,
+})  # fmt: skip
+"""What can be told without reading it."""
+
+
+class OutputTensor(Tensor):
+    """Stands for a whole tensor, which is gathered from the ranks when a function of torch first gets it.
+
+    That is a collective: every rank must read the same outputs, in the same order.  What is computed of it is a plain
+    tensor, and carries gradients as the whole tensor does.
+    """
+
+    _gather: Callable[[], Tensor]
+    _found: Tensor | None
+
+    @classmethod
+    def of(cls, like: Tensor, gather: Callable[[], Tensor]) -> Self:
+        """A stand-in with the shape, dtype and device of `like`, which may be without memory, for ``gather()``."""
+        made = make_wrapper(cls, like)
+        made._gather, made._found = gather, None
+        return made
+
+    def whole(self) -> Tensor:
+        """The whole tensor; the first time every rank must call it."""
+        if self._found is None:
+            self._found = self._gather()
+            self._gather = lambda: self.whole()  # lets go of this rank's part
+        return self._found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """`func` of whole tensors."""
+        if func in _FACTS:
+            untyped: Any = super()
+            return untyped.__torch_function__(func, types, args, kwargs or {})
+        plain = map_leaves(_whole, (tuple(args), dict(kwargs or {})))
+        return func(*plain[0], **plain[1])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The same for callers that pass by ``__torch_function__``, without gradients."""
+        plain = map_leaves(_whole, (tuple(args), dict(kwargs or {})))
+        return func(*plain[0], **plain[1])
+
+
+def _whole(x: Any) -> Any:
+    return x.whole() if isinstance(x, OutputTensor) else x

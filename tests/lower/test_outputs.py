@@ -1,0 +1,131 @@
+"""Outputs beside the loss are whole plain tensors: in eval mode at once, in training when they are read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.lower.communication.simulated_ranks import CollectiveMismatchError, simulate
+from autopar.plan import Plan
+from autopar.trace import Traced, trace
+from tests.lower.runs import build
+from tests.models import make
+from tests.random_plans import random_plan, with_stages
+
+
+@cache
+def traced_model(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
+    model, inputs = make(name)
+    return model, inputs, trace(model, (), inputs)
+
+
+def plans(name: str, num_microbatches: int = 1) -> list[Plan]:
+    """Without and with stages."""
+    program = traced_model(name)[2].program
+    found = [random_plan(program, 4, seed, num_microbatches) for seed in range(4)]
+    return [*found, with_stages(random_plan(program, 2, 3, 2), 2, "1f1b", 2, random.Random(0))]
+
+
+def on_ranks(name: str, plan: Plan, action: Any) -> list[Any]:
+    model, inputs, traced = traced_model(name)
+    return simulate(plan.world_size, lambda c: action(build(model, traced, plan, c), inputs))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_outputs_of_training_are_read_as_on_one_device(num_microbatches: int) -> None:
+    model, inputs, _ = traced_model("plain_gpt")
+    expected, _ = model(**inputs)
+    targets = inputs["targets"]
+
+    def read(parallel: Any, inputs: Any) -> tuple[Tensor, ...]:
+        logits, loss = parallel(**inputs)
+        assert not isinstance(logits, DTensor)
+        assert (logits.shape, logits.dtype, len(logits)) == (expected.shape, expected.dtype, len(expected))
+        correct = logits.argmax(-1) == targets
+        loss.backward()
+        return logits.detach(), correct, logits[1:, -1].detach(), torch.cat([logits, logits]).detach()
+
+    for plan in plans("plain_gpt", num_microbatches):
+        for found, correct, part, twice in on_ranks("plain_gpt", plan, read):
+            assert type(found) is Tensor
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-11, atol=1e-12)
+            assert torch.equal(correct, expected.argmax(-1) == targets)
+            torch.testing.assert_close(part, found[1:, -1], rtol=0, atol=0)
+            torch.testing.assert_close(twice, torch.cat([found, found]), rtol=0, atol=0)
+
+
+def test_nothing_is_gathered_that_nobody_reads() -> None:
+    def count(parallel: Any, inputs: Any) -> tuple[int, int, int]:
+        with parallel.recording() as unread:
+            logits, _ = parallel(**inputs)
+            assert logits.shape[0] == len(inputs["ids"])
+        with parallel.recording() as read:
+            pickle.loads(pickle.dumps(logits))
+        with parallel.recording() as again:
+            logits.sum()
+        parallel.whole_outputs = False
+        with parallel.recording() as cut:
+            parallel(**inputs)
+        assert len(unread) == len(cut)
+        return len(unread), len(read), len(again)
+
+    assert any(read for plan in plans("plain_gpt") for _, read, _ in on_ranks("plain_gpt", plan, count))
+    assert not any(again for plan in plans("plain_gpt") for _, _, again in on_ranks("plain_gpt", plan, count))
+
+
+def test_reading_on_some_ranks_only_is_an_error() -> None:
+    def read(parallel: Any, inputs: Any) -> None:
+        logits, _ = parallel(**inputs)
+        if parallel._communicator.rank == 0:
+            logits.sum()
+        parallel(**inputs)
+
+    with pytest.raises(CollectiveMismatchError):
+        on_ranks("plain_gpt", plans("plain_gpt")[-1], read)
+
+
+@pytest.mark.parametrize("whole_outputs", [None, True])
+def test_gradients_come_through_outputs_beside_the_loss(whole_outputs: bool | None) -> None:
+    model, inputs, _ = traced_model("plain_gpt")
+
+    def step(model: Any) -> None:
+        logits, loss = model(**inputs)
+        with torch.no_grad():
+            logits.argmax(-1)
+        (loss + 0.1 * logits.square().mean() + logits[:, 0].sum()).backward()
+
+    single = copy.deepcopy(model)
+    step(single)
+
+    def gradients(parallel: Any, _: Any) -> dict[str, Tensor]:
+        parallel.whole_outputs = whole_outputs
+        step(parallel)
+        return {name: parallel._whole(name, p.grad) for name, p in parallel.named_parameters()}
+
+    for plan in plans("plain_gpt")[:-1]:
+        for found in on_ranks("plain_gpt", plan, gradients):
+            for name, parameter in single.named_parameters():
+                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_outputs_in_eval_mode_are_plain_and_whole_on_every_rank() -> None:
+    model, inputs, _ = traced_model("plain_gpt")
+    expected, expected_loss = model(**inputs)
+
+    def evaluate(parallel: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return parallel.eval()(**inputs)
+
+    for plan in plans("plain_gpt"):
+        for logits, loss in on_ranks("plain_gpt", plan, evaluate):
+            assert type(logits) is Tensor
+            torch.testing.assert_close(logits, expected.detach(), rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-11, atol=0)
