@@ -18,7 +18,7 @@ from autopar.program import Arg, Layer, Op, Program, Ref, TensorType
 
 __all__ = ["LayerCorrections", "LocalOp", "TimedLayer", "layer_key"]
 
-_SWEEPS = 40  # of iterative proportional fitting, which converges geometrically
+_SWEEPS = 40  # of iterative proportional fitting: it converges geometrically, and a sweep takes no time
 _Factors = tuple[float, float]
 
 

@@ -14,7 +14,7 @@ from autopar.errors import MissingPriceError
 
 __all__ = ["keep", "read", "update"]
 
-_LOCK_S = 60.0
+_LOCK_S = 60.0  # others hold the lock for one read and one write: who waits longer waits for a process that hangs
 
 
 def read(path: str | Path) -> Profile | None:

@@ -24,7 +24,9 @@ __all__ = ["Chain", "ChainLayer", "Skip", "path_costs", "relaxed_paths"]
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-_SKIP_ROUNDS = 2  # of coordinate descent
+# Rounds in which the readers, then the producers, of values that skip layers adapt to each other: coordinate descent.
+# Each round takes two shortest paths more for every price of memory.
+_SKIP_ROUNDS = 2
 
 
 @dataclass(frozen=True, eq=False)

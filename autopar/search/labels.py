@@ -34,7 +34,7 @@ DEGREE_LABELS = {
     "tensor": ("tensor", "tensor+sequence", "vocabulary"),
     "sequence": ("sequence (Ulysses)", "sequence", "context"),
 }
-_MOST = 0.8  # of what is cut, from which share on it gives the axis its name
+_MOST = 0.8  # of what is cut, from which share on it gives the axis its name: odd ops are no reason for another
 
 
 def option_of(op: Op, factor: str) -> Option | None:

@@ -29,7 +29,9 @@ Array = npt.NDArray[np.float64]
 # this, only those are tried whose inner axes span a few nodes.
 _ENOUGH_MESHES = 6
 _WIDEST_INNER_NODES = 4
-_MEMORY_PRICE_SHARE = 0.5  # of the ideal step time, as the usual price of all of a device's memory
+# All of a device's memory at the usual price, as a share of the ideal step time.  It only decides which strategies of a
+# layer are candidates beside the fastest: dearer memory finds more that save it, and fewer that trade a little of it.
+_MEMORY_PRICE_SHARE = 0.5
 
 
 @dataclass(eq=False)

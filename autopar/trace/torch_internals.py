@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -258,18 +258,30 @@ def written_instance_norms() -> contextlib.AbstractContextManager[Any]:
     return patch.object(torch, "instance_norm", partial(_instance_norm, torch.instance_norm))
 
 
-def _instance_norm(  # noqa: PLR0913  (torch's own arguments)
-    kernel: Callable[..., Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
-) -> Tensor:  # fmt: skip
-    if not use_input_stats:
-        return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
-    if running_mean is not None and running_var is not None:
+class _InstanceNorm(NamedTuple):
+    """The arguments of torch.instance_norm."""
+
+    input: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    use_input_stats: bool
+    momentum: float
+    eps: float
+    cudnn_enabled: bool
+
+
+def _instance_norm(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    call = _InstanceNorm(*args, **kwargs)
+    if not call.use_input_stats:
+        return torch.batch_norm(*call[:5], False, *call[6:])
+    if call.running_mean is not None and call.running_var is not None:
         with torch.no_grad():
-            var, mean = torch.var_mean(x, tuple(range(2, x.ndim)))
-            for running, statistic in ((running_mean, mean), (running_var, var)):
-                running.mul_(1 - momentum).add_(statistic.mean(0).to(running.dtype), alpha=momentum)
-    return kernel(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+            var, mean = torch.var_mean(call.input, tuple(range(2, call.input.ndim)))
+            for running, statistic in ((call.running_mean, mean), (call.running_var, var)):
+                running.mul_(1 - call.momentum).add_(statistic.mean(0).to(running.dtype), alpha=call.momentum)
+    return kernel(*call._replace(running_mean=None, running_var=None))
 
 
 def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -19,7 +19,7 @@ from autopar.errors import ProfileError
 
 __all__ = ["Progress", "load_shared", "measure_missing", "missing_probes"]
 
-_KEEP_S = 0.5
+_KEEP_S = 0.5  # the profile is written no more often: what a killed process loses, against time spent on writing
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Call:
 _Make = Callable[[torch.device], Call]
 """Allocates the operands on a device, so that only what is being measured takes memory."""
 
-_WIDTH = 512
+_WIDTH = 512  # columns: rows that are long enough to be read at full speed, and few enough for many row counts
 # Per kind of device, a few and more: rows of a matrix of `_WIDTH` columns, widths of ops that work row by row.
 _ROWS = {
     "cpu": ((2, 128, 1024), (2, 16, 64, 256, 1024, 4096, 16384)),

@@ -30,7 +30,7 @@ __all__ = ["op_probes", "time_chain"]
 
 T = TypeVar("T")
 
-_COPIES = 2, 6
+_COPIES = 2, 6  # at least, at most: runs take turns, so that none finds its operands as it left them
 _COPIES_BYTES = 2**23
 """What the copies of a call hold together, about: more than a core has to itself of the cache."""
 _ROUNDS = 2, 40  # at least, at most; a first one more, which warms up

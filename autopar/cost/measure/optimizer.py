@@ -25,8 +25,8 @@ __all__ = ["optimizer_probes"]
 
 _ADAM_BYTES = 28
 """AdamW in float32 reads parameter, gradient and two moments, and writes all but the gradient."""
-_NUM_ELEMENTS = 2**14, 2**20
-_NUM_TENSORS = 32
+_NUM_ELEMENTS = 2**14, 2**20  # one where starting kernels decides, one where memory does; prices follow a curve
+_NUM_TENSORS = 32  # enough that what a step takes at all is small next to what each tensor takes
 
 
 def optimizer_probes(ranks: Ranks) -> tuple[Probe, ...]:

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 # Groups are many and each is a part of a model, so their hulls are followed less closely than that of a whole one.
 _MAX_PRICES = 12
 _MAX_CAPS = 3
-_ROUNDS = 2  # in which groups adapt to their neighbours
+_ROUNDS = 2  # in which groups adapt to their neighbours: a group sees only those next to it; each round solves all
 
 Stages = tuple[tuple[int, int, int], ...]  # as `PipelineCuts.stages_of`
 

@@ -19,7 +19,7 @@ __all__ = ["least_share", "least_step_s"]
 
 Array = npt.NDArray[np.float64]
 
-_MAX_CUTS = 2000  # so many ways to cut are all looked at
+_MAX_CUTS = 2000  # so many ways to cut are all looked at: milliseconds, for a bound that may save a search of seconds
 
 
 def least_share(shape: Shape) -> float:

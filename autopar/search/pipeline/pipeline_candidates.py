@@ -33,9 +33,9 @@ _GUIDE_PRICES = 8
 _GUIDE_CAPS = 2
 _TRIED_CUTS = 4  # ways to cut for each schedule: those for the other bounds on the slowest stage are seldom different
 _ENDLESS_BYTES = 1e30  # stands for no limit, in products
-_WORTH = 1.15  # cuts that seem slower than the fastest by more are not looked at again
+_WORTH = 1.15  # cuts that seem slower by more are left out: the paths only guide, strategies change with the cut
 _SIMULATED = 4  # large schedules that are simulated in the end, if one of them fits: each takes seconds
-_ESTIMATE_ERROR = 0.05  # how far estimates may be too high
+_ESTIMATE_ERROR = 0.05  # how far estimates may be too high: more would simulate pipelines, at seconds each, that lose
 
 
 @dataclass(frozen=True, eq=False)
