@@ -30,7 +30,15 @@ from autopar.lower.parameters.materialize import Draws, Initializer, has_meta, r
 from autopar.lower.parameters.original_parameters import watch_optimizers
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
-from autopar.planning.arguments import check_constraints, read_bytes, read_constraints, read_dtype, training_spec
+from autopar.planning.arguments import (
+    are_inputs_local,
+    check_constraints,
+    read_bytes,
+    read_constraints,
+    read_dtype,
+    training_spec,
+)
+from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.eval_mode import EvalFactories, ExampleInputs, eval_factories, trace_model
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
@@ -64,6 +72,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     constraints: str | Sequence[str] | None = None,
     compile: bool = False,
     profile: Profile | str | Path | Literal[False] | None = None,
+    inputs: Literal["global", "local"] = "global",
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -95,6 +104,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         profile: measured prices, or the path of a file of them; None: what was measured on this machine before, by
             ``python -m autopar.profile`` or an earlier run, and measure what is missing (seconds; kept for the next
             run); False: estimate.
+        inputs: what every rank calls the module with: the whole batch (``"global"``), or its own rows of it
+            (``"local"``), as ``DistributedSampler(dataset, model.data_parallel_size, model.data_rank)`` or
+            `autopar.shard_dataloader` gives them; `example_inputs` are one whole batch in both cases.  Losses and
+            gradients are those of one device on the rows of all data ranks, in their order.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -127,8 +140,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     setup = replace(setup, draws=draws)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
-    agree_equal(group, _describe_arguments(plan, profile, setup, compiled=compile), "arguments of parallelize",
-                "Pass the same arguments on every rank")  # fmt: skip
+    is_local = agree(group, lambda: are_inputs_local(inputs))
+    arguments = f"{_describe_arguments(plan, profile, setup, compiled=compile)}, inputs={inputs}"
+    agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
     agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
@@ -147,7 +161,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
     chosen = plan
     watch_optimizers(model.parameters())
-    return agree(
+    made = agree(
         group,
         lambda: build(
             model,
@@ -160,6 +174,11 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             compile_layers=compile,
         ),
     )
+    made.call_inputs = agree(
+        group,
+        lambda: call_inputs(model, example_inputs, traced.program, made.data_split, communicator, is_local=is_local),
+    )
+    return made
 
 
 def plan(  # noqa: PLR0913  (what a user may say)

@@ -98,6 +98,20 @@ def read_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def are_inputs_local(inputs: str) -> bool:
+    """Whether each rank calls the module with rows of its own.
+
+    Raises:
+        ConstraintError: `inputs` is no word for either.
+    """
+    if inputs not in ("global", "local"):
+        raise ConstraintError(
+            f"inputs={inputs!r}: write 'global' where every rank passes the whole batch, or 'local' where each passes "
+            "its own rows of it"
+        )
+    return inputs == "local"
+
+
 def training_spec(model: nn.Module, optimizer: str | type[torch.optim.Optimizer]) -> TrainingSpec:
     """What training by `optimizer` takes per parameter.
 

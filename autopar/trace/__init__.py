@@ -4,6 +4,7 @@
 `autopar.trace.tracing.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
+from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with, frame_of_text
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.signature import as_batch, default_example_inputs
@@ -15,6 +16,7 @@ __all__ = [
     "Traced",
     "argument_source",
     "as_batch",
+    "call_opener",
     "copy_with",
     "custom_backwards",
     "default_example_inputs",

@@ -334,3 +334,42 @@ def re_match(pattern: str, error: Any) -> bool:
     import re
 
     return bool(re.search(pattern, str(error)))
+
+
+def rows_of(calls: CallConsensus, data_rank: int, x: Tensor) -> str:
+    return calls.enter("the inputs of training step {}", lambda: ("ran", [("ids", x)]), peers=f"/{data_rank}")
+
+
+def test_rows_are_compared_among_the_ranks_that_share_them() -> None:
+    ranks = Ranks(4)
+    for number in range(3):
+        found = ranks.at_once(lambda rank, calls: rows_of(calls, rank // 2, X[rank // 2 :] + number))  # noqa: B023
+        assert found == ["ran"] * 4
+        assert ranks.at_once(lambda _, calls: step(calls, X)) == ["ran"] * 4  # what all ranks share, in between
+    (text,) = {
+        str(x) for x in ranks.at_once(lambda rank, calls: rows_of(calls, rank // 2, X + (rank == 1))) if x != "ran"
+    }
+    assert "'ids' of rank" in text
+    assert "in the inputs of training step 4" in text
+    assert "must pass the same rows: sample with num_replicas=model.data_parallel_size and rank=model.data_rank" in text
+
+
+def test_ranks_with_other_rows_come_to_the_same_call() -> None:
+    ranks = Ranks(2)
+    assert ranks.at_once(lambda rank, calls: rows_of(calls, rank, X + rank)) == ["ran"] * 2
+    found = ranks.at_once(lambda rank, calls: rows_of(calls, rank, X) if rank else step(calls, X))
+    assert any("the inputs of training step 2" in str(x) and "training step 1" in str(x) for x in found)
+
+
+def test_ranks_that_draw_for_rows_of_their_own_may_draw_differently() -> None:
+    ranks = Ranks(2)
+    for calls in ranks.calls:
+        calls.compares_draws = False
+
+    def act(rank: int, calls: CallConsensus) -> str:
+        drawn.numbers = rank
+        return step(calls, X)
+
+    assert ranks.at_once(act) == ["ran"] * 2
+    assert ranks.at_once(act) == ["ran"] * 2
+    assert not any(calls.is_in_step for calls in ranks.calls)

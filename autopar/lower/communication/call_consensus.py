@@ -55,6 +55,11 @@ _BATCHES = (
     "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle), and call "
     "the model on all ranks equally often"
 )
+_ROWS = (
+    "With inputs='local' these two have the same model.data_rank, and must pass the same rows: sample with "
+    "num_replicas=model.data_parallel_size and rank=model.data_rank, not with those of processes, and shuffle with "
+    "equal seeds"
+)
 
 
 class Store(Protocol):
@@ -91,6 +96,7 @@ class CallConsensus:
     Attributes:
         is_in_step: whether the default random generators of all ranks stood at the same place in the first call; then
             they are compared in each.  Ranks may be seeded differently, as long as they pass the same batches.
+        compares_draws: whether ranks are to draw alike from these generators.
         is_broken: whether this rank left a collective that others may have begun, so that no other can follow.
     """
 
@@ -107,6 +113,7 @@ class CallConsensus:
         of a kind waits for all of them.
         """
         self.is_in_step = False
+        self.compares_draws = True
         self.is_broken = False
         self._store = store
         self._stores = (store,) if host_store is None else (host_store, store)
@@ -120,17 +127,18 @@ class CallConsensus:
         self._where = "parallelize"
         self._ran_backward = True
         self._told = -1  # the call in which this rank left its error, or found another's
-        self._written: deque[tuple[int, Store]] = deque()  # the calls whose records this rank wrote, and where
-        self._late: Callable[[], list[Any]] | None = None  # digests of the call before
+        self._written: deque[tuple[int, str, Store]] = deque()  # the records that this rank wrote: call, key, store
+        self._late: dict[str, Callable[[], list[Any]]] = {}  # digests of the call before, by `peers`
         weakref.finalize(self, _say_ended, store, rank)
 
-    def enter(self, kind: str, prepare: Callable[[], tuple[T, Named]]) -> T:
+    def enter(self, kind: str, prepare: Callable[[], tuple[T, Named]], *, peers: str = "") -> T:
         """Begin a call, which all ranks make.
 
         Args:
             kind: what all ranks do now, with a place for its number, such as ``"training step {}"``.
             prepare: what may fail on bad input, before any collective; gives its result, and inputs by name, which are
                 to be the same on every rank.
+            peers: where inputs are to be the same on some ranks only, a name for these ranks.
 
         Raises:
             MeshError: inputs differ.
@@ -140,9 +148,9 @@ class CallConsensus:
         self._counts[kind] += 1
         try:
             if kind in self._met:
-                return self._call(kind, prepare)
+                return self._call(kind, prepare, peers)
             self._call(kind, lambda: (None, ()), waits=True)  # all are here before `prepare` makes what a mode needs
-            result = self._call(kind, prepare, waits=True)
+            result = self._call(kind, prepare, peers, waits=True)
         except dist.DistError as error:
             raise RankError(f"rank {self._rank} came to {self._where}, but: {_NO_STORE} ({error})") from error
         self._met.add(kind)
@@ -203,7 +211,7 @@ class CallConsensus:
             f"{text}\n{silent}. The step can't be finished: end all processes and start again from the last checkpoint."
         )
 
-    def _call(self, kind: str, prepare: Callable[[], tuple[T, Named]], *, waits: bool = False) -> T:
+    def _call(self, kind: str, prepare: Callable[[], tuple[T, Named]], peers: str = "", *, waits: bool = False) -> T:
         self._number += 1
         self._where = kind.format(self._counts[kind])
         backward, self._ran_backward = self._ran_backward, True
@@ -216,33 +224,36 @@ class CallConsensus:
                     "end all processes and start again from the last checkpoint"
                 )
             result, named = prepare()
-            self._compare({
-                "call": self._where, "backward": backward, "inputs": self._digests(named, waits=waits),
-                "random": digest_generators(self._device),
-            })  # fmt: skip
+            record = {
+                "call": self._where, "backward": backward, "inputs": self._digests(named, peers, waits=waits),
+                "random": digest_generators(self._device) if self.compares_draws else 0,
+            }  # fmt: skip
+            self._compare("", {**record, "inputs": ["", {}]} if peers else record)
+            if peers:
+                self._compare(peers, record)
         return result
 
-    def _compare(self, mine: dict[str, Any]) -> None:
+    def _compare(self, peers: str, mine: dict[str, Any]) -> None:
         """Raise if the rank that came first, of this host or of all, wrote another record."""
-        record = json.dumps([self._rank, mine])
+        key, record = f"{self._number}{peers}", json.dumps([self._rank, mine])
         for store in self._stores:
-            rank, theirs = json.loads(store.compare_set(str(self._number), "", record))
+            rank, theirs = json.loads(store.compare_set(key, "", record))
             if rank != self._rank:
-                self._compare_with(rank, theirs, mine)
+                self._compare_with(rank, theirs, mine, peers)
                 break  # the first rank of this host compares with the others
-            self._written.append((self._number, store))
+            self._written.append((self._number, key, store))
         while self._written and self._written[0][0] <= self._number - _KEPT_CALLS:
-            number, store = self._written.popleft()
-            store.delete_key(str(number))
+            _, key, store = self._written.popleft()
+            store.delete_key(key)
 
-    def _compare_with(self, rank: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    def _compare_with(self, rank: int, theirs: dict[str, Any], mine: dict[str, Any], peers: str) -> None:
         if mine["random"] != theirs["random"] and not self._met:
             self._store.set("unlike", "")
-        error = _difference(self._rank, mine, rank, theirs, is_in_step=self.is_in_step)
+        error = _difference(self._rank, mine, rank, theirs, _ROWS if peers else _BATCHES, is_in_step=self.is_in_step)
         if error is not None:
             raise error
 
-    def _digests(self, named: Named, *, waits: bool) -> list[Any]:
+    def _digests(self, named: Named, peers: str, *, waits: bool) -> list[Any]:
         """``[the call that they are of, {input: digest}]``.
 
         On an accelerator, but in the first call, they are of the call before: nothing is waited for.
@@ -255,7 +266,7 @@ class CallConsensus:
 
         if self._device.type == "cpu" or waits:
             return found()
-        before, self._late = self._late, found
+        before, self._late[peers] = self._late.get(peers), found
         return before() if before else ["", {}]
 
     @contextmanager
@@ -279,7 +290,7 @@ class CallConsensus:
             pause_s = min(2 * pause_s, max(0.1, _POLL_PER_RANK_S * self._world_size))
         self.look()
         if not self._met:
-            self.is_in_step = not self._store.check(["unlike"])
+            self.is_in_step = self.compares_draws and not self._store.check(["unlike"])
 
     def _complain(self, here: str, waited_s: float) -> None:
         """Name the ranks that have not come to this call; raise if they never will."""
@@ -317,7 +328,7 @@ class CallConsensus:
 
 
 def _difference(
-    me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any], *, is_in_step: bool
+    me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any], remedy: str, *, is_in_step: bool
 ) -> AutoparError | None:
     if mine["call"] != theirs["call"]:
         return RankError(
@@ -335,7 +346,7 @@ def _difference(
         unlike = [name for name in digests if digests[name] != theirs["inputs"][1].get(name)]
         return MeshError(
             f"ranks were given different batches in {call}: {', '.join(map(repr, unlike))} of rank {me} differs "
-            f"from that of rank {rank}. {_BATCHES}"
+            f"from that of rank {rank}. {remedy}"
         )
     if is_in_step and mine["random"] != theirs["random"]:
         return RankError(

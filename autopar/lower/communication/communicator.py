@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +116,11 @@ class Communicator:
     def broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Tensor:
         """The `x` of coordinate `source`; shape and dtype must be equal on all members."""
         return self.start_broadcast(x, axis, source).wait()
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The equally many integers of every rank, by rank; the host waits for all ranks, but not for a device."""
+        stack: Any = self.all_gather(torch.tensor([numbers]), Axis(self.world_size, 1), 0)
+        return stack.tolist()
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """`all_gather`, not waited for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class ProcessGroupCommunicator(Communicator):
             )
         super().__init__(self._ranks.index(dist.get_rank()), len(self._ranks), torch.device(device))
         self._groups: dict[Axis, _AxisGroup] = {}
+        self._host_group: dist.ProcessGroup | None = None  # for numbers, where the devices have another backend
         if self.world_size > 1:
             timeout = torch_groups.world_timeout()
             store = torch_groups.open_store(self._ranks)
@@ -90,6 +91,25 @@ class ProcessGroupCommunicator(Communicator):
     def process_group(self) -> dist.ProcessGroup:
         """The group of all ranks of the mesh."""
         return self._group(Axis(self.world_size, 1)).process_group
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See `Communicator.gather_numbers`."""
+        if self._is_gloo or self.world_size == 1:
+            return super().gather_numbers(numbers)
+        everybody = Axis(self.world_size, 1)
+        if self._host_group is None:
+            self._host_group = torch_groups.open_group(self._ranks, backend="gloo")
+        own = torch.tensor([numbers])
+        stack = own.new_empty((self.world_size, *own.shape))
+        in_group = sorted(self._ranks)
+        order = [in_group.index(rank) for rank in self._ranks]
+        group, look = self._host_group, None if self.calls is None else self.calls.look
+
+        def start() -> Handle:
+            return _Received(torch_groups.start_all_gather(stack, own, group), stack, own, order, look).to_handle()
+
+        gathered: Any = self._guard("all_gather", everybody, start).wait()
+        return gathered.flatten(0, 1).tolist()
 
     def traced(self) -> FunctionalCommunicator:
         """See `Communicator.traced`."""

@@ -85,8 +85,9 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work
     return _dist.irecv(x, source, group=group)
 
 
-def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.ProcessGroup:
-    """A process group of `ranks`, which alone take part; ascending, unless it `keeps_order`.
+def open_group(ranks: Sequence[int], *, keeps_order: bool = False, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of `ranks`, which alone take part; ascending, unless it `keeps_order`.  Its `backend` is that of
+    the default group, unless given.
 
     Raises:
         MeshError: it should keep an order that does not ascend, but this torch (before 2.13) sorts.
@@ -94,13 +95,13 @@ def open_group(ranks: Sequence[int], *, keeps_order: bool = False) -> dist.Proce
     ranks = list(ranks)
     timeout = world_timeout()
     if not keeps_order or ranks == sorted(ranks):
-        return _dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
+        return _dist.new_group(sorted(ranks), timeout, backend, use_local_synchronization=True)
     if "sort_ranks" not in inspect.signature(_dist.new_group).parameters:
         raise MeshError(
             f"the ranks {ranks} along an axis of the mesh descend, which needs torch 2.13: "
             "order the devices of the mesh so that ranks ascend along every axis"
         )
-    return _dist.new_group(ranks, timeout, use_local_synchronization=True, sort_ranks=False)
+    return _dist.new_group(ranks, timeout, backend, use_local_synchronization=True, sort_ranks=False)
 
 
 def open_store(ranks: tuple[int, ...]) -> Any:

@@ -28,6 +28,7 @@ from autopar.lower.parameters.skeleton import carry_attributes, check_conversion
 from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.program.program_text import LoweredProgram
+from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs
 from autopar.lower.run.eval_executors import EvalExecutors, EvalFactory
 from autopar.lower.run.execution import Executor, check_plan
@@ -40,7 +41,7 @@ from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.step.data_split import data_split
+from autopar.step.data_split import DataSplit, data_split
 
 __all__ = ["EvalFactory", "LoweredProgram", "ParallelModule", "lower"]
 
@@ -114,9 +115,13 @@ class ParallelModule(nn.Module):
             that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other stages.
             None, the default: whole in eval mode; in training they are gathered when they are first read, which every
             rank must do.
+        data_split: which rows of a batch each rank passes where inputs are local.
+        call_inputs: makes the inputs of calls whole, where ranks pass their own rows or DTensors.
     """
 
     whole_outputs: bool | None
+    data_split: DataSplit
+    call_inputs: CallInputs | None
 
     def __init__(
         self,
@@ -148,7 +153,7 @@ class ParallelModule(nn.Module):
         """Make what runs the plan on the parameters of `store`, which are this module's."""
         self._communicator = communicator
         self._predictions = predictions
-        self._data_split = data_split(executable.program, executable.plan)
+        self.data_split = data_split(executable.program, executable.plan)
         self._store = store
         self._bound = (communicator, eval_factories, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
@@ -159,6 +164,7 @@ class ParallelModule(nn.Module):
         object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
+        self.call_inputs = None
         self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -170,7 +176,7 @@ class ParallelModule(nn.Module):
             self, made, lambda _, p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad), Tensor.clone
         )
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
-        made.whole_outputs = self.whole_outputs
+        made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
         carry_attributes(self, made, memo)
         return made
 
@@ -190,14 +196,14 @@ class ParallelModule(nn.Module):
     @property
     def data_parallel_size(self) -> int:
         """Into how many parts the rows of a batch are split: ``num_replicas`` of a ``DistributedSampler``."""
-        return self._data_split.size
+        return self.data_split.size
 
     @property
     def data_rank(self) -> int:
         """Which of these parts is this rank's, 0 <= data_rank < data_parallel_size: ``rank`` of a
         ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.data_split`).
         """
-        return self._data_split.rank_of(self._communicator.rank)
+        return self.data_split.rank_of(self._communicator.rank)
 
     @property
     def program(self) -> LoweredProgram:
@@ -241,6 +247,8 @@ class ParallelModule(nn.Module):
         kind = "training step {}" if self.training else "evaluation {}"
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
+        if self.call_inputs is not None:
+            args, kwargs = self.call_inputs.whole(kind, args, kwargs)
         executor, tensors = self._enter(kind, lambda: self._prepare(args, kwargs))
         calls = self._communicator.calls
         if calls is None:

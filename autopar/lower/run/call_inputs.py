@@ -1,0 +1,194 @@
+"""The inputs of a call as every rank passes them -> the whole batch on every rank.
+
+By default ranks pass the whole batch already, or DTensors.  With local inputs each data rank passes its own rows, and
+the batch is those of data rank 0, then those of data rank 1, and so on; ranks may pass different numbers of rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputShapeError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.digests import digest_of
+from autopar.lower.communication.reshard_ops import reshard_tensor
+from autopar.lower.compat import leaves_of
+from autopar.placement import REPLICATE, reshard
+from autopar.step.data_split import DataSplit
+
+__all__ = ["Call", "CallInputs", "CallTensors", "OpenCall"]
+
+_LOGGER = logging.getLogger("autopar")
+_TEXT_BYTES = 400
+
+
+class CallTensors(Protocol):
+    """A call taken apart: see `autopar.trace.call_tensors`."""
+
+    @property
+    def named(self) -> Mapping[str, Tensor]:
+        """Its tensors by name, in order."""
+        ...
+
+    def call_with(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Args and kwargs with these tensors instead."""
+        ...
+
+
+OpenCall = Callable[[Sequence[Any], Mapping[str, Any]], CallTensors]
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A call of this rank: its tensors, those of them that hold rows of this rank, and how many."""
+
+    call: CallTensors
+    local: frozenset[str]
+    rows: int
+
+    def form(self) -> str:
+        """What all ranks must have alike."""
+        return ", ".join(self._form_of(name, x) for name, x in self.call.named.items())
+
+    def _form_of(self, name: str, x: Tensor) -> str:
+        sizes = ["rows", *x.shape[1:]] if name in self.local else x.shape
+        return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
+
+
+class CallInputs:
+    """Makes the inputs of calls whole on one rank."""
+
+    def __init__(
+        self,
+        open_call: OpenCall,
+        communicator: Communicator,
+        split: DataSplit,
+        example: Call | None = None,
+        rows: int = 0,
+    ) -> None:
+        """`example` is a call with a whole batch of that many `rows`, where inputs are local; None: they are not."""
+        self._open_call = open_call
+        self._communicator = communicator
+        self._split = split
+        self._is_local = example is not None
+        self._has_rows: dict[str, bool] = {}
+        if example is not None:
+            self._has_rows = {name: x.shape[:1] == (rows,) for name, x in open_call(*example).named.items()}
+        self._has_compared = False
+        if self._is_local and communicator.calls is not None:
+            communicator.calls.compares_draws = False  # whoever augments other rows draws other numbers
+
+    def whole(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The call with the whole batch, which all ranks make.
+
+        Args:
+            kind: what the call is, with a place for its number.
+            args: of this rank.
+            kwargs: likewise.
+
+        Raises:
+            InputShapeError: the inputs of this rank don't fit together, or those of another rank have other forms.
+            MeshError: ranks of one data rank passed different rows; on an accelerator of the call before.
+        """
+        if not self._is_local and not any(isinstance(x, DTensor) for x in leaves_of((args, kwargs))):
+            return args, kwargs
+        calls = self._communicator.calls
+        if calls is None:
+            return self._join(self._open(args, kwargs))
+
+        def prepare() -> tuple[_Opened, list[tuple[str, Tensor]]]:
+            opened = self._open(args, kwargs)
+            return opened, [(name, x) for name, x in opened.call.named.items() if name in opened.local]
+
+        opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
+        with calls.failing():
+            return self._join(opened)
+
+    def _open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Opened:
+        call = self._open_call(args, kwargs)
+        plain = {name: x for name, x in call.named.items() if self._is_local and not isinstance(x, DTensor) and x.dim()}
+        rows = next((len(x) for name, x in plain.items() if self._has_rows.get(name)), -1)
+        local = {name: x for name, x in plain.items() if self._has_rows.get(name, len(x) == rows)}
+        for name, x in local.items():
+            if len(x) != rows:
+                first = next(iter(local))
+                raise InputShapeError(
+                    f"with inputs='local' every rank passes its own rows of {list(local)}, whose first dim in the "
+                    f"example is the batch's, but {name!r} has {len(x)} rows and {first!r} has {rows}. Pass equally "
+                    "many rows of all of them; where the size of another dim only happens to be the batch size, make "
+                    "the example with another batch size"
+                )
+        return _Opened(call, frozenset(local), rows)
+
+    def _join(self, opened: _Opened) -> Call:
+        counts = self._compare(opened) if opened.local else []
+        device = self._communicator.device
+        return opened.call.call_with([
+            x.full_tensor() if isinstance(x, DTensor)
+            else self._gather(x.to(device), counts) if name in opened.local
+            else x
+            for name, x in opened.call.named.items()
+        ])  # fmt: skip
+
+    def _compare(self, opened: _Opened) -> list[int]:
+        """How many rows each data rank passes."""
+        talk, split, form = self._communicator, self._split, opened.form()
+        known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened)))
+        if any(crc != known[0][0] for crc, _, _ in known):
+            self._raise_unlike(form)
+        counts: dict[int, tuple[int, int]] = {}
+        for rank, (_, rows, _) in enumerate(known):
+            first, expected = counts.setdefault(split.rank_of(rank), (rank, rows))
+            if rows != expected:
+                raise InputShapeError(
+                    f"ranks {first} and {rank} have the same data_rank ({split.rank_of(rank)}), but pass {expected} "
+                    f"and {rows} rows of {sorted(opened.local)}: give both the same rows"
+                )
+        if not self._has_compared:
+            self._has_compared = True
+            if split.size > 1 and len({content for _, _, content in known}) == 1:
+                _LOGGER.warning(
+                    "with inputs='local' all %d data ranks passed the same %d rows, which count %d times: pass each "
+                    "its own, by model.data_rank", split.size, opened.rows, split.size,
+                )  # fmt: skip
+        return [rows for _, (_, rows) in sorted(counts.items())]
+
+    def _content(self, opened: _Opened) -> int:
+        """Something that tells different rows apart, in the first call only: reading it waits for the device."""
+        if self._has_compared:
+            return 0
+        return zlib.crc32(repr([int(digest_of(opened.call.named[name])) for name in sorted(opened.local)]).encode())
+
+    def _raise_unlike(self, form: str) -> None:
+        sent = form.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        forms = [
+            bytes(each).decode(errors="replace").strip() for each in self._communicator.gather_numbers(tuple(sent))
+        ]
+        rank = next((rank for rank, other in enumerate(forms) if other != forms[0]), 0)
+        raise InputShapeError(
+            f"ranks passed inputs of different forms: rank 0 {forms[0]}; rank {rank} {forms[rank]}. All but the "
+            "number of rows must be alike: pad what has other lengths to one that all ranks share"
+        )
+
+    def _gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """``[rows, ...]`` of each data rank -> those of all; differentiable."""
+        split = self._split
+        if split.size == 1:
+            return x
+        most = max(counts)
+        if len(x) < most:
+            x = torch.cat([x, x.new_zeros((most - len(x), *x.shape[1:]))])
+        steps = reshard(split.layout, (REPLICATE,) * len(split.mesh), split.mesh)
+        whole = reshard_tensor(x, steps, self._communicator)
+        if min(counts) == most:
+            return whole
+        return torch.cat([whole[i * most : i * most + count] for i, count in enumerate(counts)])

@@ -1,0 +1,32 @@
+"""How a parallel module takes the inputs of its calls: whole, as DTensors, or each rank its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.run.call_inputs import Call, CallInputs
+from autopar.program import Program
+from autopar.step.data_split import DataSplit
+from autopar.trace import as_batch, call_opener, default_example_inputs
+
+__all__ = ["call_inputs"]
+
+
+def call_inputs(
+    model: nn.Module,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None,
+    program: Program,
+    split: DataSplit,
+    communicator: Communicator,
+    *,
+    is_local: bool,
+) -> CallInputs:
+    """What makes the inputs of calls of `model`, whose `program` was traced with `example_inputs`, whole."""
+    given = as_batch(example_inputs)
+    example = default_example_inputs(model) if given is None else given
+    call: Call = ((), example) if isinstance(example, Mapping) else (example, {})
+    return CallInputs(call_opener(model), communicator, split, call if is_local else None, program.batch_size)

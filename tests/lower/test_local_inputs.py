@@ -1,0 +1,193 @@
+"""Ranks that pass their own rows of the batch train as one device does on all of them.  Here ranks are threads."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.errors import InputShapeError
+from autopar.lower import ParallelModule
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.compat import make_mesh
+from autopar.plan import Plan
+from autopar.planning.caller_inputs import call_inputs
+from autopar.program import Program
+from autopar.step.data_split import data_split
+from autopar.trace import Traced, trace
+from tests.lower.runs import build, loss_of, train_single
+from tests.models import make
+from tests.random_plans import random_plan
+
+Inputs = Mapping[str, Any]
+
+
+@cache
+def traced_model(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
+    model, inputs = make(name)
+    return model, inputs, trace(model, (), inputs)
+
+
+def data_plan(program: Program, num_microbatches: int = 1) -> Plan:
+    """A random plan that splits the rows in two, and something else, too."""
+    plans = (random_plan(program, 4, seed, num_microbatches) for seed in range(100))
+    return next(plan for plan in plans if data_split(program, plan).size == 2)
+
+
+def local(
+    model: nn.Module, inputs: Inputs, traced: Traced, plan: Plan, communicator: Communicator, *, is_local: bool = True
+) -> ParallelModule:
+    made = build(model, traced, plan, communicator)
+    made.call_inputs = call_inputs(model, inputs, traced.program, made.data_split, communicator, is_local=is_local)
+    return made
+
+
+def own_rows(made: ParallelModule, x: Any) -> Any:
+    return x.tensor_split(made.data_parallel_size)[made.data_rank]
+
+
+def on_ranks(
+    name: str, act: Callable[[ParallelModule, dict[str, Any]], Any], num_microbatches: int = 1, *, is_local: bool = True
+) -> list[Any]:
+    model, inputs, traced = traced_model(name)
+    plan = data_plan(traced.program, num_microbatches)
+
+    def rank(communicator: Communicator) -> Any:
+        return act(local(model, inputs, traced, plan, communicator, is_local=is_local), dict(inputs))
+
+    return simulate(4, rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_microbatches"), [("plain_gpt", 1), ("plain_gpt", 2), ("bert", 1), ("bert", 2), ("unet", 1)]
+)
+def test_local_rows_give_the_loss_and_gradients_of_one_device(name: str, num_microbatches: int) -> None:
+    model, inputs, _ = traced_model(name)
+    expected = train_single(model, inputs, steps=1)
+
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+        assert made.data_parallel_size == 2
+        loss = loss_of(made(**{name: own_rows(made, x) for name, x in inputs.items()}))
+        loss.backward()
+        return loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters() if p.grad is not None}
+
+    for loss, gradients in on_ranks(name, act, num_microbatches):
+        assert loss == pytest.approx(expected.losses[0], rel=1e-12)
+        assert gradients.keys() == expected.gradients.keys()
+        largest = max(g.abs().max() for g in expected.gradients.values())
+        for parameter, gradient in expected.gradients.items():
+            torch.testing.assert_close(gradients[parameter], gradient, rtol=0, atol=1e-9 * largest.item())
+
+
+def test_data_ranks_may_pass_different_numbers_of_rows() -> None:
+    model, inputs, _ = traced_model("plain_gpt")
+    expected = train_single(model, inputs, steps=1).losses[0]
+
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> float:
+        parts = {name: x.split([5, 3])[made.data_rank] for name, x in inputs.items()}
+        return loss_of(made(**parts)).item()
+
+    assert on_ranks("plain_gpt", act) == pytest.approx([expected] * 4, rel=1e-12)
+    assert on_ranks("plain_gpt", lambda made, inputs: act(made, inputs), 2) == pytest.approx([expected] * 4, rel=1e-12)
+
+
+def test_inputs_that_hold_no_rows_are_passed_whole() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor, scale: Tensor, *, weights: Tensor) -> Tensor:
+            return (self.linear(x) * scale * weights[:, None]).square().mean()
+
+    torch.manual_seed(0)
+    model = Scaled()
+    inputs = {"x": torch.randn(8, 4).double(), "scale": torch.randn(4).double(), "weights": torch.randn(8).double()}
+    traced = trace(model, (), inputs)
+    plan = data_plan(traced.program)
+
+    def rank(communicator: Communicator) -> float:
+        made = local(model, inputs, traced, plan, communicator)
+        # by position and by name, as the caller likes
+        return made(own_rows(made, inputs["x"]), inputs["scale"], weights=own_rows(made, inputs["weights"])).item()
+
+    assert simulate(4, rank) == pytest.approx([model(**inputs).item()] * 4, rel=1e-12)
+
+
+def test_an_input_gets_the_gradient_of_its_rows() -> None:
+    model, inputs, _ = traced_model("unet")
+    name = next(n for n, x in inputs.items() if x.is_floating_point())
+    whole = {n: x.clone().requires_grad_(n == name) for n, x in inputs.items()}
+    loss_of(model(**whole)).backward()
+
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> tuple[int, Tensor]:
+        own = {n: own_rows(made, x).clone().requires_grad_(n == name) for n, x in inputs.items()}
+        loss_of(made(**own)).backward()
+        return made.data_rank, own[name].grad
+
+    for rank, gradient in on_ranks("unet", act):
+        torch.testing.assert_close(gradient, whole[name].grad.tensor_split(2)[rank])
+
+
+def failing(act: Callable[[ParallelModule, dict[str, Any]], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        on_ranks("plain_gpt", act)
+    return str(caught.value)
+
+
+def test_inputs_of_unlike_forms_are_refused_on_every_rank() -> None:
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> None:
+        length = 16 if made.data_rank == 0 else 12
+        made(**{name: own_rows(made, x)[:, :length] for name, x in inputs.items()})
+
+    text = failing(act, InputShapeError)
+    assert "rank 0 ids int64 [rows, 16], targets int64 [rows, 16]; rank " in text
+    assert "ids int64 [rows, 12]" in text
+
+
+def test_inputs_with_different_numbers_of_rows_are_refused() -> None:
+    text = failing(lambda made, inputs: made(inputs["ids"][:4], inputs["targets"]), InputShapeError)
+    assert "'targets' has 8 rows and 'ids' has 4" in text
+
+
+def test_ranks_of_one_data_rank_that_pass_different_numbers_of_rows_are_named() -> None:
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> None:
+        rows = 3 if made._communicator.rank == 3 else 4
+        made(**{name: x[:rows] for name, x in inputs.items()})
+
+    text = failing(act, InputShapeError)
+    assert "and 3 have the same data_rank (" in text
+    assert "pass 4 and 3 rows of ['ids', 'targets']" in text
+
+
+def test_the_same_rows_everywhere_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> None:
+        for _ in range(2):
+            made(**{name: x[:4] for name, x in inputs.items()})
+
+    with caplog.at_level(logging.WARNING, "autopar"):
+        on_ranks("plain_gpt", act)
+        assert caplog.text.count("all 2 data ranks passed the same 4 rows") == 4  # once on each rank
+        caplog.clear()
+        on_ranks("plain_gpt", lambda made, inputs: made(**{name: own_rows(made, x) for name, x in inputs.items()}))
+    assert "passed the same" not in caplog.text
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_dtensors_are_taken_as_they_lie(monkeypatch: pytest.MonkeyPatch, is_local: bool) -> None:
+    model, inputs, _ = traced_model("plain_gpt")
+    monkeypatch.setattr(DTensor, "full_tensor", lambda x: inputs["ids"] if x.dim() == 2 else None)
+
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> float:
+        mesh = make_mesh((4,), range(4), "cpu", rank=made._communicator.rank)
+        ids = DTensor.from_local(inputs["ids"][:2], mesh, [Shard(0)], run_check=False)
+        targets = own_rows(made, inputs["targets"]) if is_local else inputs["targets"]
+        return loss_of(made(ids, targets)).item()
+
+    expected = train_single(model, inputs, steps=1).losses[0]
+    assert on_ranks("plain_gpt", act, is_local=is_local) == pytest.approx([expected] * 4, rel=1e-12)
