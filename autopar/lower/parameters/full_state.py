@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections import OrderedDict
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import ModelError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_tensor
@@ -15,7 +18,37 @@ from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, reshard
 
-__all__ = ["fit_to_store", "whole_tensor"]
+__all__ = ["SAVE_INSTEAD", "StateDict", "fit_to_store", "whole_tensor"]
+
+SAVE_INSTEAD = (
+    "call state = model.full_state_dict() on every rank, and torch.save(state, path) or safetensors' "
+    "save_file(state, path) on one; load_state_dict takes it, of the original model and of a parallelized one"
+)
+
+
+class StateDict(OrderedDict[str, Any]):
+    """What ``state_dict()`` of a parallel module gives: DTensors, which ``torch.save`` would write without saying that
+    the file holds this rank's slices only.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._metadata: Any = getattr(given[0], "_metadata", None) if given else OrderedDict[str, Any]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = type(self)(self)
+        made.update({name: copy.deepcopy(value, memo) for name, value in self.items()})
+        return made
+
+    def __copy__(self) -> Self:
+        return type(self)(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise ModelError: use `ParallelModule.full_state_dict`, or torch.distributed.checkpoint."""
+        raise ModelError(
+            f"state_dict() of a parallelized model has this rank's slices, so a file of it is no checkpoint: "
+            f"{SAVE_INSTEAD}. torch.distributed.checkpoint saves state_dict() itself, from all ranks"
+        )
 
 
 def whole_tensor(

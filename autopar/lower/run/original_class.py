@@ -6,7 +6,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from typing import Any, NoReturn
 
 from torch import nn
@@ -51,17 +51,17 @@ def make_instance(runtime: type[nn.Module], module: nn.Module) -> Any:
 def _own_members(runtime: type[nn.Module]) -> dict[str, Any]:
     """What `runtime` has that no other module has."""
     known = set(dir(nn.Module)) - set(_OWN_SPECIAL)
-    return {
-        name: member
-        for name, member in vars(runtime).items()
-        if name not in known and (name in _OWN_SPECIAL or not name.startswith("__"))
-    }
+    kinds = runtime.__mro__[: runtime.__mro__.index(nn.Module)]
+    members = {name: member for kind in reversed(kinds) for name, member in vars(kind).items() if name not in known}
+    return {name: member for name, member in members.items() if name in _OWN_SPECIAL or not name.startswith("__")}
 
 
 @cache
 def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: inspect.Signature) -> type[nn.Module]:
     members = _own_members(runtime)
     members |= {name: _refusal(name, what) for name, what in _INSTEAD.items() if hasattr(original, name)}
+    if hasattr(original, "save_pretrained"):
+        members["save_pretrained"] = partialmethod(_save_pretrained, original)
     members |= {
         "forward": _forward(runtime, signature),
         "__call__": nn.Module.__call__,
@@ -92,6 +92,12 @@ def _forward(runtime: Any, signature: inspect.Signature) -> Callable[..., Any]:
 def _make_original(original: type[nn.Module], _: object, *args: Any, **kwargs: Any) -> nn.Module:
     """What ``type(model)(config)`` is."""
     return original(*args, **kwargs)
+
+
+def _save_pretrained(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original's method with whole weights: the first rank writes, and all ranks return when it has."""
+    with self._saving_whole() as is_writer:
+        return original.save_pretrained(self, *args, **kwargs) if is_writer else None
 
 
 def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import ModelError, PlanMismatchError
+from autopar.errors import PlanMismatchError
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import after_backward, leaves_of, make_dtensor, on_gradient
+from autopar.lower.compat import after_backward, leaves_of, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.observe.reporting import report_steps
 from autopar.lower.observe.step_report import StepReport
-from autopar.lower.parameters.full_state import fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.materialize import Draws
-from autopar.lower.parameters.skeleton import carry_attributes, check_conversion, copy_skeleton, state_names
+from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.program.program_text import LoweredProgram
@@ -34,21 +33,16 @@ from autopar.lower.run.eval_executors import EvalExecutors, EvalFactory
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
+from autopar.lower.run.module_state import ModuleState
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
-from autopar.placement import REPLICATE
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.data_split import DataSplit, data_split
 
 __all__ = ["EvalFactory", "LoweredProgram", "ParallelModule", "lower"]
-
-
-_NOTHING = "nothing_to_train"
-
-T = TypeVar("T")
 
 
 def lower(  # noqa: PLR0913  (the contract between the stages)
@@ -103,7 +97,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     return made
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(ModuleState):
     """Runs a model on all devices: call it, train it and save it as the original.
 
     What `lower` returns is an instance of the original's class, too, with its attributes and methods.  Every rank
@@ -158,10 +152,7 @@ class ParallelModule(nn.Module):
         self._bound = (communicator, eval_factories, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = EvalExecutors(self._executor, eval_factories, compile_layers)
-        # Not registered: no name of the original's state.
-        nothing = torch.empty(0, device=communicator.device)
-        whole = (REPLICATE,) * len(self._store.mesh)
-        object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
+        self._make_nothing()
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
         self.call_inputs = None
@@ -179,14 +170,6 @@ class ParallelModule(nn.Module):
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
         carry_attributes(self, made, memo)
         return made
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise ModelError: process groups and this rank's slices are no use elsewhere."""
-        raise ModelError(
-            f"a parallelized {type(self).__name__} can't be pickled or sent to another process. Save its state: call "
-            "state = model.full_state_dict() on every rank, and torch.save(state, path) on one; load that into the "
-            "original model, or into a parallelized one"
-        )
 
     @property
     def plan(self) -> Plan:
@@ -258,11 +241,6 @@ class ParallelModule(nn.Module):
         calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, OutputTensor)])
         return outputs
 
-    def _enter(self, kind: str, prepare: Callable[[], tuple[T, Iterable[tuple[str, Tensor]]]]) -> T:
-        """Begin something that all ranks do, and make sure of that; see `CallConsensus.enter`."""
-        calls = self._communicator.calls
-        return prepare()[0] if calls is None else calls.enter(kind, prepare)
-
     def _prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Executor, Sequence[Tensor]], Iterable[tuple[str, Tensor]]]:
@@ -293,18 +271,6 @@ class ParallelModule(nn.Module):
         calls = self._communicator.calls
         with nullcontext() if calls is None else calls.failing():
             return gather()
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module, for the stages of this rank.
-
-        If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
-        scalers want one with a gradient, and the loop of this rank is to run as that of the others.
-        """
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-        if self._executor.stages.is_pipeline and not self._trains():
-            yield f"{prefix}.{_NOTHING}".removeprefix("."), getattr(self, _NOTHING)
 
     def recording(self) -> AbstractContextManager[list[Collective]]:
         """A context that lists every collective that this rank runs inside it.
@@ -347,47 +313,13 @@ class ParallelModule(nn.Module):
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
         """
         self._enter("clip_grad_norm_ {}", lambda: (None, ()))
-        gradients = [(name, p.grad) for name, p in super().named_parameters() if p.grad is not None]
+        gradients = [(name, p.grad) for name, p in nn.Module.named_parameters(self) if p.grad is not None]
         return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it."""
-        self._enter("full_state_dict {}", lambda: (None, ()))
-        own = self.state_dict(keep_vars=True)
-        found: dict[str, Tensor] = {}
-        for name in state_names(self, self._store.stored):
-            first = self._store.first_name.get(name, name)
-            found[name] = found[first] if first in found else self._whole(name, own.get(name))
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors.
-
-        Entries of parameters that other stages hold are passed over.
-        """
-        group, stored = self._executor.stages.group, self._store.stored
-        mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
-        fitted = {name: fit_to_store(self._store, self._communicator, name, value) for name, value in mine.items()}
-        return super().load_state_dict(fitted, strict=strict, assign=assign)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        check_conversion(self, fn)
-        untyped: Any = super()
-        return untyped._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-
-    def _trains(self) -> bool:
-        return any(parameter.requires_grad for _, parameter in super().named_parameters())
-
-    def _give_nothing_a_gradient(self, values: dict[str, Tensor]) -> None:
-        """One without elements, from whatever the backward starts at."""
-        for name, value in values.items():
-            if value.requires_grad:
-                values[name] = value + getattr(self, _NOTHING).to_local().sum().to(value.dtype)
 
     def _mark_gradients_later(self, _: Tensor) -> None:
         after_backward(self._mark_gradients)
@@ -406,6 +338,3 @@ class ParallelModule(nn.Module):
             own = values.get(new)
             whole = executor.share_across_groups(new, None if own is None else executor.make_whole(new, own.detach()))
             self.get_buffer(program.parameters[buffer]).copy_(whole)
-
-    def _whole(self, name: str, value: Tensor | None) -> Tensor:
-        return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)

@@ -1,0 +1,135 @@
+"""What a parallel module does with its state: DTensors for torch, whole tensors for files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import ModelError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.compat import make_dtensor
+from autopar.lower.parameters.full_state import SAVE_INSTEAD, StateDict, fit_to_store, whole_tensor
+from autopar.lower.parameters.skeleton import check_conversion, state_names
+from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.run.execution import Executor
+from autopar.placement import REPLICATE, Axis
+
+__all__ = ["ModuleState"]
+
+_NOTHING = "nothing_to_train"
+
+T = TypeVar("T")
+
+
+class ModuleState(nn.Module):
+    """The base of `ParallelModule` that has to do with its parameters and buffers."""
+
+    _communicator: Communicator
+    _store: ParameterStore
+    _executor: Executor
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, for the stages of this rank.
+
+        If there is nothing to train in them, there is one parameter more, without elements: optimizers and gradient
+        scalers want one with a gradient, and the loop of this rank is to run as that of the others.
+        """
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        if self._executor.stages.is_pipeline and not self._trains():
+            yield f"{prefix}.{_NOTHING}".removeprefix("."), getattr(self, _NOTHING)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module: DTensors, for torch.distributed.checkpoint; `full_state_dict` is for files."""
+        if not args and kwargs.get("destination") is None:
+            kwargs["destination"] = StateDict()
+        untyped: Any = super()
+        return untyped.state_dict(*args, **kwargs)
+
+    def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it.
+
+        Args:
+            rank: only this rank gets it, on the CPU, and others an empty dict: for models larger than a device.
+        """
+        self._enter("full_state_dict {}", lambda: (None, ()))
+        own = super().state_dict(keep_vars=True)
+        found: dict[str, Tensor | None] = {}
+        for name in state_names(self, self._store.stored):
+            first = self._store.first_name.get(name, name)
+            if first not in found:
+                whole = self._whole(name, own.get(name))
+                found[first] = whole if rank is None else whole.cpu() if rank == self._communicator.rank else None
+            found[name] = found[first]
+        return {name: whole for name, whole in found.items() if whole is not None}
+
+    @contextmanager
+    def _saving_whole(self) -> Generator[bool]:
+        """Inside, the first rank's `state_dict` is the whole one; gives whether this is that rank, which is to write.
+
+        Every rank comes out when the first one has.
+        """
+        whole, calls, is_writer = self.full_state_dict(rank=0), self._communicator.calls, self._communicator.rank == 0
+        with nullcontext() if calls is None else calls.failing():
+            if is_writer:
+                vars(self)["state_dict"] = partial(_same, whole)
+            try:
+                yield is_writer
+            finally:
+                vars(self).pop("state_dict", None)
+            done = torch.zeros(1, device=self._communicator.device)
+            self._communicator.all_reduce(done, Axis(self._communicator.world_size, 1))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; entries may be DTensors laid out as the parameters, or whole plain tensors.
+
+        Entries of parameters that other stages hold are passed over.
+        """
+        group, stored = self._executor.stages.group, self._store.stored
+        mine = {name: x for name, x in state_dict.items() if name not in stored or group in stored[name].groups}
+        fitted = {name: fit_to_store(self._store, self._communicator, name, value) for name, value in mine.items()}
+        return super().load_state_dict(fitted, strict=strict, assign=assign)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        check_conversion(self, fn)
+        untyped: Any = super()
+        return untyped._apply(fn, recurse)
+
+    def _enter(self, kind: str, prepare: Callable[[], tuple[T, Iterable[tuple[str, Tensor]]]]) -> T:
+        """Begin something that all ranks do, and make sure of that; see `CallConsensus.enter`."""
+        calls = self._communicator.calls
+        return prepare()[0] if calls is None else calls.enter(kind, prepare)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise ModelError: process groups and this rank's slices are no use elsewhere."""
+        raise ModelError(
+            f"a parallelized {type(self).__name__} can't be pickled or sent to another process. To save its state, "
+            f"{SAVE_INSTEAD}"
+        )
+
+    def _make_nothing(self) -> None:
+        """Not registered: no name of the original's state."""
+        nothing, whole = torch.empty(0, device=self._communicator.device), (REPLICATE,) * len(self._store.mesh)
+        object.__setattr__(self, _NOTHING, nn.Parameter(make_dtensor(nothing, self._store.device_mesh, whole, (0,))))
+
+    def _trains(self) -> bool:
+        return any(parameter.requires_grad for _, parameter in super().named_parameters())
+
+    def _give_nothing_a_gradient(self, values: dict[str, Tensor]) -> None:
+        """One without elements, from whatever the backward starts at."""
+        for name, value in values.items():
+            if value.requires_grad:
+                values[name] = value + getattr(self, _NOTHING).to_local().sum().to(value.dtype)
+
+    def _whole(self, name: str, value: Tensor | None) -> Tensor:
+        return whole_tensor(self._store, self._executor.stages, self._communicator, name, value)
+
+
+def _same(state: Mapping[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
+    return dict(state)

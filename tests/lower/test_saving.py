@@ -1,0 +1,107 @@
+"""Files of a parallel module's state: whole under every plan, or an error that says which call gives that."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ModelError
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.plan import Plan
+from autopar.trace import Traced, trace
+from tests.lower.runs import build
+from tests.models import make
+from tests.random_plans import random_plan, with_stages
+
+
+@cache
+def traced_model(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
+    model, inputs = make(name)
+    return model, inputs, trace(model, (), inputs)
+
+
+def plans(traced: Traced) -> list[Plan]:
+    """Without and with stages."""
+    staged = with_stages(random_plan(traced.program, 1, 3, 2), 2, "1f1b", 2, random.Random(0))
+    return [random_plan(traced.program, 2, 1), staged]
+
+
+def on_ranks(name: str, plan: Plan, action: Any) -> list[Any]:
+    model, _, traced = traced_model(name)
+    return simulate(plan.world_size, lambda c: action(build(model, traced, plan, c)))
+
+
+def test_a_file_of_slices_is_refused() -> None:
+    def save(parallel: Any) -> None:
+        state = parallel.state_dict()
+        assert any(isinstance(value, DTensor) for value in state.values())
+        for saved in (state, {"model": state}, copy.copy(state), copy.deepcopy(state)):
+            with pytest.raises(ModelError, match=r"this rank's slices.*full_state_dict\(\) on every rank"):
+                torch.save(saved, io.BytesIO())
+
+    on_ranks("gpt2", plans(traced_model("gpt2")[2])[0], save)
+
+
+def test_a_state_is_kept_and_loaded_again() -> None:
+    def keep(parallel: Any) -> None:
+        best = copy.deepcopy(parallel.state_dict())
+        before = parallel.full_state_dict()
+        with torch.no_grad():
+            for parameter in parallel.parameters():
+                parameter.add_(1)
+        parallel.load_state_dict(best)
+        for name, value in parallel.full_state_dict().items():
+            torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+    for plan in plans(traced_model("gpt2")[2]):
+        on_ranks("gpt2", plan, keep)
+
+
+def test_a_whole_file_on_one_rank(tmp_path: Path) -> None:
+    model, _, traced = traced_model("gpt2")
+
+    def save(parallel: Any) -> None:
+        state = parallel.full_state_dict(rank=1)
+        assert bool(state) == (parallel._communicator.rank == 1)
+        if state:
+            assert state["lm_head.weight"] is state["transformer.wte.weight"]
+            torch.save(state, tmp_path / "model.pt")
+
+    for plan in plans(traced):
+        on_ranks("gpt2", plan, save)
+        loaded = copy.deepcopy(model)
+        for parameter in loaded.parameters():
+            nn.init.zeros_(parameter)
+        loaded.load_state_dict(torch.load(tmp_path / "model.pt"))
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_save_pretrained_writes_whole_weights_once(name: str, tmp_path: Path) -> None:
+    model, inputs, traced = traced_model(name)
+    kind: Any = type(model)
+    expected = model.eval()(**inputs)
+    model.train()
+
+    def save(parallel: Any, folder: Path) -> None:
+        parallel.save_pretrained(folder)
+        assert (folder / "model.safetensors").exists()
+        assert isinstance(next(iter(parallel.state_dict().values())), DTensor)
+
+    for number, plan in enumerate(plans(traced)):
+        folder = tmp_path / str(number)
+        on_ranks(name, plan, lambda parallel, folder=folder: save(parallel, folder))
+        loaded = kind.from_pretrained(folder, dtype=torch.float64)
+        assert type(loaded) is kind
+        assert loaded.config.architectures == [kind.__name__]
+        torch.testing.assert_close(loaded(**inputs).logits, expected.logits, rtol=1e-9, atol=1e-9)
