@@ -26,6 +26,7 @@ from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore, make_store
+from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs
@@ -149,6 +150,7 @@ class ParallelModule(ModuleState):
         self._predictions = predictions
         self.data_split = data_split(executable.program, executable.plan)
         self._store = store
+        self._optimizer_service = OptimizerService(store, communicator)
         self._bound = (communicator, eval_factories, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = EvalExecutors(self._executor, eval_factories, compile_layers)

@@ -1,0 +1,217 @@
+"""Optimizers that don't work element by element (Adafactor, Muon, SOAP, Shampoo, LAMB) get whole parameters to work on.
+
+Their steps on a slice of a parameter would be others than on all of it.  Which do is found by running an optimizer's
+step on a small parameter and on slices of it.  Before a step of such an optimizer, parameters that are cut take part
+as whole plain tensors, with whole gradients and states, equal on all ranks; after it each rank keeps its part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autopar.errors import OptimizerError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.reshard_ops import apply_forward
+from autopar.lower.compat import local_part_of, make_dtensor
+from autopar.lower.kernels.random import generators_kept
+from autopar.lower.parameters.store import ParameterStore, local_part
+from autopar.placement import REPLICATE, Layout, reshard
+
+__all__ = ["OptimizerService", "works_on_slices"]
+
+_BY_ELEMENT = frozenset({
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+})  # fmt: skip
+"""Those of torch that need no trial."""
+_TRIAL_SIZE = 256  # of a dim at most: optimizers treat dims below 128 in other ways than large ones
+_TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """How ranks share a parameter."""
+
+    layout: Layout
+    mesh: tuple[int, ...]
+    communicator: Communicator
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are cut."""
+        return tuple(sorted({placement.dim for placement in self.layout if placement.is_shard}))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A whole copy of a tensor that is laid out as the parameter; every rank calls it."""
+        if not isinstance(x, DTensor):
+            return x.detach().clone()
+        steps = reshard(self.layout, (REPLICATE,) * len(self.layout), self.mesh)
+        return apply_forward(local_part_of(x), steps, self.communicator)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        return local_part(whole.detach(), self.layout, self.mesh, self.communicator)
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """A parameter that takes part in a step as `whole`: its place in a list of the optimizer's."""
+
+    params: list[Any]
+    place: int
+    parameter: nn.Parameter
+    whole: nn.Parameter
+    slices: _Slices
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerService:
+    """The parameters of a module, for the steps of optimizers, as long as this object lives.
+
+    By their places in the module: ``module.to(...)`` puts other tensors there, and refuses those with weak references.
+    """
+
+    store: ParameterStore
+    communicator: Communicator
+
+    def __post_init__(self) -> None:
+        """Take part in the steps of all optimizers from now on."""
+        _SERVICES.append(ref(self, _SERVICES.remove))
+        _watch_steps()
+
+    def cut_parameters(self) -> Iterator[tuple[int, _Slices]]:
+        """The ids of parameters that ranks share, and how."""
+        for name, stored in self.store.stored.items():
+            table, key = self.store.slot(name)
+            if table[key] is not None and any(placement.is_shard for placement in stored.layout):
+                yield id(table[key]), _Slices(stored.layout, self.store.mesh, self.communicator)
+
+
+_SERVICES: list[ref[OptimizerService]] = []  # of modules that are alive
+_SWAPS: WeakKeyDictionary[Optimizer, list[_Swap]] = WeakKeyDictionary()  # of steps under way
+_TRIALS: WeakKeyDictionary[Optimizer, dict[object, bool]] = WeakKeyDictionary()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_make_whole)
+    register_optimizer_step_post_hook(_keep_parts)
+
+
+def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
+        return
+    _keep_parts(optimizer, args, kwargs)  # of a step that failed
+    swaps: list[_Swap] = []
+    services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
+    cut = dict(pair for service in services for pair in service.cut_parameters())
+    for group in optimizer.param_groups:
+        for place, parameter in enumerate(group["params"]):
+            slices = cut.get(id(parameter))
+            if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
+                continue
+            if any(callable(x) for x in (*args[1:], *kwargs.values())):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} needs whole parameters, which are gathered before a step, so that a "
+                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure"
+                )
+            whole = nn.Parameter(slices.whole(parameter))
+            whole.grad = slices.whole(parameter.grad)
+            swaps.append(_Swap(group["params"], place, parameter, whole, slices))
+    for swap in swaps:
+        swap.params[swap.place] = swap.whole
+        _move_state(optimizer, swap.parameter, swap.whole, swap.slices.whole)
+    _SWAPS[optimizer] = swaps
+
+
+def _keep_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for swap in _SWAPS.pop(optimizer, ()):
+        swap.params[swap.place] = swap.parameter
+        local_part_of(swap.parameter).copy_(swap.slices.part(swap.whole))
+        _move_state(optimizer, swap.whole, swap.parameter, partial(_cut, swap))
+
+
+def _cut(swap: _Swap, whole: Tensor) -> Tensor:
+    like: Any = swap.parameter
+    part = swap.slices.part(whole).contiguous()
+    return make_dtensor(part, like.device_mesh, swap.slices.layout, like.shape, like.stride())
+
+
+def _move_state(
+    optimizer: Optimizer, source: nn.Parameter, target: nn.Parameter, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Give the state of one parameter to another, with what has the parameter's shape changed."""
+    if source in optimizer.state:
+        optimizer.state[target] = {
+            name: change(x) if isinstance(x, Tensor) and x.dim() and x.shape == source.shape else x
+            for name, x in optimizer.state.pop(source).items()
+        }
+
+
+def _works_on(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, dims: tuple[int, ...]) -> bool:
+    shape = tuple(min(size, _TRIAL_SIZE) // 2 * 2 if size > 1 else 1 for size in parameter.shape)
+    flags = {name: x for name, x in optimizer.state.get(parameter, {}).items() if isinstance(x, bool | str)}
+    place = next(index for index, each in enumerate(optimizer.param_groups) if each is group)
+    key = (place, shape, dims, repr(flags))
+    known = _TRIALS.setdefault(optimizer, {})
+    if key not in known:
+        settings = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+
+        def make(x: nn.Parameter) -> Optimizer:
+            made: Any = object.__new__(type(optimizer))
+            made.__dict__.update(optimizer.__dict__)
+            made.param_groups = [{**copy.deepcopy(settings), "params": [x]}]
+            made.state = defaultdict(dict, {x: dict(flags)} if flags else {})
+            return made
+
+        known[key] = works_on_slices(make, torch.empty(shape, device=parameter.device), dims)
+    return known[key]
+
+
+def works_on_slices(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dims: Iterable[int]) -> bool:
+    """Whether an optimizer's steps on a parameter are its steps on slices of it along each of these `dims`.
+
+    Args:
+        make: parameter -> a new optimizer that has it alone.
+        like: of the parameter's shape and device.
+        dims: those that are cut.
+    """
+    # Not every optimizer takes float64; in float32 what counts is more than what the last bit of a parameter adds.
+    for dtype, tolerance in ((torch.float64, 1e-5), (torch.float32, 1e-3)):
+        try:
+            with generators_kept(like.device):
+                return all(_agrees(make, like.to(dtype), dim, tolerance) for dim in dims)
+        except Exception:  # noqa: BLE001  (somebody else's optimizer; whole is always right)
+            continue
+    return False
+
+
+def _agrees(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dim: int, tolerance: float) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(like.shape, generator=generator).to(like) for _ in range(_TRIAL_STEPS + 1)]
+    ramp = torch.linspace(0.1, 3.0, like.shape[dim]).to(like).view([-1 if d == dim else 1 for d in range(like.dim())])
+    draws = [draw * ramp * 2.0**number for number, draw in enumerate(draws)]  # slices and steps of other sizes
+    whole = _train(make, draws)
+    parts = [_train(make, halves) for halves in zip(*(draw.chunk(2, dim) for draw in draws), strict=True)]
+    return bool((torch.cat(parts, dim) - whole).abs().max() <= tolerance * (whole - draws[0]).abs().max())
+
+
+def _train(make: Callable[[nn.Parameter], Optimizer], draws: Iterable[Tensor]) -> Tensor:
+    start, *gradients = draws
+    parameter = nn.Parameter(start.clone())
+    optimizer = make(parameter)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()

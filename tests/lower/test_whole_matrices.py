@@ -1,0 +1,266 @@
+"""Optimizers that don't work element by element train cut parameters as one device does; those that do are let be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers.optimization import Adafactor as HuggingFaceAdafactor
+
+from autopar.errors import OptimizerError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.parameters.whole_matrices import works_on_slices
+from autopar.search import SearchRequest, search
+from autopar.trace import Traced, trace
+from tests.lower.runs import build
+from tests.zoo import quick_prices
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class PerParameter(Optimizer):
+    """What small optimizers from packages have in common: a loop over groups and parameters."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.direction(p, p.grad, self.state[p]), alpha=-group["lr"])
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class Lion(PerParameter):
+    """By element: the sign of an average."""
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(p)
+        update = state["exp_avg"].mul(0.9).add(grad, alpha=0.1).sign()
+        state["exp_avg"].lerp_(grad, 0.01)
+        return update
+
+
+class Lamb(PerParameter):
+    """Adam, in steps as large as the parameter."""
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["m"].lerp_(grad, 0.1)
+        state["v"].lerp_(grad * grad, 0.01)
+        update = state["m"] / (state["v"].sqrt() + 1e-6)
+        return update * p.norm() / update.norm()
+
+
+class Shampoo(PerParameter):
+    """A preconditioner on each side of a matrix."""
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if p.dim() != 2:
+            return grad
+        if not state:
+            state["left"], state["right"] = (1e-3 * torch.eye(n, dtype=p.dtype) for n in p.shape)
+            state["momentum"] = torch.zeros_like(p)
+        state["left"] += grad @ grad.mT
+        state["right"] += grad.mT @ grad
+        state["momentum"].mul_(0.9).add_(self.root(state["left"]) @ grad @ self.root(state["right"]))
+        return state["momentum"]
+
+    @staticmethod
+    def root(x: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(x)
+        return vectors @ torch.diag(values.clamp(min=1e-12) ** -0.25) @ vectors.mT
+
+
+class Soap(PerParameter):
+    """Adam in the eigenbasis of Shampoo's preconditioners."""
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if p.dim() != 2:
+            return grad
+        if not state:
+            state["gg"] = [torch.zeros(n, n, dtype=p.dtype) for n in p.shape]
+            state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["gg"][0].lerp_(grad @ grad.mT, 0.05)
+        state["gg"][1].lerp_(grad.mT @ grad, 0.05)
+        # The signs of eigenvectors are arbitrary, and cancel.
+        left, right = (torch.linalg.eigh(x + 1e-9 * torch.eye(len(x), dtype=x.dtype))[1] for x in state["gg"])
+        state["m"].lerp_(grad, 0.1)
+        state["v"].lerp_((left.mT @ grad @ right) ** 2, 0.05)
+        return left @ ((left.mT @ state["m"] @ right) / (state["v"].sqrt() + 1e-4)) @ right.mT
+
+
+class MuonAndAdam(PerParameter):
+    """As its authors mix them: what a parameter is treated by is part of its state from the beginning."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["use_muon"] = p.dim() == 2
+
+    def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state["use_muon"]:
+            return grad.sign()
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+        x = state["momentum"].mul_(0.95).add_(grad)
+        x = x / x.norm()
+        for _ in range(5):
+            x = 1.5 * x - 0.5 * x @ x.mT @ x
+        return x
+
+
+def matrices_and_rest(params: Iterable[nn.Parameter]) -> list[Any]:
+    return [p for p in params if p.dim() == 2]
+
+
+MAKE: dict[str, Make] = {
+    "torch's Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "Hugging Face's Adafactor": lambda params: HuggingFaceAdafactor(params),
+    "Adafactor with momentum": lambda params: HuggingFaceAdafactor(
+        params, lr=1e-2, relative_step=False, beta1=0.9, scale_parameter=False
+    ),
+    "torch's Muon": lambda params: torch.optim.Muon(matrices_and_rest(params), lr=1e-2),
+    "Muon": MuonAndAdam,
+    "LAMB": Lamb,
+    "Shampoo": Shampoo,
+    "SOAP": Soap,
+    "Lion": Lion,
+}
+
+
+class Network(nn.Module):
+    """Two layers with a normalization, and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 8] -> a scalar."""
+        return self.down(self.norm(self.up(x)).relu()).square().mean()
+
+
+@cache
+def traced() -> tuple[nn.Module, Tensor, Traced]:
+    torch.manual_seed(0)
+    model, x = Network().double(), torch.randn(8, 8, dtype=torch.float64)
+    return model, x, trace(model, (), {"x": x})
+
+
+def train(model: nn.Module, x: Tensor, make: Make) -> Optimizer:
+    """Three steps."""
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x=x).backward()
+        optimizer.step()
+    return optimizer
+
+
+def names_of_state(optimizer: Optimizer) -> list[list[str]]:
+    return [list(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
+
+
+def by_rank(constraints: tuple[str, ...], run: Callable[[Any, Tensor], Any]) -> list[Any]:
+    model, x, result = traced()
+    plan = search(result.program, 2, quick_prices(2), SearchRequest(constraints=constraints))
+
+    def rank(communicator: Communicator) -> Any:
+        return run(build(model, result, plan, communicator), x)
+
+    return simulate(2, rank)
+
+
+@pytest.mark.parametrize("constraints", [("data=2", "zero=1"), ("data=2", "zero=3"), ("tensor=2",)])
+@pytest.mark.parametrize("name", MAKE)
+def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> None:
+    model, x, _ = traced()
+    alone = copy.deepcopy(model)
+    expected = train(alone, x, MAKE[name])
+
+    def run(parallel: Any, x: Tensor) -> Any:
+        optimizer = train(parallel, x, MAKE[name])
+        assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        state = [entry for p in optimizer.param_groups[0]["params"] for entry in optimizer.state[p].values()]
+        shapes = [tuple(p.shape) for p in parallel.parameters()]
+        kept = [entry for entry in state if isinstance(entry, Tensor) and tuple(entry.shape) in shapes]
+        return parallel.full_state_dict(), names_of_state(optimizer), kept
+
+    for found, state, kept in by_rank(constraints, run):
+        for key, value in alone.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+        assert state == names_of_state(expected)
+        cut = [entry for entry in kept if isinstance(entry, DTensor) and entry.to_local().shape != entry.shape]
+        assert cut or name in ("torch's Adafactor", "Hugging Face's Adafactor")
+
+
+def test_which_need_whole_parameters() -> None:
+    matrix, bias = torch.empty(16, 32), torch.empty(16)
+
+    def by_element(like: Tensor, dims: tuple[int, ...]) -> list[str]:
+        return [name for name, make in MAKE.items() if works_on_slices(lambda p: make([p]), like, dims)]  # noqa: B023
+
+    assert by_element(matrix, (0, 1)) == ["Lion"]
+    assert by_element(bias, (0,)) == ["Muon", "Shampoo", "SOAP", "Lion"]
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.SGD):
+        assert works_on_slices(lambda p, kind=kind: kind([p]), matrix, (0, 1))
+
+
+def test_a_trial_leaves_the_random_generator_as_it_was() -> None:
+    class Noisy(PerParameter):
+        def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+            return grad + torch.randn(p.shape)
+
+    torch.manual_seed(3)
+    assert not works_on_slices(lambda p: Noisy([p]), torch.empty(4, 4), (0,))
+    found = torch.rand(1)
+    torch.manual_seed(3)
+    assert found == torch.rand(1)
+
+
+def test_a_closure_is_refused() -> None:
+    def run(parallel: Any, x: Tensor) -> str:
+        optimizer = train(parallel, x, Lamb)
+        with pytest.raises(OptimizerError, match=r"Lamb needs whole parameters.*step\(\) without a closure") as caught:
+            optimizer.step(lambda: parallel(x=x))
+        return str(caught.value)
+
+    assert len(by_rank(("data=2", "zero=3"), run)) == 2
+
+
+def test_a_step_that_failed_leaves_the_parameters() -> None:
+    class Failing(Lamb):
+        def direction(self, p: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+            if p.shape == (8, 16) and "again" not in self.__dict__:
+                self.again = True
+                raise RuntimeError("once")
+            return super().direction(p, grad, state)
+
+    def run(parallel: Any, x: Tensor) -> bool:
+        optimizer = Failing(parallel.parameters())
+        parallel(x=x).backward()
+        with pytest.raises(RuntimeError, match="once"):
+            optimizer.step()
+        optimizer.step()
+        return all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+
+    assert by_rank(("data=2", "zero=3"), run) == [True, True]
