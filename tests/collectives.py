@@ -11,8 +11,8 @@ from autopar.lower.communication.collectives import Collective
 from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.step.layer_cost import PricedCollective
 from autopar.step.plan_collectives import plan_collectives
+from autopar.step.prices import PricedCollective
 
 __all__ = ["assert_run_equals_priced", "of_groups", "volume_priced", "volume_run"]
 

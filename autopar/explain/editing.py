@@ -15,7 +15,7 @@ from autopar.program import Layer, Program
 from autopar.search.layout_choices import storage_layout
 from autopar.step.activation_policies import policy_names
 from autopar.step.local_layer import place
-from autopar.step.plan_collectives import own_strategy
+from autopar.step.planned_layers import own_strategy
 
 __all__ = ["Edit", "apply_edits", "parse_edit"]
 

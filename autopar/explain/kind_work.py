@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from autopar.explain.planner import Answer
 from autopar.ops import Work, count_work
 from autopar.plan import PlannedLayer
-from autopar.step.layer_cost import is_differentiable
 from autopar.step.local_layer import SharedStorage, place
-from autopar.step.plan_collectives import own_strategy, plan_collectives
+from autopar.step.plan_collectives import plan_collectives
+from autopar.step.planned_layers import own_strategy
+from autopar.step.training import is_differentiable
 
 __all__ = ["SOURCES", "KindWork", "certainty", "kind_works", "roofs"]
 

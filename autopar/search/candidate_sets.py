@@ -25,9 +25,9 @@ from autopar.search.layout_choices import Policy, arrival_layout
 from autopar.search.search_context import SearchContext, input_rows
 from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import BoundaryValue, MeshLayout, boundary_values, transfer_matrices
-from autopar.step.layer_cost import SharedStorage
+from autopar.step.local_layer import SharedStorage
+from autopar.step.parameter_costs import SharedCost, shared_costs
 from autopar.step.plan_collectives import broadcast_s
-from autopar.step.shared_parameters import SharedCost, shared_costs
 from autopar.step.stage_costs import CostColumns
 
 __all__ = ["CandidateSet", "make_candidate_set"]

@@ -25,9 +25,10 @@ from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import Policy, storage_layout
 from autopar.step.activation_policies import activation_policy, policy_names
-from autopar.step.layer_cost import own_training, running_costs, storage_cost, stored_collectives
+from autopar.step.layer_cost import running_costs, storage_cost, stored_collectives
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
+from autopar.step.training import own_training
 from autopar.step.value_flows import find_flows, time_view
 
 __all__ = ["LayerCandidate", "layer_candidates"]

@@ -26,11 +26,11 @@ from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, tidy
 from autopar.program import Layer, Op, Program, TensorType
 from autopar.search.layout_choices import Policy, arrival_layout, boundary_policies, has_whole_boundary
 from autopar.search.reshard_prices import CollectiveCounts, collective_counts, reshard_tables
-from autopar.step.layer_cost import is_differentiable, optimizer_s_per_element, own_training, updates
 from autopar.step.local_layer import SharedStorage
 from autopar.step.op_states import Allowed, OpState, kernel_runs, op_states
+from autopar.step.parameter_costs import optimizer_s_per_element, updates
 from autopar.step.prices import Prices
-from autopar.step.training import TrainingSpec
+from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
 
 __all__ = ["LayerProblem", "OpTable", "ParameterCopy", "ReshardTable", "StepSettings"]

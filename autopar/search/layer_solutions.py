@@ -27,10 +27,9 @@ from autopar.search.layer_problem import LayerProblem, ParameterCopy
 from autopar.search.layout_choices import storage_layout
 from autopar.search.variable_elimination import Table, minimise
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
-from autopar.step.gradient_sums import gradient_sum_s
-from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost, updates
+from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost
 from autopar.step.local_layer import PlacedLayer, stored_steps
-from autopar.step.parameter_bytes import parameter_bytes
+from autopar.step.parameter_costs import gradient_sum_s, parameter_bytes, updates
 from autopar.step.value_flows import is_alias
 
 __all__ = ["LayerSolutions", "SolvedVariant", "solve_problem"]

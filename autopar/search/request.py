@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.schedules.action_lists import ScheduleSource
-from autopar.step.layer_cost import TrainingSpec
+from autopar.step.training import TrainingSpec
 
 __all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest"]
 

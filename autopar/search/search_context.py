@@ -17,9 +17,10 @@ from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.layer_candidates import LayerCandidate
 from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
 from autopar.search.request import SearchRequest
-from autopar.step.layer_cost import SharedStorage, is_differentiable
-from autopar.step.layer_facts import LayerFacts
+from autopar.step.local_layer import SharedStorage
+from autopar.step.planned_layers import LayerFacts
 from autopar.step.prices import Prices
+from autopar.step.training import is_differentiable
 
 __all__ = ["SearchContext", "input_rows", "shared_storage_choices"]
 

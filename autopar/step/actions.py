@@ -27,8 +27,7 @@ from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
 from autopar.schedules.action_lists import Action, ScheduleActions, ScheduleSource
 from autopar.step.activation_policies import splits_backward
-from autopar.step.layer_cost import own_training
-from autopar.step.training import TrainingSpec
+from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["LayerAction", "LayerPolicy", "StepActions", "step_actions"]
 

@@ -1,17 +1,26 @@
-"""What a layer of a plan holds on one device, part by part: the numbers that the memory of a step adds up."""
+"""What a layer of a plan holds on one device, part by part: the numbers that a step's memory adds up; and the tensors
+by which it meets other layers: what it reads, saves for backward and puts out.
+
+A value that one layer puts out and others read is one tensor as long as nobody reshards it, so a step that counts it
+for each of them would count it several times.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from autopar.step.layer_cost import own_training
-from autopar.step.liveness import RunningMemory, running_memory
+from autopar.program import Program
+from autopar.step.boundary_values import sent_values
+from autopar.step.liveness import RunningMemory, input_key, running_memory
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.parameter_bytes import layer_parameters
-from autopar.step.training import TrainingSpec
+from autopar.step.parameter_costs import layer_parameters
+from autopar.step.planned_layers import PlannedLayers
+from autopar.step.training import TrainingSpec, own_training
 from autopar.step.value_flows import Flow
 
-__all__ = ["LayerBytes", "layer_bytes"]
+__all__ = ["LayerBytes", "LayerTensors", "OutputTensor", "StepTensors", "layer_bytes", "step_tensors"]
 
 
 @dataclass(frozen=True)
@@ -96,3 +105,135 @@ def _other_bytes(placed: PlacedLayer, flow: Flow) -> float:
         return float(flow.value.type.num_bytes)
     layout = placed.copies[flow.value.name] if flow.readers else placed.storage[flow.producer]
     return placed.local_bytes(flow.value.type, layout)
+
+
+# A tensor of one microbatch: the index of the layer that made it, and its key in that layer's `RunningMemory`.
+Tensor = tuple[int, str]
+
+
+class OutputTensor(NamedTuple):
+    """A value that a layer puts out, and the bytes of its gradient (0: it gets none)."""
+
+    tensor: Tensor
+    num_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors of one layer in one microbatch.
+
+    Args:
+        outputs: by name.
+        saved: what it saves for backward and other layers may keep as well, with bytes.
+        inside_bytes: what it saves besides.
+        own_saved_bytes: what it saves, its inputs apart.
+        resharded_bytes: of its inputs, those that are resharded for it.
+        trained_inputs: the inputs that get gradients from its backward.
+    """
+
+    outputs: Mapping[str, OutputTensor]
+    saved: tuple[tuple[Tensor, float], ...]
+    inside_bytes: float
+    own_saved_bytes: float
+    resharded_bytes: float
+    trained_inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """The tensors of a step.
+
+    Args:
+        layers: of each layer.
+        outputs: by name, of all layers.
+        last_reads: per layer, the names of the values that nobody reads after its forward.
+        sent: per stage, the names of the values that it sends to the next one.
+        losses: per stage, the loss if it makes it.
+        returned: the names of the values that the caller gets.
+    """
+
+    layers: tuple[LayerTensors, ...]
+    outputs: Mapping[str, OutputTensor]
+    last_reads: tuple[tuple[str, ...], ...]
+    sent: tuple[tuple[str, ...], ...]
+    losses: tuple[tuple[str, ...], ...]
+    returned: frozenset[str]
+
+    def received(self, stage: int) -> tuple[str, ...]:
+        """The names of the values that a stage gets from the one before."""
+        return self.sent[stage - 1] if stage else ()
+
+
+def step_tensors(layers: PlannedLayers, sizes: Sequence[LayerBytes]) -> StepTensors:
+    """The tensors of a plan's step; `sizes` has the bytes of each layer."""
+    outputs = {
+        name: OutputTensor((index, key), num_bytes, gradient_bytes)
+        for index, layer in enumerate(layers.program.layers)
+        for name, (key, num_bytes, gradient_bytes) in zip(layer.outputs, sizes[index].running.outputs, strict=True)
+    }
+    arriving = _arriving_tensors(layers, outputs)
+    found = tuple(
+        _layer_tensors(layers, index, sizes[index].running, outputs, arriving[index])
+        for index in range(len(layers.program.layers))
+    )
+    program, ranges = layers.program, layers.decisions.ranges
+    returned = frozenset({*program.outputs, *program.updates.values()})
+    made_in = {name: index for index, layer in enumerate(program.layers) for name in layer.outputs}
+    losses = tuple((program.loss,) if made_in.get(program.loss) in own else () for own in ranges)
+    return StepTensors(found, outputs, _last_reads(program, returned), _sent(layers), losses, returned)
+
+
+def _layer_tensors(
+    layers: PlannedLayers,
+    index: int,
+    running: RunningMemory,
+    outputs: Mapping[str, OutputTensor],
+    arriving: Mapping[str, Tensor],
+) -> LayerTensors:
+    layer = layers.program.layers[index]
+    named = zip(layers.placed[index].layer.inputs, layer.inputs, strict=True)
+    inputs = {input_key(first): arriving.get(name, (index, input_key(first))) for first, name in named}
+    shared = inputs | {key: (index, key) for key, _, _ in running.outputs}
+    saved = [(shared[key], num_bytes) for key, num_bytes in running.saved.items() if key in shared]
+    in_order = zip(running.inputs.values(), inputs.values(), strict=True)
+    return LayerTensors(
+        outputs={name: outputs[name] for name in layer.outputs},
+        saved=tuple(saved),
+        inside_bytes=running.saved_bytes - sum(num_bytes for _, num_bytes in saved),
+        own_saved_bytes=running.saved_bytes - sum(running.saved.get(key, 0.0) for key in inputs),
+        resharded_bytes=sum(num_bytes for num_bytes, (maker, _) in in_order if maker == index),
+        trained_inputs=tuple(
+            name for name in layer.inputs if layers.program.values[name].requires_grad and name in outputs
+        ),
+    )
+
+
+def _arriving_tensors(layers: PlannedLayers, outputs: Mapping[str, OutputTensor]) -> list[dict[str, Tensor]]:
+    """Per layer, the inputs that are read as they were put out."""
+    found: list[dict[str, Tensor]] = [{} for _ in layers.program.layers]
+    for crossing in layers.crossings:
+        source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
+        if (source.mesh, source.outputs[crossing.output]) == (target.mesh, target.inputs[crossing.input]):
+            found[crossing.reader][crossing.value] = outputs[crossing.value].tensor
+    return found
+
+
+def _last_reads(program: Program, returned: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+    last_reader = {name: index for index, layer in enumerate(program.layers) for name in layer.inputs}
+    return tuple(
+        tuple(
+            name
+            for name in (*layer.inputs, *layer.outputs)
+            if last_reader.get(name, -1) <= index and name not in returned
+        )
+        for index, layer in enumerate(program.layers)
+    )
+
+
+def _sent(layers: PlannedLayers) -> tuple[tuple[str, ...], ...]:
+    starts = [own.start for own in layers.decisions.ranges]
+    sent: list[list[str]] = [[] for _ in starts]
+    for value in sent_values(layers.crossings, starts, layers.strategies) if layers.decisions.stages else ():
+        sent[value.stage].append(value.crossing.value)
+    return tuple(map(tuple, sent))

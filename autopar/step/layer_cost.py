@@ -6,50 +6,38 @@ Seconds of a step with M microbatches::
     + M * sum over values   collectives source -> copy and copy -> each reader, forward, backward, recomputed
     +     sum over params   collectives storage -> copy, as often as the ZeRO level says (`parameter_times`)
     + M * sum over kernels  the collectives inside special kernels
-    + (M - 1) * sum over params   adding up its gradients (`gradient_sums`)
+    + (M - 1) * sum over params   adding up its gradients (`gradient_sums_s`)
     +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
 
-Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `parameter_bytes`.
+Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `parameter_costs`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
 from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Program, Value
 from autopar.step.activation_policies import activation_policy
-from autopar.step.collective_calls import CollectiveCall, reshard_calls
-from autopar.step.gradient_sums import gradient_sums_s
 from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer, SharedStorage, place
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_states import kernel_runs
-from autopar.step.parameter_bytes import held_cost
-from autopar.step.prices import Prices
-from autopar.step.training import TrainingSpec
+from autopar.step.parameter_costs import gradient_sums_s, held_cost, optimizer_s
+from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
+from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow
 
 __all__ = [
-    "PricedCollective",
-    "SharedStorage",
-    "TrainingSpec",
-    "is_differentiable",
     "is_layer_rerun",
     "is_rerun",
     "layer_collectives",
     "layer_cost",
-    "optimizer_s",
-    "optimizer_s_per_element",
-    "own_training",
     "parameter_times",
     "placed_collectives",
     "placed_cost",
-    "priced",
     "running_collectives",
     "running_costs",
     "storage_cost",
@@ -57,25 +45,6 @@ __all__ = [
     "transfer_s",
     "weight_share",
 ]
-
-
-@dataclass(frozen=True)
-class PricedCollective:
-    """One collective that runs `times` per step: of value `value`, on `axis`, a buffer of `num_bytes`.
-
-    `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
-    ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
-    runs before the op of index `before` (behind the last one: their number), in its backward the other way round.
-    """
-
-    value: str
-    kind: str
-    axis: Axis
-    num_bytes: float
-    times: int
-    phase: str
-    purpose: str
-    before: int = field(default=0, compare=False)
 
 
 def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) -> tuple[int, int]:
@@ -123,17 +92,6 @@ def layer_cost(
     return placed_cost(place(program, layer, strategy, num_microbatches, shared_storage), prices, training)
 
 
-def own_training(program: Program, layer: Layer, training: TrainingSpec) -> TrainingSpec:
-    """How this layer is trained: one that no gradient reaches runs as outside training, and what keeps no tensor for
-    its backward pass (an addition) runs nothing again.
-    """
-    trained = [op for op in layer.ops if is_differentiable(program, op, training)]
-    keeps = any(op.saves or op.saved_extra_bytes for op in trained)
-    if trained and keeps:
-        return training
-    return replace(training, is_training=bool(trained), reruns=keeps)
-
-
 def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
     """As `layer_collectives`, of a layer that a strategy has been applied to."""
     training = own_training(placed.program, placed.layer, training)
@@ -177,11 +135,6 @@ def _reshard_collectives(
         yield priced(call, value.name, count, purpose, reshard.before)
         if call.phase == "forward" and reruns:
             yield priced(replace(call, phase="recompute"), value.name, count, purpose, reshard.before)
-
-
-def priced(call: CollectiveCall, value: str, times: int, purpose: str, before: int = 0) -> PricedCollective:
-    """A call that runs so many times a step, of this value."""
-    return PricedCollective(value, call.kind, call.axis, call.num_bytes, times, call.phase, purpose, before)
 
 
 def _is_only_returned(program: Program, name: str) -> bool:
@@ -300,11 +253,6 @@ def weight_share(program: Program, op: Op) -> float:
     return 1.0 if weights == len(taking) else 0.5
 
 
-def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
-    """Whether the op has a backward pass."""
-    return training.is_training and any(program.values[name].requires_grad for name in op.results)
-
-
 def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
     """Whether backward computes the op again."""
     return training.is_training and training.reruns and activation_policy(recompute).is_rerun(op)
@@ -319,36 +267,3 @@ def transfer_s(memory: RunningMemory, recompute: str) -> float:
     """Seconds in which what a layer of `memory` saves leaves the device in one microbatch, and comes back."""
     moves_s = activation_policy(recompute).transfer_s
     return moves_s(memory.moved_bytes) if moves_s is not None and memory.moved_bytes else 0.0
-
-
-def optimizer_s_per_element(
-    program: Program, dtype: str, num_devices: int, prices: Prices, training: TrainingSpec
-) -> float:
-    """Seconds of the optimizer per stored element of this dtype.
-
-    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
-    parameter.  The rate is that of a device which stores an equal share of the whole program.
-    """
-    share = max(1.0, program.num_trainable_elements / num_devices)
-    return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
-
-
-def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds of the optimizer on what this device stores of the layer's parameters, those in shared storage apart."""
-    rates: dict[str, float] = {}
-    seconds = 0.0
-    for flow in placed.flows.values():
-        tensor = flow.value.type
-        if not updates(flow, training) or flow.value.name in placed.shared:
-            continue
-        if tensor.dtype not in rates:
-            devices = math.prod(placed.mesh)
-            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
-        stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
-        seconds += math.prod(stored) * rates[tensor.dtype] + prices.optimizer_tensor_s
-    return seconds
-
-
-def updates(flow: Flow, training: TrainingSpec) -> bool:
-    """Whether the optimizer updates this value."""
-    return flow.is_parameter and flow.value.requires_grad and training.is_training

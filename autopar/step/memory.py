@@ -5,10 +5,10 @@ action allocates and frees.  A device holds
 
 - **parameters** as they are stored, buffers, constants (one part of a constant for all layers that read it so);
   **optimizer state**.
-- **saved activations** (`activation_memory`): the batch, whole, as the caller holds it; what layers save for their
+- **saved activations** (`device_memory`): the batch, whole, as the caller holds it; what layers save for their
   backward; values on their way from layer to layer; with several microbatches also outputs other than the loss, until
   the step ends.
-- **gathered parameters** (`parameter_memory`): copies to compute with, of parameters that are gathered or cast, and the
+- **gathered parameters** (`device_memory`): copies to compute with, of parameters that are gathered or cast, and the
   buffers in which they arrive.
 - **gradients** where parameters are stored, from the backward of their layer on; with several microbatches also the
   sums of what is not yet reduced.
@@ -22,20 +22,19 @@ Gradients are taken not to be there when the step begins (``optimizer.zero_grad(
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.schedules.action_lists import Action, ScheduleSource
 from autopar.step.actions import LayerAction, StepActions, step_actions
-from autopar.step.activation_memory import ActivationMemory
-from autopar.step.layer_bytes import LayerBytes, layer_bytes
-from autopar.step.layer_tensors import StepTensors, step_tensors
-from autopar.step.parameter_bytes import ParameterBytes, shared_parameter_bytes
-from autopar.step.parameter_memory import ParameterMemory
+from autopar.step.device_memory import ActivationMemory, ParameterMemory
+from autopar.step.layer_bytes import LayerBytes, StepTensors, layer_bytes, step_tensors
+from autopar.step.parameter_costs import ParameterBytes, shared_parameter_bytes
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec
+from autopar.timeline import Event, MemoryPoint
 
-__all__ = ["Moment", "peak_bytes", "step_memory"]
+__all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory"]
 
 
 class Moment(NamedTuple):
@@ -264,3 +263,36 @@ class _GroupMemory:
         )
         part, microbatch = where
         self.moments.append(Moment(part, layer, microbatch, is_after, num_bytes))
+
+
+def timed_memory(
+    memory: Sequence[Sequence[Moment]], events: Iterable[Event], step_s: float
+) -> tuple[tuple[MemoryPoint, ...], ...]:
+    """Per device group, its moments at the times of their layers' events; those without an event have the time of the
+    moment before.
+    """
+    spans: dict[tuple[int, str, int, int], tuple[float, float]] = {}
+    for event in events:
+        if event.stream != "compute" or event.category == "optimizer":
+            continue
+        part = "forward" if event.category == "forward" else "backward"
+        key = event.group, part, event.layer, event.microbatch
+        start_s, stop_s = spans.get(key, (event.start_s, event.stop_s))
+        spans[key] = min(start_s, event.start_s), max(stop_s, event.stop_s)
+    return tuple(tuple(_timed(group, moments, spans, step_s)) for group, moments in enumerate(memory))
+
+
+def _timed(
+    group: int,
+    moments: Sequence[Moment],
+    spans: Mapping[tuple[int, str, int, int], tuple[float, float]],
+    step_s: float,
+) -> Iterator[MemoryPoint]:
+    now_s = 0.0
+    for moment in moments:
+        span = spans.get((group, moment.part, moment.layer, moment.microbatch))
+        if moment.part == "end":
+            now_s = step_s if moment.is_after else now_s
+        elif span is not None:
+            now_s = max(now_s, span[1] if moment.is_after else span[0])
+        yield MemoryPoint(now_s, moment.num_bytes)

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
-from autopar.step.collective_calls import CollectiveCall
+from autopar.step.prices import CollectiveCall
 from autopar.step.value_flows import TimeView, option_of, options_of
 
 __all__ = ["Allowed", "OpState", "assigned_state", "kernel_runs", "op_states"]

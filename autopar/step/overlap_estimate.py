@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from autopar.prediction import LayerCost
 from autopar.program import Program
-from autopar.step.layer_cost import PricedCollective
-from autopar.step.prices import Prices
+from autopar.step.prices import PricedCollective, Prices
 from autopar.step.training import TrainingSpec
 
 __all__ = ["ParameterTransfer", "in_one_buffer", "overlapped_s", "parameter_transfers"]

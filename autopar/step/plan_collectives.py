@@ -8,18 +8,18 @@ from dataclasses import replace
 from autopar.placement import REPLICATE, Axis, reshard, tidy
 from autopar.plan import Decisions, LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.step.boundary_values import BoundaryValue, boundary_values, transfer_steps
-from autopar.step.collective_calls import reshard_calls
-from autopar.step.layer_cost import PricedCollective, SharedStorage, TrainingSpec, layer_collectives, priced
-from autopar.step.parameter_bytes import shared_parameter_bytes
-from autopar.step.prices import Prices
-from autopar.step.sent_values import sent_values
+from autopar.step.boundary_values import BoundaryValue, boundary_values, sent_values, transfer_steps
+from autopar.step.layer_cost import layer_collectives
+from autopar.step.local_layer import SharedStorage
+from autopar.step.parameter_costs import shared_parameter_bytes
+from autopar.step.planned_layers import own_strategy
+from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
+from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import find_flows, time_view
 
 __all__ = [
     "boundary_collectives",
     "broadcast_s",
-    "own_strategy",
     "plan_collectives",
     "returning_collectives",
     "sent_collectives",
@@ -80,16 +80,6 @@ def _own_collectives(
 ) -> tuple[PricedCollective, ...]:
     """Those inside a layer."""
     return layer_collectives(program, layer, own_strategy(program, layer, strategy), num_microbatches, training, shared)
-
-
-def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> LayerStrategy:
-    """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
-    names = dict(zip(_value_names(program.kinds[layer.kind]), _value_names(layer), strict=True))
-    return replace(strategy, copies=tuple((names[name], layout) for name, layout in strategy.copies))
-
-
-def _value_names(layer: Layer) -> tuple[str, ...]:
-    return (*layer.inputs, *layer.state, *(name for op in layer.ops for name in op.results))
 
 
 def boundary_collectives(

@@ -1,20 +1,53 @@
-"""A plan's decisions applied to the program: each layer under its strategy, and the values between layers."""
+"""A plan's decisions applied to the program: each layer under its strategy, and the values between layers.
+
+A search predicts the steps of many plans, which differ in a few layers: `LayerFacts` keeps what was worked out of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopar.plan import Decisions, LayerStrategy
-from autopar.program import Program
+from autopar.program import Layer, Program
 from autopar.step.boundary_values import BoundaryValue, boundary_values
-from autopar.step.layer_facts import LayerFacts
-from autopar.step.local_layer import PlacedLayer, SharedStorage
-from autopar.step.plan_collectives import own_strategy
+from autopar.step.local_layer import PlacedLayer, SharedStorage, place
 
-__all__ = ["PlannedLayers"]
+__all__ = ["LayerFacts", "PlannedLayers", "own_strategy"]
+
+
+Fact = TypeVar("Fact")
+
+
+class LayerFacts:
+    """Facts that follow from a layer, its strategy, the number of microbatches and where shared parameters are stored.
+
+    All of one search: of one program, with the same prices, trained in the same way.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._placed: dict[tuple[object, ...], PlacedLayer] = {}
+        self._known: dict[tuple[str, int], Any] = {}
+
+    def place(
+        self, program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, shared: SharedStorage
+    ) -> PlacedLayer:
+        """The layer with the strategy applied."""
+        key = (layer.name, strategy, num_microbatches, tuple(shared.get(name) for name in layer.state))
+        if key not in self._placed:
+            self._placed[key] = place(program, layer, strategy, num_microbatches, shared)
+        return self._placed[key]
+
+    def find(self, what: str, placed: PlacedLayer, make: Callable[[PlacedLayer], Fact]) -> Fact:
+        """What `make` gives for a layer that `place` returned; `what` says which fact that is."""
+        key = (what, id(placed))
+        if key not in self._known:
+            self._known[key] = make(placed)
+        return self._known[key]
+
 
 Fact = TypeVar("Fact")
 
@@ -83,3 +116,13 @@ class PlannedLayers:
             if name in layer.state:
                 readers.setdefault(self.group_of[index], index)
         return readers
+
+
+def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> LayerStrategy:
+    """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
+    names = dict(zip(_value_names(program.kinds[layer.kind]), _value_names(layer), strict=True))
+    return replace(strategy, copies=tuple((names[name], layout) for name, layout in strategy.copies))
+
+
+def _value_names(layer: Layer) -> tuple[str, ...]:
+    return (*layer.inputs, *layer.state, *(name for op in layer.ops for name in op.results))

@@ -1,14 +1,18 @@
-"""What a search must be told: prices.  `autopar.cost` provides them; a test gives a table."""
+"""What a search must be told: prices, which `autopar.cost` provides, or a table of a test; and what has a price:
+collectives, such as those of a reshard, forward and backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from autopar.cluster import OpTime
-from autopar.placement import Axis
+from autopar.placement import LOCAL, Axis, Step
 from autopar.program import Op, TensorType
 
-__all__ = ["OpTime", "Prices"]
+__all__ = ["CollectiveCall", "OpTime", "PricedCollective", "Prices", "priced", "reshard_calls"]
 
 
 class Prices(Protocol):
@@ -76,3 +80,63 @@ class Prices(Protocol):
     def optimizer_source(self) -> str:
         """What `optimizer_s` rests on, in the same words."""
         ...
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective of one microbatch.
+
+    Args:
+        kind: as in `autopar.placement.Step`.
+        phase: ``"forward"`` or ``"backward"``.
+        axis: on which.
+        num_bytes: of the larger side of one device's buffer.
+    """
+
+    kind: str
+    phase: str
+    axis: Axis
+    num_bytes: float
+
+
+def reshard_calls(
+    steps: Sequence[Step], num_bytes: float, *, gradient_bytes: float | None = None, has_gradient: bool
+) -> tuple[CollectiveCall, ...]:
+    """The collectives of a reshard: of the value, then of its gradient, both in the order of `steps`; backward runs its
+    own from the last to the first.
+
+    Args:
+        steps: from `autopar.placement.reshard`.
+        num_bytes: of the whole tensor.
+        gradient_bytes: of its whole gradient; by default as many.
+        has_gradient: whether there is one.
+    """
+    back = num_bytes if gradient_bytes is None else gradient_bytes
+    calls = [CollectiveCall(step.forward, "forward", step.axis, num_bytes * step.fraction) for step in steps]
+    if has_gradient:
+        calls += [CollectiveCall(step.backward, "backward", step.axis, back * step.fraction) for step in steps]
+    return tuple(call for call in calls if call.kind not in LOCAL and call.num_bytes)
+
+
+@dataclass(frozen=True)
+class PricedCollective:
+    """One collective that runs `times` per step: of value `value`, on `axis`, a buffer of `num_bytes`.
+
+    `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
+    ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
+    runs before the op of index `before` (behind the last one: their number), in its backward the other way round.
+    """
+
+    value: str
+    kind: str
+    axis: Axis
+    num_bytes: float
+    times: int
+    phase: str
+    purpose: str
+    before: int = field(default=0, compare=False)
+
+
+def priced(call: CollectiveCall, value: str, times: int, purpose: str, before: int = 0) -> PricedCollective:
+    """A call that runs so many times a step, of this value."""
+    return PricedCollective(value, call.kind, call.axis, call.num_bytes, times, call.phase, purpose, before)

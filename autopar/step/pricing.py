@@ -19,19 +19,17 @@ from autopar.prediction import LayerCost, Prediction
 from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
-from autopar.step.boundary_values import transfer_parts_s
-from autopar.step.layer_cost import is_differentiable, is_rerun, own_training, placed_collectives, placed_cost
-from autopar.step.layer_facts import LayerFacts
+from autopar.step.boundary_values import sent_values, transfer_parts_s
+from autopar.step.layer_cost import is_rerun, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.parameter_costs import shared_costs
 from autopar.step.plan_collectives import broadcast_s
-from autopar.step.planned_layers import PlannedLayers
+from autopar.step.planned_layers import LayerFacts, PlannedLayers
 from autopar.step.prices import Prices
-from autopar.step.sent_values import sent_values
-from autopar.step.shared_parameters import shared_costs
 from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
-from autopar.step.training import TrainingSpec
+from autopar.step.training import TrainingSpec, is_differentiable, own_training
 
 __all__ = ["layer_costs", "predict"]
 

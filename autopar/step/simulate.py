@@ -1,7 +1,9 @@
 """A step of a plan, event by event: `simulate_step`.
 
-Each device group works through its actions (`autopar.step.actions`), layer by layer on two streams (`streams`).
-Collectives of activations are waited for where they are needed.
+Each device group works through its actions (`autopar.step.actions`), layer by layer on two streams: one computes,
+one communicates.  What computing waits for runs at once, as soon as the collective that is under way has ended; what it
+does not wait for runs in the order in which it was started.  A collective takes as long as it does alone; overlapped
+compute goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s` is the closed form of one pair).
 
 At the end all groups are told the loss, reduce what is left, exchange the gradients of tied parameters, and run the
 optimizer.
@@ -9,6 +11,7 @@ optimizer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,17 +19,87 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedules.action_lists import Action, ScheduleSource, StageCost, Timeline, simulate_schedule
 from autopar.step.actions import LayerAction
-from autopar.step.layer_work import Item
-from autopar.step.memory import step_memory
-from autopar.step.memory_timeline import timed_memory
+from autopar.step.memory import step_memory, timed_memory
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices
-from autopar.step.step_work import StepWork, step_work
-from autopar.step.streams import Ran, Streams
+from autopar.step.step_work import Item, StepWork, step_work
 from autopar.step.training import TrainingSpec
 from autopar.timeline import Event, StepTimeline
 
-__all__ = ["MAX_EVENTS", "simulate_step", "step_seconds"]
+__all__ = ["MAX_EVENTS", "Ran", "Streams", "simulate_step", "step_seconds"]
+
+
+class Ran(NamedTuple):
+    """An item, and when it ran."""
+
+    item: Item
+    start_s: float
+    stop_s: float
+
+
+class Streams:
+    """Runs items one after the other and notes when; `now_s` is the clock of the computing stream."""
+
+    def __init__(self) -> None:
+        """At time 0, with nothing under way."""
+        self.now_s = 0.0
+        self.ran: list[Ran] = []
+        self._queue: deque[Item] = deque()
+        self._left_s = 0.0  # of the first in the queue
+        self._started = 0  # how many have been started, and how many of them have ended
+        self._ended = 0
+
+    def start(self, items: Iterable[Item]) -> int:
+        """Start collectives that overlap with compute; returns the ticket to wait for them."""
+        for item in items:
+            if not self._queue:
+                self._left_s = item.seconds
+            self._queue.append(item)
+            self._started += 1
+        return self._started
+
+    def wait(self, ticket: int) -> None:
+        """Compute nothing until everything up to this ticket has ended."""
+        while self._ended < ticket:
+            self._end_first()
+
+    def run(self, item: Item) -> None:
+        """Compute, or communicate while nothing computes."""
+        if item.is_collective:
+            self._communicate(item)
+        else:
+            self._compute(item)
+
+    def _communicate(self, item: Item) -> None:
+        if self._queue and self._left_s < self._queue[0].seconds:
+            self._end_first()
+        start_s = self.now_s
+        self.now_s += item.seconds
+        self.ran.append(Ran(item, start_s, self.now_s))
+
+    def _compute(self, item: Item) -> None:
+        start_s, left_s = self.now_s, item.seconds
+        while self._queue and left_s > 0:
+            speed = 1.0 - self._queue[0].taken
+            done_s = speed * self._left_s  # of this item, until the collective ends
+            if done_s > left_s:
+                passed_s = left_s / speed
+                self._left_s -= passed_s
+                self.now_s += passed_s
+                left_s = 0.0
+            else:
+                left_s -= done_s
+                self._end_first()
+        self.now_s += left_s
+        self.ran.append(Ran(item, start_s, self.now_s))
+
+    def _end_first(self) -> None:
+        item = self._queue.popleft()
+        self.now_s += self._left_s
+        self.ran.append(Ran(item, self.now_s - item.seconds, self.now_s))
+        self._ended += 1
+        self._left_s = self._queue[0].seconds if self._queue else 0.0
+
 
 MAX_EVENTS = 200_000
 """Above so many events of layers, a timeline shows whole actions: so many are about 40 MB of trace."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.program import Program, itemsize_bytes
+from autopar.program import Layer, Op, Program, itemsize_bytes
 
-__all__ = ["TrainingSpec"]
+__all__ = ["TrainingSpec", "is_differentiable", "own_training"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,19 @@ class TrainingSpec:
         """Bytes per element that a step reads and writes: the gradient once, parameter and state twice."""
         stored = self.storage_itemsize(dtype) + self.optimizer_state_bytes_per_element
         return self.gradient_itemsize(dtype) + 2 * stored
+
+
+def own_training(program: Program, layer: Layer, training: TrainingSpec) -> TrainingSpec:
+    """How this layer is trained: one that no gradient reaches runs as outside training, and what keeps no tensor for
+    its backward pass (an addition) runs nothing again.
+    """
+    trained = [op for op in layer.ops if is_differentiable(program, op, training)]
+    keeps = any(op.saves or op.saved_extra_bytes for op in trained)
+    if trained and keeps:
+        return training
+    return replace(training, is_training=bool(trained), reruns=keeps)
+
+
+def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
+    """Whether the op has a backward pass."""
+    return training.is_training and any(program.values[name].requires_grad for name in op.results)

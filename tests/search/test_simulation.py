@@ -16,11 +16,10 @@ from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
-from autopar.step.layer_work import Item
 from autopar.step.plan_collectives import plan_collectives
 from autopar.step.planned_layers import PlannedLayers
-from autopar.step.simulate import simulate_step, step_seconds
-from autopar.step.streams import Streams
+from autopar.step.simulate import Streams, simulate_step, step_seconds
+from autopar.step.step_work import Item
 from autopar.timeline import StepTimeline
 from benchmarks.published.overlap import both_s, gathered_ahead_s
 from tests.search.across_programs import decoder_model

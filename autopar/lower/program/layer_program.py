@@ -22,10 +22,10 @@ from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
 from autopar.program import Arg, Layer, Program, Ref
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
-from autopar.step.collective_calls import reshard_calls
 from autopar.step.local_layer import place
 from autopar.step.local_program import LocalProgram, Reshard, RunOp, TakeMicrobatch, derive
 from autopar.step.op_states import kernel_runs
+from autopar.step.prices import reshard_calls
 
 __all__ = ["LayerProgram", "layer_program"]
 

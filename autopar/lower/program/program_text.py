@@ -24,7 +24,7 @@ from autopar.placement import Axis
 from autopar.plan import LayerStrategy, Plan
 from autopar.prediction import LayerCost
 from autopar.program import Program, TensorType
-from autopar.step.collective_calls import CollectiveCall, reshard_calls
+from autopar.step.prices import CollectiveCall, reshard_calls
 
 __all__ = ["CollectiveSeconds", "LoweredProgram"]
 

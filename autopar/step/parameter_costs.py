@@ -1,6 +1,8 @@
-"""The bytes that a parameter takes on one device: the one record that prices, the search and the memory of a step read.
+"""What a parameter takes on one device: bytes, sums of its gradients, the optimizer.
 
-Which of them are there at once follows from the ZeRO level (`ParameterBytes.state`)::
+`ParameterBytes` is the one record of bytes that prices, the search and the memory of a step read.
+
+Which of them are there at once follows from the ZeRO level (`ParameterBytes.held`)::
 
     ZeRO   parameters                       gradients                                 optimizer
     0, 1   stored, and the copy             as the copy's sum, and reduced            stored
@@ -8,6 +10,10 @@ Which of them are there at once follows from the ZeRO level (`ParameterBytes.sta
     3      stored (one layer's in transit)  as 2                                      stored
 
 There is a copy to compute with where a parameter is gathered or cast.  What ops compute is in `autopar.step.liveness`.
+
+Every microbatch but the first adds its gradients to those that are there (autograd's accumulation): below ZeRO-2 those
+of the compute copies, from there on those of the stored parts, after they were reduced.  A sum is priced as the op that
+it is, an addition of two tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +22,28 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.placement import Layout, Step, local_shape
+from autopar.placement import Axis, Layout, Step, local_shape
 from autopar.prediction import LayerCost
-from autopar.program import Value, itemsize_bytes
-from autopar.step.local_layer import PlacedLayer
+from autopar.program import Op, Program, Ref, TensorType, Value, itemsize_bytes
+from autopar.step.local_layer import PlacedLayer, SharedStorage
+from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
 
-__all__ = ["ParameterBytes", "held_cost", "layer_parameters", "parameter_bytes", "shared_parameter_bytes"]
+__all__ = [
+    "ParameterBytes",
+    "SharedCost",
+    "gradient_sum_s",
+    "gradient_sums_s",
+    "held_cost",
+    "layer_parameters",
+    "optimizer_s",
+    "optimizer_s_per_element",
+    "parameter_bytes",
+    "shared_costs",
+    "shared_parameter_bytes",
+    "updates",
+]
 
 
 @dataclass(frozen=True)
@@ -153,3 +173,120 @@ def _besides(cost: LayerCost, shared: LayerCost) -> LayerCost:
         gradient_bytes=max(0.0, cost.gradient_bytes - shared.gradient_bytes),
         transient_bytes=cost.transient_bytes,
     )
+
+
+_SUM = Op("sum_of_gradients", "aten.add.Tensor", (Ref("total"), Ref("gradient")), (), ("total",))
+
+
+def gradient_sum_s(
+    value: Value,
+    copy: tuple[tuple[int, ...], Layout],
+    stored: tuple[tuple[int, ...], Layout],
+    zero: int,
+    num_microbatches: int,
+    prices: Prices,
+    training: TrainingSpec,
+) -> float:
+    """Seconds per step to add up the gradients of one parameter that is trained.
+
+    Args:
+        value: the parameter.
+        copy: mesh and layout of the layer's copy.
+        stored: mesh and layout of its storage.
+        zero: the layer's ZeRO level.
+        num_microbatches: of the step.
+        prices: of ops.
+        training: says how wide gradients are.
+
+    Raises:
+        MissingPriceError: an addition in this dtype has no price.
+    """
+    if num_microbatches == 1:
+        return 0.0
+    mesh, layout = copy if zero < 2 else stored
+    dtype = value.type.dtype
+    if training.gradient_itemsize(dtype) != itemsize_bytes(dtype):
+        dtype = "float32"
+    summed = TensorType(local_shape(value.type.shape, layout, mesh), dtype)
+    if not math.prod(summed.shape):
+        return 0.0
+    time = prices.op_s(_SUM, (summed, summed), (summed,), differentiable=False)
+    return (num_microbatches - 1) * time.forward_s
+
+
+def gradient_sums_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds per step to add up the gradients of all parameters of a layer; `training` is the layer's own."""
+    seconds = 0.0
+    for flow in placed.read_flows():
+        value = flow.value
+        if flow.is_parameter and flow.readers and value.requires_grad and training.is_training:
+            stored = placed.shared.get(value.name, (placed.mesh, placed.storage[flow.producer]))
+            copy = placed.mesh, placed.copies[value.name]
+            count = placed.view.num_microbatches
+            seconds += gradient_sum_s(value, copy, stored, placed.zero, count, prices, training)
+    return seconds
+
+
+@dataclass(frozen=True)
+class SharedCost:
+    """What a parameter that several layers read takes on a device group with such a layer: optimizer seconds, memory,
+    and the seconds to send its gradient to one other group.
+    """
+
+    step_s: float
+    memory: LayerCost
+    exchange_s: float
+
+
+def shared_costs(
+    program: Program, shared: SharedStorage, prices: Prices, training: TrainingSpec, num_devices: int, num_groups: int
+) -> dict[str, SharedCost]:
+    """What each shared parameter takes on a device group (of `num_devices`) that reads it."""
+    found: dict[str, SharedCost] = {}
+    for name, (mesh, layout) in shared.items():
+        value = program.values[name]
+        dtype = value.type.dtype
+        stored = math.prod(local_shape(value.type.shape, layout, mesh))
+        trains = value.requires_grad and training.is_training
+        own = shared_parameter_bytes(value, (mesh, layout), training)
+        step_s = exchange_s = 0.0
+        if trains:
+            step_s = stored * optimizer_s_per_element(program, dtype, num_devices, prices, training)
+            step_s += prices.optimizer_tensor_s
+            if num_groups > 1:
+                exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
+        found[name] = SharedCost(step_s, own.held(0), exchange_s)
+    return found
+
+
+def optimizer_s_per_element(
+    program: Program, dtype: str, num_devices: int, prices: Prices, training: TrainingSpec
+) -> float:
+    """Seconds of the optimizer per stored element of this dtype.
+
+    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
+    parameter.  The rate is that of a device which stores an equal share of the whole program.
+    """
+    share = max(1.0, program.num_trainable_elements / num_devices)
+    return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
+
+
+def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds of the optimizer on what this device stores of the layer's parameters, those in shared storage apart."""
+    rates: dict[str, float] = {}
+    seconds = 0.0
+    for flow in placed.flows.values():
+        tensor = flow.value.type
+        if not updates(flow, training) or flow.value.name in placed.shared:
+            continue
+        if tensor.dtype not in rates:
+            devices = math.prod(placed.mesh)
+            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
+        stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
+        seconds += math.prod(stored) * rates[tensor.dtype] + prices.optimizer_tensor_s
+    return seconds
+
+
+def updates(flow: Flow, training: TrainingSpec) -> bool:
+    """Whether the optimizer updates this value."""
+    return flow.is_parameter and flow.value.requires_grad and training.is_training
