@@ -36,6 +36,7 @@ from autopar.planning.arguments import (
     read_bytes,
     read_constraints,
     read_dtype,
+    read_outputs,
     training_spec,
 )
 from autopar.planning.caller_inputs import call_inputs
@@ -73,6 +74,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     compile: bool = False,
     profile: Profile | str | Path | Literal[False] | None = None,
     inputs: Literal["global", "local"] = "global",
+    outputs: Literal["whole", "local"] | None = None,
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -108,6 +110,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             (``"local"``), as ``DistributedSampler(dataset, model.data_parallel_size, model.data_rank)`` or
             `autopar.shard_dataloader` gives them; `example_inputs` are one whole batch in both cases.  Losses and
             gradients are those of one device on the rows of all data ranks, in their order.
+        outputs: what calls return beside the loss: plain whole tensors on every rank (``"whole"``), or what this rank
+            has (``"local"``): DTensors, with pipeline stages None on the ranks of other stages.  None: whole in eval
+            mode; in training they are gathered when they are first read, which every rank must do.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -140,8 +145,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     setup = replace(setup, draws=draws)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
-    is_local = agree(group, lambda: are_inputs_local(inputs))
-    arguments = f"{_describe_arguments(plan, profile, setup, compiled=compile)}, inputs={inputs}"
+    is_local, whole_outputs = agree(group, lambda: (are_inputs_local(inputs), read_outputs(outputs)))
+    arguments = f"{_describe_arguments(plan, profile, setup, compiled=compile)}, inputs={inputs}, outputs={outputs}"
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
     agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
@@ -178,6 +183,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         group,
         lambda: call_inputs(model, example_inputs, traced.program, made.data_split, communicator, is_local=is_local),
     )
+    made.whole_outputs = whole_outputs
     return made
 
 

@@ -14,7 +14,15 @@ from autopar.errors import ConstraintError, MaterializationError
 from autopar.search import TrainingSpec
 from autopar.search.constraints import check_patterns, parse_constraints
 
-__all__ = ["check_constraints", "check_materialized", "read_bytes", "read_constraints", "read_dtype", "training_spec"]
+__all__ = [
+    "check_constraints",
+    "check_materialized",
+    "read_bytes",
+    "read_constraints",
+    "read_dtype",
+    "read_outputs",
+    "training_spec",
+]
 
 # Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
 _OPTIMIZER_STATES = {
@@ -110,6 +118,21 @@ def are_inputs_local(inputs: str) -> bool:
             "its own rows of it"
         )
     return inputs == "local"
+
+
+def read_outputs(outputs: str | None) -> bool | None:
+    """What `ParallelModule.whole_outputs` is to be.
+
+    Raises:
+        ConstraintError: `outputs` is no word for it.
+    """
+    words = {None: None, "whole": True, "local": False}
+    if outputs not in words:
+        raise ConstraintError(
+            f"outputs={outputs!r}: write 'whole' for whole tensors on every rank, 'local' for what this rank has, or "
+            "None for whole ones in eval mode, and in training when they are read"
+        )
+    return words[outputs]
 
 
 def training_spec(model: nn.Module, optimizer: str | type[torch.optim.Optimizer]) -> TrainingSpec:

@@ -24,6 +24,7 @@ from autopar.errors import (
     ProfileError,
 )
 from autopar.lower.compat import make_mesh
+from autopar.planning.arguments import read_outputs
 
 CLUSTER = autopar.Cluster.of("h100", devices_per_node=2)
 X = torch.linspace(-1, 1, 64).view(8, 8)
@@ -146,3 +147,9 @@ def test_verify_reads_a_plan_and_names_what_is_none(tmp_path: Path) -> None:
             autopar.verify(Linear(), given, (X,))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ModelError, match="model is a str"):
         autopar.verify("model", found, (X,))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_word_for_outputs_that_is_none_is_refused() -> None:
+    assert [read_outputs(word) for word in ("whole", "local", None)] == [True, False, None]
+    with pytest.raises(ConstraintError, match="outputs='cut': write 'whole' for whole tensors"):
+        read_outputs("cut")

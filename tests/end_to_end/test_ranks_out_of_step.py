@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
 from autopar.lower import ParallelModule
@@ -175,6 +176,8 @@ def read_outputs() -> str:
         if number:
             torch.testing.assert_close(features.square().mean(), loss)
         loss.backward()
+    cut = parallelize(WithFeatures(), (x,), constraints=("data=2",), outputs="local")(x)[1]
+    assert isinstance(cut, DTensor)
     loss, features = model(x)
     try:
         if dist.get_rank() == 0:
