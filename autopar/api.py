@@ -39,19 +39,19 @@ from autopar.planning.arguments import (
     read_outputs,
     training_spec,
 )
+from autopar.planning.call_plans import CallPlanner, ExampleInputs, trace_model
 from autopar.planning.caller_inputs import call_inputs
-from autopar.planning.eval_mode import EvalFactories, ExampleInputs, eval_factories, trace_model
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
-from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, plan_like, search
+from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
 from autopar.trace import LossFunction, Traced, put_loss_inside
 
 __all__ = [
-    "ExampleInputs", "build", "evaluation_of", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan",
+    "ExampleInputs", "build", "call_planner", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan",
     "trace_model",
 ]  # fmt: skip
 
@@ -175,7 +175,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             communicator,
             mesh,
             setup,
-            factories=evaluation_of(model, traced.program, chosen, example_inputs, setup),
+            planner=call_planner(model, traced.program, chosen, setup),
             compile_layers=compile,
         ),
     )
@@ -424,19 +424,19 @@ def build(
     mesh: DeviceMesh,
     setup: Setup | None = None,
     *,
-    factories: EvalFactories = (None, None),
+    planner: CallPlanner | None = None,
     compile_layers: bool = False,
 ) -> ParallelModule:
     """Lower a traced model by a plan.  Every rank calls this; `communicator` may be real or simulated.
 
-    `factories` say how it runs in eval mode; see `evaluation_of`.
+    `planner` is for eval mode and inputs of other forms; see `call_planner`.
     """
     setup = setup or Setup()
     return lower(
         traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
         unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, draws=setup.draws,
-        compute_dtype=setup.dtype, eval_factory=factories[0], outputs_factory=factories[1],
-        compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
+        compute_dtype=setup.dtype, planner=planner, compile_layers=compile_layers,
+        predictions=_predictions(traced.program, plan, mesh, setup),
     )  # fmt: skip
 
 
@@ -453,25 +453,21 @@ def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -
     )
 
 
-def evaluation_of(
+def call_planner(
     model: nn.Module,
     program: Program,
     plan: Plan,
-    example_inputs: ExampleInputs | None,
     setup: Setup | None = None,
     finish: Callable[[Traced], Traced] = lambda traced: traced,
-) -> EvalFactories:
-    """How `model`, whose `program` for training runs by `plan`, runs in eval mode; `finish` as in `eval_factories`.
+) -> CallPlanner:
+    """How `model`, whose `program` for training runs by `plan`, runs in eval mode and on inputs of other forms.
 
-    Prices are deterministic, and equal on all ranks, so every rank finds the same.
+    `finish` is as in `CallPlanner`.  Prices are deterministic, and equal on all ranks, so every rank finds the same.
     """
     setup = setup or Setup()
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=plan.world_size), None)
     request = SearchRequest(
-        plan.memory_limit_bytes, replace(setup.training, is_training=False), max_microbatches=1,
-        schedules=schedule_actions,
+        plan.memory_limit_bytes, setup.training, plan.constraints, schedules=schedule_actions,
+        memory_error=plan.memory_error,
     )  # fmt: skip
-    return eval_factories(
-        model, example_inputs, lambda evaluated: plan_like(evaluated, program, plan, prices, request),
-        dtype=setup.dtype, finish=finish,
-    )  # fmt: skip
+    return CallPlanner(model, program, plan, prices, request, dtype=setup.dtype, finish=finish)

@@ -21,7 +21,7 @@ import filelock
 import torch
 from torch import Tensor, nn
 
-import autopar.planning.eval_mode
+import autopar.planning.call_plans
 from autopar.ops.registry import registered_targets
 from autopar.trace import Traced, trace
 
@@ -78,4 +78,4 @@ def share_traces(folder: Path) -> None:
                 path.write_bytes(pickle.dumps(traced))
             return traced
 
-    autopar.planning.eval_mode.trace = shared
+    autopar.planning.call_plans.trace = shared

@@ -55,6 +55,7 @@ __all__ = [
     "make_mesh",
     "map_leaves",
     "module_tables",
+    "named_tensors",
     "on_gradient",
     "run_backward",
     "run_backward_from",
@@ -236,6 +237,17 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def leaves_of(tree: Any) -> list[Any]:
     """What stands at the ends of nested lists, tuples, dicts and other containers that torch knows."""
     return pytree.tree_leaves(tree)
+
+
+def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """The tensors of a call with the arguments that they are in: ``"argument 0"``, ``"labels"``, ``"batch['ids']"``."""
+    named = [(f"argument {i}", x) for i, x in enumerate(args)] + list(kwargs.items())
+    return [
+        (name + pytree.keystr(path), leaf)
+        for name, value in named
+        for path, leaf in pytree.tree_leaves_with_path(value)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -1,9 +1,10 @@
-"""A plan for evaluation whose stages are those of a training plan, so that no parameter moves."""
+"""A plan for other calls of a trained model whose stages are those of its plan, so that no parameter moves."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,38 +21,69 @@ __all__ = ["plan_like"]
 # The price of a layer in another stage than the one that held its parameters, on a device group that has them: any
 # positive number, as misplaced layers are counted.
 _OTHER_STAGE = 1.0
+_MICROBATCHES = re.compile(r"\s*microbatches\s*=")
+_PIPELINE = re.compile(r"\s*(pipeline|stages|cuts|schedule)\s*=")
 
 
 def plan_like(
     program: Program, trained_program: Program, trained: Plan, prices: Prices, request: SearchRequest
 ) -> Plan:
-    """A plan of `program`, the same model traced for evaluation, with the stages of `trained`.
+    """A plan of `program`, the same model in eval mode or on other inputs, with the stages of `trained`.
 
     Every layer runs on a device group that holds its parameters by the trained plan; stages follow each other as there.
-    Without stages this is `search` for a plan without stages.
+    Without stages this is `search` for a plan without stages.  A batch that can't be split as constraints demand is
+    not: the plan's notes say so.
 
     Args:
         program: what is to be planned; its layers may be others than those of `trained_program`.
         trained_program: what `trained` is for.
         trained: the plan that says which device group holds which parameter.
         prices: the prices.
-        request: how to search; `training.is_training` is False, and its `schedules` are needed.
+        request: how to search; its `schedules` are needed.
 
     Raises:
         ConstraintError: the layers of `program` don't follow each other as the stages hold their parameters.
+        InfeasibleError: nothing fits.
     """
-    if not trained.stages:
-        return search(program, trained.world_size, prices, replace(request, schedules=None))
+    demands = _stage_demands(program, trained_program, trained, request) if trained.stages else ()
+    kept = tuple(text for text in request.constraints if not (trained.stages and _PIPELINE.match(text)))
+    without = replace(request, any_batch=True, schedules=request.schedules if trained.stages else None)
+
+    problem = ""
+
+    def search_with(constraints: tuple[str, ...]) -> Plan:
+        plan = search(program, trained.world_size, prices, replace(without, constraints=(*constraints, *demands)))
+        return replace(plan, constraints=constraints)
+
+    # Fewer and fewer constraints: the number of microbatches is what a batch of another size meets least often.
+    attempts = [kept, tuple(text for text in kept if not _MICROBATCHES.match(text)), ()]
+    for number, constraints in enumerate(dict.fromkeys(attempts)):
+        try:
+            plan = search_with(constraints)
+        except ConstraintError as error:
+            if not constraints:
+                raise
+            problem = str(error)
+            continue
+        left = tuple(text for text in kept if text not in constraints)
+        note = f"without the constraints {', '.join(left)} for these inputs: {problem}"
+        return replace(plan, notes=(*plan.notes, note)) if number else plan
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _stage_demands(
+    program: Program, trained_program: Program, trained: Plan, request: SearchRequest
+) -> tuple[str, ...]:
+    """The constraints that give a plan the stages of `trained`."""
     cuts = _stage_starts(program, trained_program, trained)
+    is_training = request.training.is_training
     schedule = simplest_schedule(trained.schedule, trained.num_groups, len(trained.stages))
-    demands = (
+    return (
         f"pipeline={trained.num_groups}",
         f"cuts={','.join(map(str, cuts))}",
         f"schedule={schedule}",
-        "microbatches=1",
+        *(() if is_training else ("microbatches=1",)),
     )
-    plan = search(program, trained.world_size, prices, replace(request, constraints=(*request.constraints, *demands)))
-    return replace(plan, constraints=request.constraints)
 
 
 def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> tuple[int, ...]:

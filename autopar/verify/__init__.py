@@ -22,15 +22,15 @@ from autopar.lower.compat import map_leaves
 from autopar.lower.run.microbatch_updates import ops_per_microbatch
 from autopar.plan import Plan
 from autopar.planning.arguments import check_materialized
-from autopar.planning.eval_mode import EvalFactories
+from autopar.planning.call_plans import CallPlanner
 from autopar.step.plan_check import check_fit
 from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference
 from autopar.verify.rehearsal import (
     MakeOptimizer,
     Run,
-    eval_mode,
     keep_double_program,
+    planner_for,
     run_parallel,
     run_single,
     steady_adamw,
@@ -174,8 +174,9 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "the whole batch, as a constraint allows. Verify a plan without that constraint"
         )
     plan = plan.with_decisions(fingerprint=traced.program.fingerprint)
-    factories, refusal = _eval_mode(model, traced, plan, inputs)
-    batches = [] if refusal else [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]
+    batches = [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]
+    planner, refusal = _eval_mode(model, traced, plan, batches)
+    batches = [] if refusal else batches
     try:
         expected = run_single(
             double, _as_double(inputs), steps, make_optimizer, in_double=True, batches=list(map(_as_double, batches))
@@ -187,7 +188,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "that layer"
         ) from error
     try:
-        result = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, factories=factories)
+        result = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, planner=planner)
         result = replace(result, refusal=refusal or result.refusal)
     except VerificationError as error:  # ranks don't even agree with each other
         raise VerificationError(f"{error}. {first_difference(double, traced, plan, inputs)}") from error
@@ -224,12 +225,14 @@ def _first_that_fits(
     raise problem or PlanMismatchError("there is no batch to rehearse the plan with")
 
 
-def _eval_mode(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> tuple[EvalFactories, str]:
-    """What makes the programs of eval mode, or why it is refused."""
+def _eval_mode(
+    model: nn.Module, traced: Traced, plan: Plan, batches: Sequence[ExampleInputs]
+) -> tuple[CallPlanner | None, str]:
+    """What has planned for eval mode, or why it is refused."""
     try:
-        return eval_mode(model, traced, plan, inputs, keep_double_program), ""
+        return planner_for(model, traced, plan, batches, keep_double_program), ""
     except AutoparError as error:
-        return (None, None), str(error)
+        return None, str(error)
 
 
 def _as_double(inputs: ExampleInputs) -> ExampleInputs:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.api import ExampleInputs, build, evaluation_of
+from autopar.api import ExampleInputs, build, call_planner
 from autopar.errors import AutoparError, VerificationError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.communicator import Communicator
@@ -24,7 +23,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
-from autopar.planning.eval_mode import EvalFactories
+from autopar.planning.call_plans import CallPlanner, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced
 from autopar.verify.eval_outputs import eval_outputs
@@ -32,12 +31,12 @@ from autopar.verify.eval_outputs import eval_outputs
 __all__ = [
     "MakeOptimizer",
     "Run",
-    "eval_mode",
     "gradient_layout",
     "join_layout",
     "join_runs",
     "keep_double_program",
     "loss_of",
+    "planner_for",
     "run_parallel",
     "run_ranks",
     "run_single",
@@ -84,15 +83,16 @@ def run_single(
     *,
     in_double: bool = False,
     batches: Sequence[ExampleInputs] = (),
+    others: Sequence[ExampleInputs] = (),
 ) -> Run:
-    """Train a copy of `model` on one device, and evaluate it on `batches`.
+    """Train a copy of `model` on one device, and evaluate it on `batches`; `others` as in `train`.
 
     `in_double` it is float64, and nothing is rounded to less on the way.
     """
     model = copy.deepcopy(model)
-    given = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches)))
+    given = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
     with _KeepDouble(given) if in_double else nullcontext():
-        return _evaluated(train(model, inputs, steps, make_optimizer), model, batches)
+        return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches)
 
 
 def run_parallel(
@@ -104,9 +104,9 @@ def run_parallel(
     make_optimizer: MakeOptimizer = steady_adamw,
     *,
     batches: Sequence[ExampleInputs] = (),
-    factories: EvalFactories = (None, None),
+    planner: CallPlanner | None = None,
 ) -> Run:
-    """Train `model` by `plan`, and evaluate it on `batches`; `factories` as in `run_ranks`.
+    """Train `model` by `plan`, and evaluate it on `batches`; `planner` as in `run_ranks`.
 
     Raises:
         VerificationError: ranks have different losses, or replicas of a tensor differ.
@@ -115,7 +115,7 @@ def run_parallel(
     def action(parallel: ParallelModule) -> Run:
         return _evaluated(train(parallel, inputs, steps, make_optimizer), parallel, batches)
 
-    return join_runs(run_ranks(model, traced, plan, action, factories), plan.num_groups)
+    return join_runs(run_ranks(model, traced, plan, action, planner), plan.num_groups)
 
 
 def _evaluated(run: Run, model: nn.Module, batches: Sequence[ExampleInputs]) -> Run:
@@ -149,46 +149,57 @@ def run_ranks(
     traced: Traced,
     plan: Plan,
     action: Callable[[ParallelModule], T],
-    factories: EvalFactories = (None, None),
+    planner: CallPlanner | None = None,
 ) -> list[T]:
-    """`action` on every rank's ParallelModule, in rank order; for eval mode it takes those of `eval_mode`."""
+    """`action` on every rank's ParallelModule, in rank order.
+
+    `planner` must have planned before (`planner_for`) what is called beside the program.
+    """
 
     def rank(communicator: Communicator) -> T:
         mesh = make_mesh((communicator.world_size,), range(communicator.world_size), "cpu", rank=communicator.rank)
-        return action(build(model, traced, plan, communicator, mesh, factories=factories))
+        return action(build(model, traced, plan, communicator, mesh, planner=planner))
 
     return simulate(plan.world_size, rank)
 
 
-def eval_mode(
+def planner_for(
     model: nn.Module,
     traced: Traced,
     plan: Plan,
-    inputs: ExampleInputs,
+    batches: Sequence[ExampleInputs],
     finish: Callable[[Traced], Traced] = lambda traced: traced,
-) -> EvalFactories:
-    """`evaluation_of`, made at once: while torch.export runs, all threads are told that they compile, and round
-    otherwise.
+    *,
+    training: bool = False,
+) -> CallPlanner:
+    """`call_planner`, which has planned calls with `batches` in eval mode, or with `training` in training mode.
+
+    While torch.export runs, all threads are told that they compile, and round otherwise: simulated ranks can't trace.
     """
-    with_target, without_target = (
-        None if make is None else partial(_give, make())
-        for make in evaluation_of(model, traced.program, plan, inputs, finish=finish)
-    )
-    return with_target, without_target
+    planner = call_planner(model, traced.program, plan, finish=finish)
+    for batch in batches:
+        planner(*as_call(batch), training)
+    return planner
 
 
-def _give(made: T) -> T:
-    return made
-
-
-def train(model: nn.Module, inputs: ExampleInputs, steps: int, make_optimizer: MakeOptimizer = steady_adamw) -> Run:
-    """Train `model` itself, whole or one rank's part of it, on the same batch in every step."""
+def train(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    steps: int,
+    make_optimizer: MakeOptimizer = steady_adamw,
+    others: Sequence[ExampleInputs] = (),
+) -> Run:
+    """Train `model` itself, whole or one rank's part of it, on the same batch in every step, or on it and `others` by
+    turns.
+    """
+    turns = (inputs, *others)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(model(**inputs) if isinstance(inputs, Mapping) else model(*inputs))
+        args, kwargs = as_call(turns[step % len(turns)])
+        loss = loss_of(model(*args, **kwargs))
         run_backward(loss)
         losses.append(loss.item())
         if step == 0:

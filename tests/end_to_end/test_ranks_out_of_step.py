@@ -110,7 +110,7 @@ MISHAPS: dict[Mishap, tuple[str, type[AutoparError], str]] = {
     skip_a_backward: ("data=2", RankError, "rank 1 came to training step 4 without"),
     clip_alone: ("data=2", RankError, "clip_grad_norm_ 1"),
     pass_another_batch_to_a_compiled_model: ("data=2", MeshError, "different batches in call 2 of graph"),
-    pass_another_shape: ("tensor=2", InputShapeError, r"'x' is \[6, 8\]"),
+    pass_another_shape: ("tensor=2", InputShapeError, r"different shapes: .*\[6, 8\] float32"),
 }
 
 

@@ -16,7 +16,7 @@ from autopar.errors import ExampleInputsError, PlanMismatchError, VerificationEr
 from autopar.lower import kernels
 from autopar.lower.parameters import layer_parameters as parameters
 from autopar.lower.program import layer_ops
-from autopar.lower.run import eval_executors, hoisted, parallel_module
+from autopar.lower.run import call_executors, hoisted, parallel_module
 from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
@@ -262,7 +262,7 @@ def test_what_is_computed_from_buffers_once_and_for_all(monkeypatch: pytest.Monk
 
 def test_eval_mode_that_runs_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, plan = plan_of_average()
-    monkeypatch.setattr(eval_executors.EvalExecutors, "of_mode", lambda self, **_: self._trained)
+    monkeypatch.setattr(call_executors.CallExecutors, "_mode", lambda *_: True)
     with pytest.raises(VerificationError, match=r"outputs then within .*in eval mode"):
         autopar.verify(model, plan, inputs, shrink=False)
 

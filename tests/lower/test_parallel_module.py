@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, InputShapeError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.observe.predictions import Predictions
+from autopar.lower.run.lowering import Executable
 from autopar.plan import Plan
 from autopar.timeline import StepTimeline
 from autopar.trace import Traced, trace
@@ -282,14 +283,15 @@ def test_eval_runs_the_program_traced_for_it() -> None:
         assert any(not torch.equal(b, before[n]) for n, b in parallel.named_buffers())
         return found
 
-    for found in on_ranks("unet", 4, 1, call, eval_factory=lambda: (other.program, plan, other.constants)):
+    made = Executable(other.program, plan, other.constants, other.flatten_inputs, other.unflatten_outputs)
+    for found in on_ranks("unet", 4, 1, call, planner=lambda *_: made):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_eval_of_a_training_only_module_is_an_error() -> None:
     def call(parallel: Any, inputs: Any) -> None:
         parallel.eval()
-        with pytest.raises(AutoparError, match="eval_factory"):
+        with pytest.raises(AutoparError, match="planner"):
             parallel(**inputs)
 
     on_ranks("unet", 2, 0, call)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import time
 import weakref
 from collections import Counter, deque
@@ -31,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import AutoparError, MeshError, RankError
+from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
 from autopar.lower.communication.consensus import portable
 from autopar.lower.communication.digests import digest_generators, digest_of, start_reading
 from autopar.lower.communication.torch_groups import store_answers
 from autopar.lower.compat import leaves_of, on_gradient
 
-__all__ = ["POLL_S", "CallConsensus", "Store"]
+__all__ = ["PLANNING", "POLL_S", "CallConsensus", "Store"]
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, Tensor]]
@@ -48,6 +49,7 @@ _WARN_S = 10.0  # nobody else says why nothing goes on; loading data or compilin
 _LAST_WORDS_S = 2.0  # twice `POLL_S`: until then ranks that still run have found the error
 _KEPT_CALLS = 1000  # a rank may be ahead of others where calls don't communicate; then records are deleted
 _BACKWARD = "the backward of "
+PLANNING = "the planning for "  # before the kind of a call that runs for the first time with such inputs
 _LOGGER = logging.getLogger("autopar")
 
 _NO_STORE = "the store of the process group is gone; the process that hosts it, most often rank 0, has ended"
@@ -131,29 +133,43 @@ class CallConsensus:
         self._late: dict[str, Callable[[], list[Any]]] = {}  # digests of the call before, by `peers`
         weakref.finalize(self, _say_ended, store, rank)
 
-    def enter(self, kind: str, prepare: Callable[[], tuple[T, Named]], *, peers: str = "") -> T:
+    def enter(
+        self,
+        kind: str,
+        prepare: Callable[[], tuple[T, Named]],
+        compared_first: Named | None = None,
+        *,
+        peers: str = "",
+    ) -> T:
         """Begin a call, which all ranks make.
 
         Args:
             kind: what all ranks do now, with a place for its number, such as ``"training step {}"``.
             prepare: what may fail on bad input, before any collective; gives its result, and inputs by name, which are
                 to be the same on every rank.
+            compared_first: inputs that are compared before `prepare` runs; every rank then waits for all others, as in
+                the first call of a kind.
             peers: where inputs are to be the same on some ranks only, a name for these ranks.
 
         Raises:
             MeshError: inputs differ.
+            InputShapeError: they differ in shape.
             RankError: another rank does something else, drew other random numbers, failed or ended.
             Exception: of `prepare`, on this rank; where another rank failed, an error of that kind.
         """
-        self._counts[kind] += 1
+        what = kind.removeprefix(PLANNING)
+        self._counts[what] += 1
         try:
-            if kind in self._met:
+            if kind in self._met and compared_first is None:
                 return self._call(kind, prepare, peers)
-            self._call(kind, lambda: (None, ()), waits=True)  # all are here before `prepare` makes what a mode needs
+            # All are here before `prepare` makes what a mode or a new form of inputs needs.
+            self._call(kind, lambda: (None, compared_first or ()), waits=True)
             result = self._call(kind, prepare, peers, waits=True)
         except dist.DistError as error:
             raise RankError(f"rank {self._rank} came to {self._where}, but: {_NO_STORE} ({error})") from error
         self._met.add(kind)
+        if kind != what:  # the call itself follows, under the same number; where planning fails, the call has failed
+            self._counts[what] -= 1
         return result
 
     def watch_backward(self, outputs: Any) -> None:
@@ -213,7 +229,7 @@ class CallConsensus:
 
     def _call(self, kind: str, prepare: Callable[[], tuple[T, Named]], peers: str = "", *, waits: bool = False) -> T:
         self._number += 1
-        self._where = kind.format(self._counts[kind])
+        self._where = kind.format(self._counts[kind.removeprefix(PLANNING)])
         backward, self._ran_backward = self._ran_backward, True
         # Another rank may still be in a backward that this one does not run, or in the call that failed here.
         waits = waits or not backward or self._told == self._number - 1
@@ -224,11 +240,14 @@ class CallConsensus:
                     "end all processes and start again from the last checkpoint"
                 )
             result, named = prepare()
+            tensors = list(named)
             record = {
-                "call": self._where, "backward": backward, "inputs": self._digests(named, peers, waits=waits),
+                "call": self._where, "backward": backward,
+                "forms": [[name, f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"] for name, x in tensors],
+                "inputs": self._digests(tensors, peers, waits=waits),
                 "random": digest_generators(self._device) if self.compares_draws else 0,
             }  # fmt: skip
-            self._compare("", {**record, "inputs": ["", {}]} if peers else record)
+            self._compare("", {**record, "forms": [], "inputs": ["", {}]} if peers else record)
             if peers:
                 self._compare(peers, record)
         return result
@@ -330,6 +349,12 @@ class CallConsensus:
 def _difference(
     me: int, mine: dict[str, Any], rank: int, theirs: dict[str, Any], remedy: str, *, is_in_step: bool
 ) -> AutoparError | None:
+    forms, their_forms = ([form for _, form in record["forms"]] for record in (mine, theirs))
+    if forms != their_forms and _what(mine) == _what(theirs):
+        return InputShapeError(
+            f"ranks were given inputs of different shapes: rank {me} came to {mine['call']} with {_forms_text(mine)}, "
+            f"rank {rank} to {theirs['call']} with {_forms_text(theirs)}. {_BATCHES}"
+        )
     if mine["call"] != theirs["call"]:
         return RankError(
             f"rank {me} came to {mine['call']} when rank {rank} came to {theirs['call']}: all ranks must make the "
@@ -364,3 +389,12 @@ def _say_ended(store: Store, rank: int) -> None:
         if store_answers(store):
             store.set(f"ended/{rank}", "")
             store.set("ended", "")
+
+
+def _what(record: dict[str, Any]) -> str:
+    """What the rank does, whether it had to plan for it or not, and how often it was done before."""
+    return re.sub(r"\d+", "", record["call"].removeprefix(PLANNING))
+
+
+def _forms_text(record: dict[str, Any]) -> str:
+    return ", ".join(f"{name!r} {form}" for name, form in record["forms"]) or "no tensors"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, MeshError
 
-__all__ = ["agree", "agree_equal", "portable", "share"]
+__all__ = ["agree", "agree_equal", "attempt", "portable", "share"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def agree(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     Raises:
         Exception: this rank's own error, or else the lowest failing rank's, with that rank named.
     """
-    result, error = _attempt(action)
+    result, error = attempt(action)
     errors: list[Any] = [None] * dist.get_world_size(group)
     _dist.all_gather_object(errors, portable(error), group=group)
     if error is not None:
@@ -39,7 +39,7 @@ def share(group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
     """Run `action` on the first rank of `group` only; return its result on every rank, or raise its error there."""
     outcome: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
-        result, error = _attempt(action)
+        result, error = attempt(action)
         outcome = [result, portable(error)]
     dist.broadcast_object_list(outcome, group=group, group_src=0)
     if outcome[1] is not None:
@@ -62,7 +62,8 @@ def agree_equal(group: dist.ProcessGroup | None, value: str, what: str, remedy: 
             )
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Its result and None, or None and the error that it raised."""
     try:
         return action(), None
     except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks must hear of it)

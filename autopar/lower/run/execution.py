@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputShapeError, PlanMismatchError
+from autopar.errors import PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.failures import naming_failures
 from autopar.lower.communication.reshard_ops import reshard_tensor
@@ -80,29 +80,6 @@ class Executor:
     def programs(self) -> tuple[LayerProgram, ...]:
         """The distinct lowered programs, in order of first use."""
         return tuple({id(runner.program): runner.program for runner in self.runners.values()}.values())
-
-    def check_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Raise InputShapeError unless `tensors` are what the program was traced for.
-
-        With stages a gradient crosses a cut only if all ranks expect it, so an input may not ask for one unannounced.
-        """
-        program = self.executable.program
-        if len(tensors) != len(program.inputs):
-            raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
-        for name, tensor in zip(program.inputs, tensors, strict=True):
-            wanted = program.type_of(name)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if tuple(tensor.shape) != wanted.shape or dtype != wanted.dtype:
-                raise InputShapeError(
-                    f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for "
-                    f"{list(wanted.shape)} {wanted.dtype}. Pass the whole batch on every "
-                    "rank, or plan again for these inputs"
-                )
-            if self.stages.is_pipeline and tensor.requires_grad and not program.values[name].requires_grad:
-                raise InputShapeError(
-                    f"input {name!r} requires a gradient, which the example input did not: the pipeline stages of this "
-                    "plan send none back for it. Call requires_grad_() on the example input, and plan again"
-                )
 
     @cached_property
     def training_actions(self) -> StepActions:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import InputShapeError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.parameters.layer_parameters import LayerParameters
@@ -44,6 +44,33 @@ class Executable(NamedTuple):
     constants: Mapping[str, Tensor]
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]]
     unflatten_outputs: Callable[[Sequence[Any]], Any]
+
+    def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """The tensors of a call, in the order of `Program.inputs`.
+
+        Raises:
+            InputShapeError: it is not of the form that the program was traced for.  With stages that includes which
+                inputs require a gradient: one crosses a cut only if all ranks expect it.
+        """
+        tensors = self.flatten_inputs(args, kwargs)
+        program = self.program
+        if len(tensors) != len(program.inputs):
+            raise InputShapeError(f"the plan was made for {len(program.inputs)} input tensors, got {len(tensors)}")
+        for name, tensor in zip(program.inputs, tensors, strict=True):
+            wanted = program.type_of(name)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != wanted.shape or dtype != wanted.dtype:
+                raise InputShapeError(
+                    f"input {name!r} is {list(tensor.shape)} {dtype}, but the plan was made for "
+                    f"{list(wanted.shape)} {wanted.dtype}. Pass the whole batch on every "
+                    "rank, or plan again for these inputs"
+                )
+            if self.plan.stages and tensor.requires_grad and not program.values[name].requires_grad:
+                raise InputShapeError(
+                    f"input {name!r} requires a gradient, which the example input did not: the pipeline stages of this "
+                    "plan send none back for it. Call requires_grad_() on the example input, and plan again"
+                )
+        return tensors
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.placement import REPLICATE, Axis
 
-__all__ = ["ModuleState"]
+__all__ = ["ModuleState", "NamedTensors"]
 
 _NOTHING = "nothing_to_train"
 
 T = TypeVar("T")
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class ModuleState(nn.Module):
@@ -101,10 +102,12 @@ class ModuleState(nn.Module):
         untyped: Any = super()
         return untyped._apply(fn, recurse)
 
-    def _enter(self, kind: str, prepare: Callable[[], tuple[T, Iterable[tuple[str, Tensor]]]]) -> T:
+    def _enter(
+        self, kind: str, prepare: Callable[[], tuple[T, NamedTensors]], compared_first: NamedTensors | None = None
+    ) -> T:
         """Begin something that all ranks do, and make sure of that; see `CallConsensus.enter`."""
         calls = self._communicator.calls
-        return prepare()[0] if calls is None else calls.enter(kind, prepare)
+        return prepare()[0] if calls is None else calls.enter(kind, prepare, compared_first)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise ModelError: process groups and this rank's slices are no use elsewhere."""

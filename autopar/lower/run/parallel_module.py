@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import PlanMismatchError
+from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import after_backward, leaves_of, on_gradient
+from autopar.lower.communication.consensus import attempt
+from autopar.lower.compat import after_backward, leaves_of, named_tensors, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
@@ -28,13 +30,13 @@ from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
+from autopar.lower.run.call_executors import CallExecutors, CallPlanner, PlannedCall
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs
-from autopar.lower.run.eval_executors import EvalExecutors, EvalFactory
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.module_state import ModuleState
+from autopar.lower.run.module_state import ModuleState, NamedTensors
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
@@ -43,7 +45,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.data_split import DataSplit, data_split
 
-__all__ = ["EvalFactory", "LoweredProgram", "ParallelModule", "lower"]
+__all__ = ["LoweredProgram", "ParallelModule", "lower"]
 
 
 def lower(  # noqa: PLR0913  (the contract between the stages)
@@ -58,8 +60,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     mesh: DeviceMesh,
     draws: Draws | None = None,
     compute_dtype: torch.dtype | None = None,
-    eval_factory: EvalFactory | None = None,
-    outputs_factory: EvalFactory | None = None,
+    planner: CallPlanner | None = None,
     compile_layers: bool = False,
     predictions: Predictions | None = None,
 ) -> ParallelModule:
@@ -76,9 +77,8 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
         mesh: over all ranks, of any shape.
         draws: the values of those of `module`'s tensors that are on the meta device.
         compute_dtype: dtype that the program computes in where it differs from the stored one, for a check only.
-        eval_factory: called once, when the module first runs in eval mode: ``(program, plan, constants)`` of the model
-            traced in eval mode, and `flatten_inputs` and `unflatten_outputs` if they differ.
-        outputs_factory: for a model with a loss function: the same for eval calls that have no ``target``.
+        planner: makes what runs in eval mode, and for inputs of another form than the program's; None: the latter are
+            refused, and eval mode runs `program`.
         compile_layers: compile each distinct layer program, forward and backward.
         predictions: what `program` shows, and what `report` compares measurements with.
 
@@ -93,8 +93,7 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
             f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
         )
     made: ParallelModule = make_instance(ParallelModule, module)
-    factories = (eval_factory, outputs_factory)
-    ParallelModule.__init__(made, executable, module, draws, communicator, mesh, factories, compile_layers, predictions)
+    ParallelModule.__init__(made, executable, module, draws, communicator, mesh, planner, compile_layers, predictions)
     return made
 
 
@@ -125,15 +124,15 @@ class ParallelModule(ModuleState):
         draws: Draws | None,
         communicator: Communicator,
         mesh: DeviceMesh,
-        eval_factories: tuple[EvalFactory | None, EvalFactory | None],
+        planner: CallPlanner | None,
         compile_layers: bool,
         predictions: Predictions | None = None,
     ) -> None:
-        """See `lower`; `eval_factories` are those of calls with and without a target."""
+        """See `lower`."""
         super().__init__()
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         store = make_store(self, module, draws, stages, communicator, mesh)
-        self._bind(executable, store, communicator, eval_factories, compile_layers, predictions)
+        self._bind(executable, store, communicator, planner, compile_layers, predictions)
         carry_attributes(module, self)
 
     def _bind(
@@ -141,7 +140,7 @@ class ParallelModule(ModuleState):
         executable: Executable,
         store: ParameterStore,
         communicator: Communicator,
-        eval_factories: tuple[EvalFactory | None, EvalFactory | None],
+        planner: CallPlanner | None,
         compile_layers: bool,
         predictions: Predictions | None,
     ) -> None:
@@ -151,9 +150,9 @@ class ParallelModule(ModuleState):
         self.data_split = data_split(executable.program, executable.plan)
         self._store = store
         self._optimizer_service = OptimizerService(store, communicator)
-        self._bound = (communicator, eval_factories, compile_layers, predictions)
+        self._bound = (communicator, planner, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
-        self._executors = EvalExecutors(self._executor, eval_factories, compile_layers)
+        self._executors = CallExecutors(self._executor, planner, compile_layers)
         self._make_nothing()
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
@@ -189,6 +188,14 @@ class ParallelModule(ModuleState):
         ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.data_split`).
         """
         return self.data_split.rank_of(self._communicator.rank)
+
+    @property
+    def plans(self) -> tuple[PlannedCall, ...]:
+        """The forms of calls that it has plans for, one per mode and shapes of inputs: see `PlannedCall`.
+
+        At most 64 are kept for each mode; the one that was used least recently goes first.
+        """
+        return self._executors.plans
 
     @property
     def program(self) -> LoweredProgram:
@@ -234,7 +241,7 @@ class ParallelModule(ModuleState):
         kind += "" if torch.is_grad_enabled() else " without gradients"
         if self.call_inputs is not None:
             args, kwargs = self.call_inputs.whole(kind, args, kwargs)
-        executor, tensors = self._enter(kind, lambda: self._prepare(args, kwargs))
+        executor, tensors = self._enter(kind, self._find(kind, args, kwargs))
         calls = self._communicator.calls
         if calls is None:
             return self._compute(executor, tensors)
@@ -243,14 +250,31 @@ class ParallelModule(ModuleState):
         calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, OutputTensor)])
         return outputs
 
-    def _prepare(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Executor, Sequence[Tensor]], Iterable[tuple[str, Tensor]]]:
-        """What runs the current mode and the call's tensors; and these by name."""
-        executor = self._executors.of_mode(is_training=self.training, has_target=kwargs.get("target") is not None)
-        tensors = executor.executable.flatten_inputs(args, kwargs)
-        executor.check_inputs(tensors)
-        return (executor, tensors), zip(executor.executable.program.inputs, tensors, strict=True)
+    def _find(
+        self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]]:
+        """What gives, or fails to give, the executor of a call with its tensors; the call is planned if need be."""
+
+        def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
+            return self._executors.find(args, kwargs, is_training=self.training)
+
+        def plan_call() -> tuple[None, NamedTensors]:
+            self._executors.make(args, kwargs, is_training=self.training)
+            return None, ()
+
+        def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
+            if problem is not None:
+                raise problem
+            assert found is not None
+            executor, tensors = found
+            return found, zip(executor.executable.program.inputs, tensors, strict=True)
+
+        found, problem = attempt(look_up)
+        if found is None and problem is None:
+            self._first_steps.interrupt()
+            self._enter(PLANNING + kind, plan_call, [*named_tensors(args, kwargs)])
+            found, problem = attempt(look_up)
+        return give
 
     def _compute(self, executor: Executor, tensors: Sequence[Tensor]) -> Any:
         executor.whole_outputs = not self.training if self.whole_outputs is None else self.whole_outputs

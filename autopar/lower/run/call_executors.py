@@ -1,0 +1,145 @@
+"""The executor of each call of a module: another mode, or inputs of another form, is often another program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.errors import AutoparError, InputShapeError, PlanMismatchError
+from autopar.lower.run.execution import Executor
+from autopar.lower.run.lowering import Executable
+from autopar.lower.run.stage_map import StageMap
+from autopar.plan import Plan
+
+__all__ = ["CallExecutors", "CallPlanner", "PlannedCall"]
+
+CallPlanner = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
+"""``(args, kwargs, is_training)`` of a call -> what runs such calls, with the parameters stored as they are."""
+
+# Forms of calls that are kept for a mode.  Each holds its layers' programs and constants: some MB for a large model.
+# The lengths of a bucketed data set are fewer; what alternates between more is planned again and again, and said.
+_MOST = 64
+
+
+@dataclass
+class PlannedCall:
+    """A form of calls that a module has run, or is ready to run.
+
+    Attributes:
+        inputs: name, shape and dtype of each input tensor, as text.
+        is_training: whether it is for training mode.
+        plan: what runs.
+        planning_s: seconds from the first such call until it could run: tracing, pricing or searching, and lowering.
+        calls: how many there were.
+    """
+
+    inputs: str
+    is_training: bool
+    plan: Plan
+    planning_s: float
+    calls: int = 0
+
+
+class CallExecutors:
+    """The executors of a module, each made when it is first needed.
+
+    Attributes:
+        first: that of the calls that the module was parallelized for.
+    """
+
+    def __init__(self, first: Executor, planner: CallPlanner | None, compile_layers: bool) -> None:
+        """`planner` is asked for what is not known; None: other calls are refused."""
+        self.first = first
+        self._planner = planner
+        self._compile_layers = compile_layers
+        # By mode, the one that was used last in front.
+        self._known: dict[bool, list[tuple[PlannedCall, Executor]]] = {True: [], False: []}
+        mode = first.executable.program.training
+        self._remember(first, mode, planning_s=sum(seconds for _, seconds in first.executable.plan.planning_s))
+
+    @property
+    def plans(self) -> tuple[PlannedCall, ...]:
+        """All forms that are known: those of training first, of each mode the one that ran last first."""
+        return tuple(call for mode in (True, False) for call, _ in self._known[mode])
+
+    def find(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool
+    ) -> tuple[Executor, Sequence[Tensor]] | None:
+        """What runs such calls and this one's tensors; None if it has to be planned.
+
+        Raises:
+            LossError: the target is missing, in training.
+            InputShapeError: the inputs are others than planned for, and there is no planner.
+        """
+        known = self._known[self._mode(is_training)]
+        for place, (call, executor) in enumerate(known):
+            try:
+                tensors = executor.executable.read_inputs(args, kwargs)
+            except InputShapeError:
+                if self._planner is None:
+                    raise
+                continue
+            if place:
+                known.insert(0, known.pop(place))
+            call.calls += 1
+            return executor, tensors
+        return None
+
+    def make(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Executor:
+        """Plan and lower such calls.  Every rank calls it with inputs of the same form.
+
+        Raises:
+            PlanMismatchError: a stage lacks parameters that it reads in such calls.
+            InputShapeError: the model can't be called so.
+            AutoparError: it can't be traced or planned, or the module was lowered for training only.
+        """
+        started_s = time.perf_counter()
+        mode = self._mode(is_training)
+        executor = self._make(args, kwargs, is_training=mode)
+        known = self._remember(executor, mode, planning_s=time.perf_counter() - started_s)
+        if len(known) > _MOST:
+            oldest = next(i for i in reversed(range(len(known))) if known[i][1] is not self.first)
+            del known[oldest]
+        return executor
+
+    def _mode(self, is_training: bool) -> bool:
+        return is_training and self.first.executable.program.training
+
+    def _remember(self, executor: Executor, mode: bool, planning_s: float) -> list[tuple[PlannedCall, Executor]]:
+        program, plan = executor.executable.program, executor.executable.plan
+        text = ", ".join(f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in program.inputs)
+        known = self._known[mode]
+        known.insert(0, (PlannedCall(text, mode, plan, planning_s), executor))
+        return known
+
+    def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Executor:
+        first = self.first
+        if self._planner is None:
+            if first.is_random or first.executable.program.updates:
+                raise AutoparError(
+                    "this module was lowered for training only: it draws random numbers or updates "
+                    "buffers, so eval() needs a planner"
+                )
+            return first
+        executable = self._planner(args, kwargs, is_training)
+        self._check_places(executable, "training" if is_training else "eval")
+        return Executor(executable, first.store, first.communicator, self._compile_layers)
+
+    def _check_places(self, made: Executable, mode: str) -> None:
+        """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads."""
+        own, store = self.first.stages, self.first.store
+        stages = StageMap(made.program, made.plan, own.rank)
+        for name, groups in stages.holders.items():
+            stored = store.stored.get(store.first_name.get(name, name))
+            held = groups if stored is None else stored.groups
+            if stages.axis != own.axis or not set(groups) <= set(held):
+                raise PlanMismatchError(
+                    f"in {mode} mode {name!r} is read on device groups {list(groups)} of {stages.plan.num_groups}, but "
+                    f"the pipeline stages of training keep it on {list(held)} of {own.plan.num_groups}.  For the loss "
+                    "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
+                    "the original model"
+                )

@@ -1,0 +1,151 @@
+"""Calls of a model other than those that it was parallelized for, traced and planned when they first come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import ExampleInputsError, InputShapeError
+from autopar.lower.compat import map_leaves
+from autopar.lower.run.lowering import Executable
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import SearchRequest, plan_like, reuse_plan
+from autopar.step.prices import Prices
+from autopar.trace import Traced, as_batch, bind, copy_with, default_example_inputs, require_target, trace
+
+__all__ = ["CallPlanner", "ExampleInputs", "as_call", "trace_model"]
+
+ExampleInputs = Sequence[Any] | Mapping[str, Any]
+
+# Plans of a mode that are kept, for their decisions to be used again.  As many as forms of calls that a module keeps.
+_MOST = 64
+
+
+def trace_model(
+    model: nn.Module,
+    example_inputs: Tensor | ExampleInputs | None,
+    *,
+    training: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Traced:
+    """Trace `model` on its example inputs; raises what `autopar.trace.trace` raises.
+
+    For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
+    """
+    given = as_batch(example_inputs)
+    inputs = default_example_inputs(model) if given is None else given
+    traced = trace(model, *as_call(inputs), training=training, dtype=dtype)
+    return require_target(model, traced) if training else traced
+
+
+def as_call(inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``args, kwargs`` of a call with these inputs."""
+    return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+
+
+class CallPlanner:
+    """Plans calls of a model that its first plan is not for: in eval mode, or with inputs of another form.
+
+    All ranks ask for the same calls in the same order, and prices are equal on all ranks, so all find the same plans
+    without talking to each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        plan: Plan,
+        prices: Prices,
+        request: SearchRequest,
+        *,
+        dtype: torch.dtype | None = None,
+        finish: Callable[[Traced], Traced] = lambda traced: traced,
+    ) -> None:
+        """Nothing is planned yet.
+
+        Args:
+            model: its values are not kept.
+            program: what the model does in the calls that it was parallelized for.
+            plan: of `program`; it says where parameters are.
+            prices: of the devices.
+            request: how calls in training mode are searched for.
+            dtype: as in `trace_model`.
+            finish: applied to what is traced.
+        """
+        self._twin = _on_meta(model)
+        self._first = program, plan
+        self._prices = prices
+        self._request = request
+        self._dtype = dtype
+        self._finish = finish
+        self._made: dict[bool, list[Executable]] = {True: [], False: []}
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> Executable:
+        """What runs calls as this one.
+
+        Raises:
+            InputShapeError: the model takes no such arguments.
+            TraceError: it can't be traced on such inputs.
+            InfeasibleError: no plan fits with the parameters stored as they are.
+        """
+        for executable in self._made[is_training]:
+            with suppress(InputShapeError):
+                executable.read_inputs(args, kwargs)
+                return executable
+        traced = self._finish(self._trace(args, kwargs, is_training))
+        plan = self._plan(traced.program, self._of_mode(is_training))
+        executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
+        self._made[is_training].insert(0, executable)
+        del self._made[is_training][_MOST:]
+        return executable
+
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> Traced:
+        positional, named = map_leaves(_shape_of, (tuple(args), dict(kwargs)))
+        try:
+            bind(self._twin, positional, named)
+        except ExampleInputsError as error:
+            raise InputShapeError(str(error)) from error
+        traced = trace(self._twin, positional, named, training=is_training, dtype=self._dtype)
+        return require_target(self._twin, traced) if is_training else traced
+
+    def _of_mode(self, is_training: bool) -> SearchRequest:
+        if is_training:
+            return self._request
+        training = replace(self._request.training, is_training=False)
+        return replace(self._request, training=training, constraints=(), max_microbatches=1)
+
+    def _plan(self, program: Program, request: SearchRequest) -> Plan:
+        first_program, first = self._first
+        made = [(each.program, each.plan) for each in self._made[program.training]]
+        # What the user asked for comes first; what was found for other calls may have left a constraint unmet.
+        known = [[self._first] if first_program.training == program.training else [], made]
+        for plans in known:
+            reused = (reuse_plan(plan, planned, program, self._prices, request) for planned, plan in plans)
+            usable = [plan for plan in reused if plan is not None]
+            if usable:
+                return min(usable, key=lambda plan: plan.step_time_s)
+        return plan_like(program, first_program, first, self._prices, request)
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A twin of `model` on the meta device, so that what can be traced later holds no memory."""
+    made: dict[int, Tensor] = {}
+
+    def swap(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    return copy_with(model, [*model.parameters(), *model.buffers()], swap)
+
+
+def _shape_of(x: Any) -> Any:
+    return x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

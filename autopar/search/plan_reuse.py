@@ -1,0 +1,82 @@
+"""The decisions of a plan for another program of the same layers: the model on inputs of other shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from autopar.errors import MissingPriceError, PlanMismatchError
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Program
+from autopar.schedules import simplest_schedule
+from autopar.search.request import SearchRequest
+from autopar.search.search_context import input_rows
+from autopar.step.plan_check import check_fit
+from autopar.step.prices import Prices
+from autopar.step.pricing import predict
+
+__all__ = ["reuse_plan"]
+
+# More are as good as never asked for, and every number that is tried costs a check of the whole plan.
+_MOST_MICROBATCHES = 64
+
+
+def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, request: SearchRequest) -> Plan | None:
+    """`plan`, made for `planned`, for `program`: the same but for the number of microbatches.
+
+    Microbatches are as large as before, or as near to that as is exact and fits.
+
+    Args:
+        plan: whose decisions are tried.
+        planned: the program that it is for.
+        program: another one.
+        prices: what `program` is priced with.
+        request: how it is trained, and the memory that it may use.
+
+    Returns:
+        The plan, None if those decisions can't run `program`, or need more memory than there is.
+    """
+    for count, schedule in itertools.product(_microbatch_counts(plan, planned, program), _schedules(plan)):
+        candidate = plan.with_decisions(
+            fingerprint=program.fingerprint,
+            num_microbatches=count,
+            schedule=schedule,
+            strategies=plan.strategies if count > 1 else tuple(map(_in_one, plan.strategies)),
+        )
+        try:
+            check_fit(candidate, program, plan.world_size)
+        except PlanMismatchError:
+            continue
+        with suppress(MissingPriceError):
+            predicted = predict(program, candidate.decisions, prices, request.training, request.schedules)
+            candidate = replace(candidate, prediction=predicted)
+        allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
+        needed = candidate.peak_memory_bytes * (1 + request.memory_error) + request.training.batch_bytes(program)
+        if needed <= allowed:
+            return replace(candidate, planning_s=(), optimality_gap=float("inf"))
+    return None
+
+
+def _microbatch_counts(plan: Plan, planned: Program, program: Program) -> Sequence[int]:
+    """Numbers of microbatches to try: of as many rows as before, then those that divide the rows, the closest first."""
+    before = plan.num_microbatches
+    if before == 1:
+        return (1,)
+    rows_before, rows = (max(input_rows(each), default=1) for each in (planned, program))
+    same_size = before * rows / rows_before
+    divisors = (count for count in range(1, min(rows, _MOST_MICROBATCHES) + 1) if rows % count == 0)
+    return sorted(divisors, key=lambda count: (abs(math.log(count / same_size)), -count))
+
+
+def _schedules(plan: Plan) -> Iterable[str]:
+    """The plan's own; for fewer microbatches than it needs, one that takes any number."""
+    if not plan.stages:
+        return (plan.schedule,)
+    return dict.fromkeys((plan.schedule, simplest_schedule(plan.schedule, plan.num_groups, len(plan.stages))))
+
+
+def _in_one(strategy: LayerStrategy) -> LayerStrategy:
+    return replace(strategy, time=())

@@ -1,0 +1,50 @@
+"""Calls with inputs of other shapes than planned for: planned when they come, on the parameters as they are stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shapes import of_length, of_rows, random_batches, train_in_turns
+from tests.zoo import plan_for, subject
+
+TEXTS = ("llama", "gpt2", "t5", "deep_gpt2", "deep_llama")
+
+
+def assert_exact(name: str, world: int, constraints: tuple[str, ...], others: list[dict[str, object]]) -> None:
+    who = subject(name)
+    plan = plan_for(name, world, constraints, stages=any(text.startswith("pipeline") for text in constraints))
+    report = train_in_turns(who, plan, others)
+    assert report.loss_error <= 1e-12, str(report)
+    assert report.worst_gradient[1] <= 1e-9, str(report)
+    assert report.parameter_error <= 1e-7, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "text"),
+    [
+        ("plain_gpt", 2, "data=2 zero=3"),
+        ("plain_gpt", 2, "data=2 microbatches=2 zero=2 recompute=full"),
+        ("llama", 4, "data=2 tensor=2 zero=1"),
+        ("deep_gpt2", 2, "pipeline=2 schedule=1f1b microbatches=4"),
+        pytest.param("unet", 4, "data=4 zero=3", marks=pytest.mark.slow),
+        pytest.param("t5", 2, "tensor=2", marks=pytest.mark.slow),
+        pytest.param("deep_llama", 4, "pipeline=2 schedule=zbv microbatches=4 data=2 zero=2", marks=pytest.mark.slow),
+        pytest.param("deep_gpt2", 4, "pipeline=2 schedule=interleaved_1f1b microbatches=4", marks=pytest.mark.slow),
+        pytest.param("deep_vit", 2, "pipeline=2 schedule=gpipe microbatches=4", marks=pytest.mark.slow),
+        pytest.param("deep_batch_normed", 2, "data=2", marks=pytest.mark.slow),
+    ],
+)
+def test_other_shapes_train_as_one_device_does(name: str, world: int, text: str) -> None:
+    inputs = subject(name).inputs
+    others = [of_rows(inputs, 4), of_rows(inputs, 7)]
+    if name in TEXTS:
+        others.append(of_length(inputs, 6))
+    assert_exact(name, world, tuple(text.split()), others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes_train_as_one_device_does(seed: int) -> None:
+    name = ("plain_gpt", "gpt2", "flat")[seed % 3]
+    constraints = (("data=2", "zero=3"), ("tensor=2",), ("data=2", "microbatches=2"))[seed % 2]
+    assert_exact(name, 2, constraints, random_batches(subject(name).inputs, seed, 3, has_lengths=name in TEXTS))
