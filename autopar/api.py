@@ -68,7 +68,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     initialize: Initializer | None = None,
     plan: Plan | str | Path | None = None,
     memory: float | str | None = None,
-    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
     constraints: str | Sequence[str] | None = None,
     compile: bool = False,
@@ -98,8 +98,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         initialize: for parameters on the meta device, what `autopar.materialize` calls with every module.
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
-        optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, or the
-            class.  Make it after this call, of the parameters of the module that is returned.
+        optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, any class
+            of optimizers, or a function that makes one of parameters.  Make it after this call, of the parameters of
+            the module that is returned.
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect: texts such as ``"tensor=2"`` or ``"lm_head: replicate"``, or one.
         compile: compile each distinct layer program once with ``torch.compile``.
@@ -195,7 +196,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
     memory: float | str | None = None,
-    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
     constraints: str | Sequence[str] | None = None,
     profile: Profile | str | Path | Literal[False] | None = None,
@@ -261,7 +262,7 @@ def _prepare(
     model: nn.Module,
     example_inputs: ExampleInputs | None,
     memory: float | str | None,
-    optimizer: str | type[torch.optim.Optimizer],
+    optimizer: str | Callable[..., torch.optim.Optimizer],
     precision: str | torch.dtype | None,
     constraints: str | Sequence[str] | None,
 ) -> tuple[Setup, Traced]:

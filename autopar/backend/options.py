@@ -17,7 +17,7 @@ option          meaning
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class Options:
 
     mesh: DeviceMesh
     memory: float | str | None = None
-    optimizer: str | type[torch.optim.Optimizer] = "adamw"
+    optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw"
     precision: str | torch.dtype | None = None
     constraints: tuple[str, ...] = ()
     profile: Profile | Literal[False] | None = None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from autopar.errors import ConstraintError, MaterializationError
+from autopar.planning.optimizer_state import state_bytes_per_element
 from autopar.search import TrainingSpec
 from autopar.search.constraints import check_patterns, parse_constraints
 
@@ -24,11 +24,6 @@ __all__ = [
     "training_spec",
 ]
 
-# Tensors of the parameter's shape that the optimizer keeps per parameter, by class name in lower case.
-_OPTIMIZER_STATES = {
-    "adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "sgd": 0, "momentum": 1, "adagrad": 1,
-    "rmsprop": 1, "rprop": 2, "adadelta": 2, "asgd": 1, "lion": 1, "muon": 1,
-}  # fmt: skip
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -135,22 +130,17 @@ def read_outputs(outputs: str | None) -> bool | None:
     return words[outputs]
 
 
-def training_spec(model: nn.Module, optimizer: str | type[torch.optim.Optimizer]) -> TrainingSpec:
+def training_spec(model: nn.Module, optimizer: str | Callable[..., torch.optim.Optimizer]) -> TrainingSpec:
     """What training by `optimizer` takes per parameter.
 
-    States, gradients and stored parameters have the parameters' dtype.
+    Gradients and stored parameters have the parameters' dtype.
 
     Raises:
         ConstraintError: the optimizer is not known.
     """
-    name = optimizer if isinstance(optimizer, str) else optimizer.__name__ if inspect.isclass(optimizer) else ""
-    if name.lower() not in _OPTIMIZER_STATES:
-        raise ConstraintError(
-            f"optimizer={optimizer!r} is not known: use the class or the name of one of {', '.join(_OPTIMIZER_STATES)}"
-        )
     itemsize = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
     return TrainingSpec(
-        optimizer_state_bytes_per_element=itemsize * _OPTIMIZER_STATES[name.lower()],
+        optimizer_state_bytes_per_element=state_bytes_per_element(model, optimizer),
         gradient_itemsize_bytes=itemsize,
         storage_itemsize_bytes=itemsize,
     )
