@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from autopar.placement import REPLICATE, Axis, reshard, tidy
-from autopar.plan import Decisions, LayerStrategy, Plan
-from autopar.program import Layer, Program
-from autopar.step.boundary_values import BoundaryValue, boundary_values, sent_values, transfer_steps
-from autopar.step.layer_cost import layer_collectives
-from autopar.step.local_layer import SharedStorage
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.step.boundary_values import sent_values, transfer_steps
+from autopar.step.layer_cost import placed_collectives
 from autopar.step.parameter_costs import shared_parameter_bytes
-from autopar.step.planned_layers import own_strategy
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
 from autopar.step.training import TrainingSpec
-from autopar.step.value_flows import find_flows, time_view
 
-__all__ = [
-    "boundary_collectives",
-    "broadcast_s",
-    "plan_collectives",
-    "returning_collectives",
-    "sent_collectives",
-    "stage_collectives",
-    "tied_collectives",
-    "told_collectives",
-    "told_outputs",
-]
+__all__ = ["StepCollectives", "broadcast_s", "plan_collectives", "step_collectives", "told_outputs"]
 
 
 def plan_collectives(
@@ -53,95 +41,92 @@ def plan_collectives(
         ValueError: the plan does not fit the program.
     """
     training = training or TrainingSpec()
-    strategies = [plan.strategies[planned.strategy] for planned in plan.layers]
-    values = {name: value for value, name in program.parameters.items()}
-    shared = {values[name]: (plan.shared_mesh, layout) for name, layout in plan.shared_storage}
-    arriving: list[list[PricedCollective]] = [[] for _ in program.layers]
-    for reader, run in boundary_collectives(program, strategies, plan.num_microbatches, training):
-        arriving[reader].append(run)
+    layers = PlannedLayers(program, plan.decisions)
+    between = step_collectives(layers, training)
     found: list[PricedCollective] = []
-    stages = [stage for stage in plan.stages if stage.group == group]
-    own = {layer for stage in stages for layer in range(stage.start, stage.stop)}
-    for index, (layer, strategy, before) in enumerate(zip(program.layers, strategies, arriving, strict=True)):
-        if index in own or not plan.stages:
-            found += before
-            found += _own_collectives(program, layer, strategy, plan.num_microbatches, training, shared)
-            found += returning_collectives(program, layer, strategy, plan.num_microbatches, training)
-    return (*found, *stage_collectives(program, plan.decisions, training, group))
+    for index in (index for index, own in enumerate(layers.group_of) if own == group):
+        names = layers.names(index)
+        inside = placed_collectives(layers.placed[index], training)
+        found += between.arriving[index]
+        found += (replace(run, value=names.get(run.value, run.value)) for run in inside)
+        found += between.returning[index]
+    found += (run for stage, run in between.sent if plan.decisions.groups[stage] == group)
+    found += (run for groups, run in between.tied if group in groups)
+    return (*found, *between.told)
 
 
-def _own_collectives(
-    program: Program,
-    layer: Layer,
-    strategy: LayerStrategy,
-    num_microbatches: int,
-    training: TrainingSpec,
-    shared: SharedStorage,
-) -> tuple[PricedCollective, ...]:
-    """Those inside a layer."""
-    return layer_collectives(program, layer, own_strategy(program, layer, strategy), num_microbatches, training, shared)
+@dataclass(frozen=True)
+class StepCollectives:
+    """The collectives of a step outside of layers.
+
+    Args:
+        arriving: per layer, of what other layers made, and of its gradients.
+        returning: per layer, those that make the loss and new values of buffers whole, and turn terms of other outputs
+            into values.
+        sent: what stages send to stages on other device groups, by the sender; purpose ``"stage"``.
+        tied: gradients of parameters that several device groups hold: the groups, and what each of them sends; purpose
+            ``"tied"``.
+        told: what all device groups are told at the end; purpose ``"output"``.
+    """
+
+    arriving: tuple[tuple[PricedCollective, ...], ...]
+    returning: tuple[tuple[PricedCollective, ...], ...]
+    sent: tuple[tuple[int, PricedCollective], ...]
+    tied: tuple[tuple[tuple[int, ...], PricedCollective], ...]
+    told: tuple[PricedCollective, ...]
 
 
-def boundary_collectives(
-    program: Program, strategies: list[LayerStrategy], num_microbatches: int, training: TrainingSpec
-) -> Iterator[tuple[int, PricedCollective]]:
-    """(index of the reading layer, collective) for every value that crosses to another layer."""
-    time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
-    for crossing in boundary_values(program, time, num_microbatches):
-        source, target = strategies[crossing.producer], strategies[crossing.reader]
+def step_collectives(layers: PlannedLayers, training: TrainingSpec) -> StepCollectives:
+    """All that is moved between layers, to the caller and between device groups."""
+    has_stages = bool(layers.decisions.stages)
+    return StepCollectives(
+        _arriving(layers, training),
+        tuple(tuple(_returning(layers, index, training)) for index in range(len(layers.strategies))),
+        tuple(_sent(layers, training)) if has_stages else (),
+        tuple(_tied(layers, training)) if has_stages and training.is_training else (),
+        tuple(_told(layers)) if has_stages else (),
+    )
+
+
+def _arriving(layers: PlannedLayers, training: TrainingSpec) -> tuple[tuple[PricedCollective, ...], ...]:
+    found: list[list[PricedCollective]] = [[] for _ in layers.strategies]
+    for crossing in layers.crossings:
+        source, target = layers.strategies[crossing.producer], layers.strategies[crossing.reader]
         steps = transfer_steps(
             (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input])
         )
         has_gradient = crossing.requires_grad and training.is_training
-        for call in reshard_calls(steps, crossing.tensor.num_bytes, has_gradient=has_gradient):
-            yield crossing.reader, priced(call, crossing.value, num_microbatches, "activation")
+        found[crossing.reader] += (
+            priced(call, crossing.value, layers.decisions.num_microbatches, "activation")
+            for call in reshard_calls(steps, crossing.tensor.num_bytes, has_gradient=has_gradient)
+        )
+    return tuple(map(tuple, found))
 
 
-def returning_collectives(
-    program: Program, layer: Layer, strategy: LayerStrategy, num_microbatches: int, training: TrainingSpec
-) -> Iterator[PricedCollective]:
-    """Those that make the loss and new values of buffers whole, and turn terms of other outputs into values."""
-    given = {*program.outputs, *program.updates.values()}
-    flows = find_flows(program, layer)
-    view = time_view(layer, flows, strategy.time, num_microbatches)
-    for name, layout in zip(layer.outputs, strategy.outputs, strict=True):
-        if name not in given or flows[name].source != "op":
+def _returning(layers: PlannedLayers, index: int, training: TrainingSpec) -> Iterator[PricedCollective]:
+    program, placed = layers.program, layers.placed[index]
+    given, updated = {*program.outputs, *program.updates.values()}, program.updates.values()
+    outputs = zip(program.layers[index].outputs, placed.layer.outputs, placed.departures, strict=True)
+    for name, first, layout in outputs:
+        flow = placed.flows[first]
+        if name not in given or flow.source != "op":
             continue
-        is_whole = not program.loss or name == program.loss or name in program.updates.values()
+        is_whole = not program.loss or name == program.loss or name in updated
         target = (REPLICATE,) * len(layout) if is_whole else tidy(layout)
-        tensor, times = view.value_type(flows[name]), num_microbatches
+        tensor, times = placed.view.value_type(flow), placed.view.num_microbatches
         if not is_whole:
             tensor, times = program.type_of(name), 1  # all microbatches at once
         has_gradient = training.is_training and program.values[name].requires_grad
         is_differentiated = has_gradient and (name == program.loss or not program.loss)
-        steps = reshard(layout, target, strategy.mesh)
+        steps = reshard(layout, target, placed.mesh)
         for call in reshard_calls(steps, tensor.num_bytes, has_gradient=is_differentiated):
             yield priced(call, name, times, "activation")
 
 
-def stage_collectives(
-    program: Program, plan: Decisions, training: TrainingSpec, group: int
-) -> Iterator[PricedCollective]:
-    """What device group `group` sends to others in a step, and what all groups are told at its end.
-
-    Their purposes are ``"stage"`` for values between stages and their gradients, ``"tied"`` for gradients of
-    parameters that several groups hold, ``"output"`` for the loss.
-    """
-    if not plan.stages:
-        return
-    time = {layer.kind: each.time for layer, each in zip(program.layers, plan.layer_strategies, strict=True)}
-    crossings = boundary_values(program, time, plan.num_microbatches)
-    yield from (run for stage, run in sent_collectives(crossings, plan, training) if plan.groups[stage] == group)
-    yield from (run for groups, run in tied_collectives(program, plan, training) if group in groups)
-    yield from told_collectives(program, plan)
-
-
-def sent_collectives(
-    crossings: Sequence[BoundaryValue], plan: Decisions, training: TrainingSpec
-) -> Iterator[tuple[int, PricedCollective]]:
-    """What stages send to stages on other device groups, by the sender: values, and backward their gradients."""
+def _sent(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[int, PricedCollective]]:
+    plan = layers.decisions
     axis = Axis(plan.num_groups, plan.group_size)
-    for sent in sent_values(crossings, [stage.start for stage in plan.stages], plan.layer_strategies):
+    for sent in sent_values(layers.crossings, [stage.start for stage in plan.stages], layers.strategies):
         if plan.groups[sent.stage] == plan.groups[sent.stage + 1]:
             continue
         run = PricedCollective(
@@ -152,27 +137,21 @@ def sent_collectives(
             yield sent.stage + 1, replace(run, phase="backward")
 
 
-def tied_collectives(
-    program: Program, plan: Decisions, training: TrainingSpec
-) -> Iterator[tuple[tuple[int, ...], PricedCollective]]:
-    """Gradients of parameters that several device groups hold: the groups, and what each of them sends."""
-    axis = Axis(plan.num_groups, plan.group_size)
-    values = {name: value for value, name in program.parameters.items()}
-    for name, layout in plan.shared_storage if plan.stages and training.is_training else ():
-        value = program.values[values[name]]
-        reading = zip(plan.ranges, plan.groups, strict=True)
-        groups = {own for span, own in reading if any(value.name in program.layers[index].state for index in span)}
+def _tied(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[tuple[int, ...], PricedCollective]]:
+    axis = Axis(layers.decisions.num_groups, layers.decisions.group_size)
+    for name, where in layers.shared.items():
+        value, groups = layers.program.values[name], sorted(layers.first_readers(name))
         if len(groups) > 1 and value.requires_grad:
-            num_bytes = shared_parameter_bytes(value, (plan.shared_mesh, layout), training).gradient_bytes
-            run = PricedCollective(value.name, "send", axis, num_bytes, len(groups) - 1, "backward", "tied")
-            yield tuple(sorted(groups)), run
+            num_bytes = shared_parameter_bytes(value, where, training).gradient_bytes
+            run = PricedCollective(name, "send", axis, num_bytes, len(groups) - 1, "backward", "tied")
+            yield tuple(groups), run
 
 
-def told_collectives(program: Program, plan: Decisions) -> Iterator[PricedCollective]:
-    """What all device groups are told at the end of a step."""
-    axis = Axis(plan.num_groups, plan.group_size)
-    for name in told_outputs(program) if plan.stages else ():
-        yield PricedCollective(name, "broadcast", axis, float(program.type_of(name).num_bytes), 1, "forward", "output")
+def _told(layers: PlannedLayers) -> Iterator[PricedCollective]:
+    axis = Axis(layers.decisions.num_groups, layers.decisions.group_size)
+    for name in told_outputs(layers.program):
+        num_bytes = float(layers.program.type_of(name).num_bytes)
+        yield PricedCollective(name, "broadcast", axis, num_bytes, 1, "forward", "output")
 
 
 def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:

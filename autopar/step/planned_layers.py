@@ -105,6 +105,10 @@ class PlannedLayers:
             found.append(known[key])
         return tuple(found)
 
+    def names(self, index: int) -> dict[str, str]:
+        """From the values and ops of the layer in `placed` to those of the layer of this index."""
+        return _renamed(self.placed[index].layer, self.program.layers[index])
+
     def find(self, what: str, make: Callable[[PlacedLayer], Fact]) -> list[Fact]:
         """What `make` gives, for every layer; `what` says which fact that is."""
         return [self.facts.find(what, placed, make) for placed in self.placed]
@@ -120,9 +124,15 @@ class PlannedLayers:
 
 def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> LayerStrategy:
     """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
-    names = dict(zip(_value_names(program.kinds[layer.kind]), _value_names(layer), strict=True))
-    return replace(strategy, copies=tuple((names[name], layout) for name, layout in strategy.copies))
+    names = _renamed(program.kinds[layer.kind], layer)
+    return replace(strategy, copies=tuple((names.get(name, name), layout) for name, layout in strategy.copies))
 
 
-def _value_names(layer: Layer) -> tuple[str, ...]:
-    return (*layer.inputs, *layer.state, *(name for op in layer.ops for name in op.results))
+def _renamed(layer: Layer, other: Layer) -> dict[str, str]:
+    """From the values and ops of a layer to those of another one of its kind."""
+    return {} if layer is other else dict(zip(_names(layer), _names(other), strict=True))
+
+
+def _names(layer: Layer) -> tuple[str, ...]:
+    made = (name for op in layer.ops for name in (op.name, *op.results))
+    return (*layer.inputs, *layer.state, *made)

@@ -6,12 +6,12 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.placement import Axis
-from autopar.program import Layer, Program
+from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.activation_policies import activation_policy
@@ -20,18 +20,12 @@ from autopar.step.liveness import running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import in_one_buffer
 from autopar.step.parameter_costs import gradient_sums_s, optimizer_s, shared_costs
-from autopar.step.plan_collectives import (
-    boundary_collectives,
-    returning_collectives,
-    sent_collectives,
-    tied_collectives,
-    told_collectives,
-)
+from autopar.step.plan_collectives import StepCollectives, step_collectives
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import PricedCollective, Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
 
-__all__ = ["Around", "Item", "LayerWork", "StepWork", "collective_item", "layer_work", "step_work", "value_names"]
+__all__ = ["Item", "LayerWork", "StepWork", "collective_item", "layer_work", "step_work"]
 
 
 class Item(NamedTuple):
@@ -77,38 +71,6 @@ class LayerWork:
         """What a `LayerAction` of this kind runs on the computing stream."""
         by_kind = {"F": self.forward, "B": self.again + self.backward, "I": self.again + self.inputs, "W": self.weights}
         return by_kind.get(kind, ())
-
-    def of(self, layer: int, name: str, names: Mapping[str, str], around: Around) -> LayerWork:
-        """The same of the layer of this index and name, its values named as `names` says, with what is around it."""
-
-        def own(items: Iterable[Item]) -> tuple[Item, ...]:
-            return tuple(
-                item._replace(layer=layer, name=names.get(item.name, item.name) if item.is_collective else name)
-                for item in items
-            )
-
-        return LayerWork(
-            (*around.arriving, *own(self.forward), *around.returning),
-            own(self.again),
-            (*around.returning_back, *own(self.backward), *around.arriving_back),
-            (*around.returning_back, *own(self.inputs), *around.arriving_back),
-            own(self.weights),
-            own(self.gathers),
-            own(self.reduces),
-        )
-
-
-@dataclass
-class Around:
-    """The collectives around a layer: of what arrives, of what the caller gets, and of their gradients; and, once per
-    step when all microbatches are done, of outputs other than the loss (`at_end`).
-    """
-
-    arriving: tuple[Item, ...] = ()
-    arriving_back: tuple[Item, ...] = ()
-    returning: tuple[Item, ...] = ()
-    returning_back: tuple[Item, ...] = ()
-    at_end: tuple[Item, ...] = ()
 
 
 def collective_item(run: PricedCollective, prices: Prices, layer: int = -1) -> Item:
@@ -219,16 +181,6 @@ def _in_order(
     return (*found, *_computing(category, waiting_s))
 
 
-def value_names(layer: Layer, other: Layer) -> dict[str, str]:
-    """From the values and ops of a layer to those of another one of its kind."""
-    return {} if layer is other else dict(zip(_names(layer), _names(other), strict=True))
-
-
-def _names(layer: Layer) -> tuple[str, ...]:
-    made = (name for op in layer.ops for name in (op.name, *op.results))
-    return (*layer.inputs, *layer.state, *made)
-
-
 @dataclass(frozen=True)
 class StepWork:
     """Everything that one step does.
@@ -258,93 +210,72 @@ def step_work(
     layers: PlannedLayers, prices: Prices, training: TrainingSpec, schedules: ScheduleSource | None
 ) -> StepWork:
     """The work of a step by the plan's own decisions; `schedules` is needed for stages."""
-    maker = _Maker(layers, prices, training)
     actions = step_actions(layers.program, layers.decisions, training, schedules)
-    arounds = maker.arounds()
-    sends, sends_back = maker.sends()
+    between = step_collectives(layers, training)
+    own = layers.find(
+        "work", lambda placed: (layer_work(placed, prices, training), optimizer_s(placed, prices, training))
+    )
+    ends = [
+        [collective_item(run, prices, index) for run in runs if run.times != layers.decisions.num_microbatches]
+        for index, runs in enumerate(between.returning)
+    ]
     return StepWork(
         actions,
-        tuple(maker.layer(index, around) for index, around in enumerate(arounds)),
-        sends,
-        sends_back,
-        maker.optimizer(),
+        tuple(_layer(layers, index, work, between, prices) for index, (work, _) in enumerate(own)),
+        *_sends(layers, between, prices),
+        _optimizer(layers, [each_s for _, each_s in own], prices, training) if training.is_training else (),
         tuple(
-            tuple(item for index in actions.own(own) for item in arounds[index].at_end)
-            for own in range(layers.decisions.num_groups)
+            tuple(item for index in actions.own(group) for item in ends[index])
+            for group in range(layers.decisions.num_groups)
         ),
-        maker.ties(),
-        maker.told(),
+        tuple((groups, (collective_item(run, prices),) * run.times) for groups, run in between.tied),
+        tuple(collective_item(run, prices) for run in between.told),
     )
 
 
-class _Maker:
-    """Makes the parts of a `StepWork`."""
+def _layer(layers: PlannedLayers, index: int, work: LayerWork, between: StepCollectives, prices: Prices) -> LayerWork:
+    """The work of the layer of this index, with what arrives before it and what the caller gets after it."""
+    names, name = layers.names(index), layers.program.layers[index].name
 
-    def __init__(self, layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> None:
-        self.layers, self.program, self.plan = layers, layers.program, layers.decisions
-        self.prices = prices
-        self.training = training
-        self.count = self.plan.num_microbatches
-        self.works = layers.find(
-            "work", lambda placed: (layer_work(placed, prices, training), optimizer_s(placed, prices, training))
+    def own(items: Iterable[Item]) -> tuple[Item, ...]:
+        return tuple(
+            item._replace(layer=index, name=names.get(item.name, item.name) if item.is_collective else name)
+            for item in items
         )
 
-    def arounds(self) -> list[Around]:
-        """What is moved around each layer."""
-        arounds = [Around() for _ in self.program.layers]
-        strategies = self.layers.strategies
-        for reader, run in boundary_collectives(self.program, list(strategies), self.count, self.training):
-            around, item = arounds[reader], self._item(run, reader)
-            if run.phase == "forward":
-                around.arriving += (item,)
-            else:
-                around.arriving_back = (item, *around.arriving_back)
-        for index, (layer, strategy) in enumerate(zip(self.program.layers, strategies, strict=True)):
-            around = arounds[index]
-            for run in returning_collectives(self.program, layer, strategy, self.count, self.training):
-                item = self._item(run, index)
-                if run.times != self.count:
-                    around.at_end += (item,)
-                elif run.phase == "forward":
-                    around.returning += (item,)
-                else:
-                    around.returning_back = (item, *around.returning_back)
-        return arounds
+    def moved(runs: Sequence[PricedCollective], phase: str) -> tuple[Item, ...]:
+        return tuple(collective_item(run, prices, index) for run in runs if run.phase == phase)
 
-    def layer(self, index: int, around: Around) -> LayerWork:
-        """The work of the layer of this index."""
-        layer = self.program.layers[index]
-        first, work = self.layers.placed[index].layer, self.works[index][0]
-        return work.of(index, layer.name, value_names(first, layer), around)
+    count = layers.decisions.num_microbatches
+    arriving, returning = between.arriving[index], [run for run in between.returning[index] if run.times == count]
+    before, after = moved(returning[::-1], "backward"), moved(arriving[::-1], "backward")
+    return LayerWork(
+        (*moved(arriving, "forward"), *own(work.forward), *moved(returning, "forward")),
+        own(work.again),
+        (*before, *own(work.backward), *after),
+        (*before, *own(work.inputs), *after),
+        own(work.weights),
+        own(work.gathers),
+        own(work.reduces),
+    )
 
-    def optimizer(self) -> tuple[Item, ...]:
-        """What the optimizer takes; of shared parameters in the first layer of each group that reads them."""
-        if not self.training.is_training:
-            return ()
-        seconds = [each_s for _, each_s in self.works]
-        costs = shared_costs(self.program, self.layers.shared, self.prices, self.training, self.plan.group_size, 1)
-        for name, cost in costs.items():
-            for index in self.layers.first_readers(name).values():
-                seconds[index] += cost.step_s
-        named = zip(self.program.layers, seconds, strict=True)
-        return tuple(Item("optimizer", layer.name, each, index) for index, (layer, each) in enumerate(named))
 
-    def sends(self) -> tuple[tuple[tuple[Item, ...], ...], tuple[tuple[Item, ...], ...]]:
-        """Per stage, what it sends to the next one, and to the one before."""
-        ahead: list[tuple[Item, ...]] = [()] * len(self.plan.ranges)
-        back = list(ahead)
-        for stage, run in sent_collectives(self.layers.crossings, self.plan, self.training) if self.plan.stages else ():
-            (ahead if run.phase == "forward" else back)[stage] += (self._item(run),)
-        return tuple(ahead), tuple(back)
+def _sends(
+    layers: PlannedLayers, between: StepCollectives, prices: Prices
+) -> tuple[tuple[tuple[Item, ...], ...], tuple[tuple[Item, ...], ...]]:
+    """Per stage, what it sends to the next one, and to the one before."""
+    ahead: list[tuple[Item, ...]] = [()] * len(layers.decisions.ranges)
+    back = list(ahead)
+    for stage, run in between.sent:
+        (ahead if run.phase == "forward" else back)[stage] += (collective_item(run, prices),)
+    return tuple(ahead), tuple(back)
 
-    def ties(self) -> tuple[tuple[tuple[int, ...], tuple[Item, ...]], ...]:
-        """The exchange of gradients of parameters that several groups hold."""
-        tied = tied_collectives(self.program, self.plan, self.training)
-        return tuple((groups, (self._item(run),) * run.times) for groups, run in tied)
 
-    def told(self) -> tuple[Item, ...]:
-        """What all groups are told."""
-        return tuple(self._item(run) for run in told_collectives(self.program, self.plan))
-
-    def _item(self, run: PricedCollective, layer: int = -1) -> Item:
-        return collective_item(run, self.prices, layer)
+def _optimizer(layers: PlannedLayers, seconds: list[float], prices: Prices, training: TrainingSpec) -> tuple[Item, ...]:
+    """What the optimizer takes; of shared parameters in the first layer of each group that reads them."""
+    costs = shared_costs(layers.program, layers.shared, prices, training, layers.decisions.group_size, 1)
+    for name, cost in costs.items():
+        for index in layers.first_readers(name).values():
+            seconds[index] += cost.step_s
+    named = zip(layers.program.layers, seconds, strict=True)
+    return tuple(Item("optimizer", layer.name, each, index) for index, (layer, each) in enumerate(named))
