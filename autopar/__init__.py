@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.cluster import Cluster
+    from autopar.data import shard_dataloader
     from autopar.lower.parameters.materialize import materialize
     from autopar.ops import register_rule
     from autopar.plan import Plan
     from autopar.verify import verify
 
-__all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_rule", "verify"]
+__all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_rule", "shard_dataloader", "verify"]
 
 _HOMES = {
     "Cluster": "autopar.cluster",
@@ -22,6 +23,7 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.ops",
+    "shard_dataloader": "autopar.data",
     "verify": "autopar.verify",
 }
 

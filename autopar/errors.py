@@ -16,6 +16,7 @@ __all__ = [
     "GradientNormError",
     "InfeasibleError",
     "InputShapeError",
+    "LoaderError",
     "LossError",
     "MaterializationError",
     "MeshError",
@@ -92,6 +93,10 @@ class PipelineError(AutoparError):
 
 class InputShapeError(AutoparError):
     """A call's inputs differ from what the plan was made for, or don't divide over the devices."""
+
+
+class LoaderError(AutoparError):
+    """A DataLoader can't be made to load the rows of one rank."""
 
 
 class LossError(AutoparError):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+import autopar
+from autopar.cluster import Cluster
 from autopar.errors import InputShapeError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.communicator import Communicator
@@ -84,16 +86,31 @@ def test_local_rows_give_the_loss_and_gradients_of_one_device(name: str, num_mic
             torch.testing.assert_close(gradients[parameter], gradient, rtol=0, atol=1e-9 * largest.item())
 
 
-def test_data_ranks_may_pass_different_numbers_of_rows() -> None:
+@pytest.mark.parametrize("counts", [[5, 3], [0, 8]])
+def test_data_ranks_may_pass_different_numbers_of_rows(counts: list[int]) -> None:
     model, inputs, _ = traced_model("plain_gpt")
     expected = train_single(model, inputs, steps=1).losses[0]
 
     def act(made: ParallelModule, inputs: dict[str, Any]) -> float:
-        parts = {name: x.split([5, 3])[made.data_rank] for name, x in inputs.items()}
+        parts = {name: x.split(counts)[made.data_rank] for name, x in inputs.items()}
         return loss_of(made(**parts)).item()
 
     assert on_ranks("plain_gpt", act) == pytest.approx([expected] * 4, rel=1e-12)
-    assert on_ranks("plain_gpt", lambda made, inputs: act(made, inputs), 2) == pytest.approx([expected] * 4, rel=1e-12)
+    assert on_ranks("plain_gpt", act, 2) == pytest.approx([expected] * 4, rel=1e-12)
+
+
+def test_every_pipeline_stage_is_passed_the_rows_of_its_data_ranks() -> None:
+    model, inputs, traced = traced_model("plain_gpt")
+    cluster = Cluster.of("cpu", devices_per_node=4)
+    plan = autopar.plan(model, cluster, inputs, constraints=["stages=2", "data=2", "microbatches=2"])
+
+    def rank(communicator: Communicator) -> tuple[int, float]:
+        made = local(model, inputs, traced, plan, communicator)
+        return made.data_rank, loss_of(made(**{name: own_rows(made, x) for name, x in inputs.items()})).item()
+
+    ranks, losses = zip(*simulate(4, rank), strict=True)
+    assert ranks == (0, 1, 0, 1)
+    assert list(losses) == pytest.approx(list(train_single(model, inputs, steps=1).losses) * 4, rel=1e-12)
 
 
 def test_inputs_that_hold_no_rows_are_passed_whole() -> None:

@@ -65,7 +65,11 @@ class _Opened:
 
 
 class CallInputs:
-    """Makes the inputs of calls whole on one rank."""
+    """Makes the inputs of calls whole on one rank.
+
+    Attributes:
+        is_local: whether ranks pass their own rows.
+    """
 
     def __init__(
         self,
@@ -79,13 +83,24 @@ class CallInputs:
         self._open_call = open_call
         self._communicator = communicator
         self._split = split
-        self._is_local = example is not None
+        self.is_local = example is not None
         self._has_rows: dict[str, bool] = {}
         if example is not None:
             self._has_rows = {name: x.shape[:1] == (rows,) for name, x in open_call(*example).named.items()}
         self._has_compared = False
-        if self._is_local and communicator.calls is not None:
+        if self.is_local and communicator.calls is not None:
             communicator.calls.compares_draws = False  # whoever augments other rows draws other numbers
+
+    def shared_seed(self, state: Tensor) -> int | None:
+        """Where `state` of a random generator (uint8) is alike on all ranks, None; else a seed that all may use
+        instead.  Every rank calls it.
+        """
+        crc = zlib.crc32(state.numpy().data)
+        calls = self._communicator.calls
+        if calls is not None:
+            calls.enter("the draws {} of a sharded loader", lambda: (None, ()))
+        known = self._communicator.gather_numbers((crc,))
+        return None if all(each == known[0] for each in known) else known[0][0]
 
     def whole(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The call with the whole batch, which all ranks make.
@@ -99,7 +114,7 @@ class CallInputs:
             InputShapeError: the inputs of this rank don't fit together, or those of another rank have other forms.
             MeshError: ranks of one data rank passed different rows; on an accelerator of the call before.
         """
-        if not self._is_local and not any(isinstance(x, DTensor) for x in leaves_of((args, kwargs))):
+        if not self.is_local and not any(isinstance(x, DTensor) for x in leaves_of((args, kwargs))):
             return args, kwargs
         calls = self._communicator.calls
         if calls is None:
@@ -115,7 +130,7 @@ class CallInputs:
 
     def _open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Opened:
         call = self._open_call(args, kwargs)
-        plain = {name: x for name, x in call.named.items() if self._is_local and not isinstance(x, DTensor) and x.dim()}
+        plain = {name: x for name, x in call.named.items() if self.is_local and not isinstance(x, DTensor) and x.dim()}
         rows = next((len(x) for name, x in plain.items() if self._has_rows.get(name)), -1)
         local = {name: x for name, x in plain.items() if self._has_rows.get(name, len(x) == rows)}
         for name, x in local.items():

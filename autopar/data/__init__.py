@@ -1,0 +1,5 @@
+"""Loaders of data for parallel models: each rank loads its own rows of the batches that one device would load."""
+
+from autopar.data.loaders import shard_dataloader
+
+__all__ = ["shard_dataloader"]
