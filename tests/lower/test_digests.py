@@ -76,3 +76,8 @@ def test_models_that_differ_in_order_or_in_constants() -> None:
     )]  # fmt: skip
     assert found[0] == found[1]
     assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_one_element_whose_stride_is_zero(dtype: torch.dtype) -> None:
+    assert int(digest_of(torch.ones((), dtype=dtype).expand(1))) == int(digest_of(torch.ones(1, dtype=dtype)))

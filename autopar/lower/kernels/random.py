@@ -22,6 +22,7 @@ __all__ = [
     "RandomState",
     "agree_base_seed",
     "derive_seed",
+    "follow_first_rank",
     "generator_state",
     "generators_kept",
     "random_scope",
@@ -87,6 +88,15 @@ def agree_base_seed(communicator: Communicator) -> int:
         return int(seed)
     everybody = Axis(communicator.world_size, 1)
     return int(communicator.broadcast(seed.to(communicator.device), everybody).item())
+
+
+def follow_first_rank(communicator: Communicator) -> None:
+    """Set torch's default generator of every process to where that of the first one stands; every rank calls it."""
+    if communicator.calls is None or communicator.calls.is_in_step:
+        return
+    state = generator_state(communicator.device)
+    told = communicator.broadcast(state.to(communicator.device), Axis(communicator.world_size, 1))
+    _default_generator(communicator.device).set_state(told.cpu())
 
 
 @contextmanager

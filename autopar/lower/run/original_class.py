@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from autopar.errors import ModelError
+from autopar.lower.run.generation import generation_methods
 
 __all__ = ["make_instance", "original_class"]
 
@@ -62,6 +63,7 @@ def _make_class(runtime: type[nn.Module], original: type[nn.Module], signature: 
     members |= {name: _refusal(name, what) for name, what in _INSTEAD.items() if hasattr(original, name)}
     if hasattr(original, "save_pretrained"):
         members["save_pretrained"] = partialmethod(_save_pretrained, original)
+    members |= generation_methods(original)
     members |= {
         "forward": _forward(runtime, signature),
         "__call__": nn.Module.__call__,
