@@ -93,19 +93,29 @@ def with_distributed_sampler(*constraints: str) -> None:
 def with_sharded_loader(*constraints: str) -> None:
     single = Model().double()
     model = local(copy.deepcopy(single), *constraints)
-    loader = DataLoader(Texts(32), batch_size=8, shuffle=True)
+    loader = DataLoader(Texts(21), batch_size=8, shuffle=True)  # the last batch has 5 rows
     torch.manual_seed(1)
     expected = train(single, loader)
     torch.manual_seed(1)
     assert train(model, autopar.shard_dataloader(loader, model)) == pytest.approx(expected, rel=1e-9)
-    torch.manual_seed(dist.get_rank())  # then all take what rank 0 has
-    found = [batch["ids"] for batch in autopar.shard_dataloader(loader, model)]
-    ranks = [torch.empty_like(torch.cat(found)) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, torch.cat(found))
-    assert sorted(map(tuple, torch.cat(ranks[: model.data_parallel_size]).tolist())) == sorted(
-        map(tuple, Texts(32).ids.tolist())
+    assert evaluate(model.eval(), autopar.shard_dataloader(DataLoader(Texts(6), batch_size=5), model)) == pytest.approx(
+        evaluate(single.eval(), DataLoader(Texts(6), batch_size=5)), rel=1e-9
     )
-    torch.manual_seed(0)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Any) -> list[float]:
+    return [model(**batch).item() for batch in loader]
+
+
+def with_generators_that_differ() -> None:
+    model = local(Model(), "data=2")
+    torch.manual_seed(dist.get_rank())  # then all take what rank 0 has
+    loader = autopar.shard_dataloader(DataLoader(Texts(16), batch_size=4, shuffle=True), model)
+    found = torch.cat([batch["ids"] for batch in loader])
+    ranks = [torch.empty_like(found) for _ in range(2)]
+    dist.all_gather(ranks, found)
+    assert sorted(torch.cat(ranks).tolist()) == sorted(Texts(16).ids.tolist())
 
 
 def with_dtensors() -> None:
@@ -131,6 +141,7 @@ def test_ranks_train_on_data_of_their_own() -> None:
         partial(with_distributed_sampler, "data=2"),
         partial(with_sharded_loader, "data=2"),
         partial(with_distributed_sampler, "data=2", "microbatches=2"),
+        with_generators_that_differ,
         with_dtensors,
         other_rows_on_ranks_of_one_data_rank_are_an_error,
     )
