@@ -130,6 +130,12 @@ FAMILIES = (
         is_random=_drops(7),
         is_cheap=False,
     ),
+    # torch.nn.attention.varlen
+    OpFamily(
+        {"torch_attn._varlen_attn.default": "_ h _, _ h _, _ h _, _, _ -> _ h _, h _, =..."},
+        is_cheap=False,
+        num_differentiable=1,
+    ),
     OpFamily(
         {"flash_attn_3._flash_attn_forward.default": None},
         is_cheap=False,

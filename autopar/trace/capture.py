@@ -8,8 +8,9 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,17 @@ class _Wrapper(nn.Module):
 class _Records:
     outputs: Structure | None = None
     has_checkpoints: bool = False
+    items: list[str] = field(default_factory=list[str])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know."""
+        items = tuple(
+            f"{where}: what .item() gives here is dropped, as nothing is computed from it: to log it, return the "
+            "tensor and call .item() outside of the model"
+            for where in dict.fromkeys(self.items)
+        )
+        return (_CHECKPOINTS, *items) if self.has_checkpoints else items
 
 
 def capture(
@@ -105,8 +117,7 @@ def capture(
     assert wrapper.records.outputs is not None
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     classes = {name: type(module).__qualname__ for name, module in modules}
-    notes = (_CHECKPOINTS,) if wrapper.records.has_checkpoints else ()
-    return Captured(exported, wrapper.records.outputs, classes, names, own, notes)
+    return Captured(exported, wrapper.records.outputs, classes, names, own, wrapper.records.notes)
 
 
 def _tensor_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -145,12 +156,20 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
     def note_checkpoint() -> None:
         wrapper.records.has_checkpoints = True
 
+    def note_item() -> None:
+        wrapper.records.items.append(_here())
+
     try:
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
             seen = torch_internals.intercept_autograd_functions(call_as_op, note_checkpoint)
-            with seen, torch_internals.unread_masks(), torch_internals.written_instance_norms():
+            with ExitStack() as patches:
+                patches.enter_context(seen)
+                patches.enter_context(torch_internals.unread_masks())
+                patches.enter_context(torch_internals.written_instance_norms())
+                patches.enter_context(torch_internals.values_to_print(note_item))
+                patches.enter_context(torch_internals.intercept_gradients(_refuse_gradients))
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             torch_internals.inline_grad_regions(exported.graph_module)
             return decompose(exported)
@@ -158,6 +177,17 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         raise
     except Exception as error:
         raise _explain(error, form) from error
+
+
+def _here() -> str:
+    return user_frame(traceback.extract_stack()) or "the model"
+
+
+def _refuse_gradients(*args: Any, **kwargs: Any) -> NoReturn:
+    raise TraceError(
+        f"{_here()}: the model computes gradients in its forward, as a gradient penalty does, which a traced program "
+        "can't hold. Write the gradient out where its formula is simple; else train with DistributedDataParallel"
+    )
 
 
 def _explain(error: BaseException, form: CallForm) -> AutoparError:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -37,6 +38,7 @@ __all__ = [
     "flatten_one_level",
     "inline_grad_regions",
     "intercept_autograd_functions",
+    "intercept_gradients",
     "is_higher_order",
     "is_plain_op",
     "is_wrapped_number",
@@ -47,6 +49,7 @@ __all__ = [
     "unflatten",
     "unread_masks",
     "untraced",
+    "values_to_print",
     "writes",
     "written_instance_norms",
 ]
@@ -251,6 +254,40 @@ def unread_masks() -> contextlib.AbstractContextManager[Any]:
         return is_causal is True
 
     return patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal)
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def values_to_print(report: Callable[[], None]) -> Iterator[None]:
+    """Inside, what ``.item()`` gives can be formatted, as for a log; `report` is called for each that has no value."""
+    item = torch._C.TensorBase.item
+
+    def note_item(tensor: Tensor) -> Any:
+        value = item(tensor)
+        if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):
+            report()
+        return value
+
+    with (
+        patch.object(Tensor, "item", note_item),
+        patch.object(torch.SymFloat, "__format__", partialmethod(_format_as, math.nan)),
+        patch.object(torch.SymInt, "__format__", partialmethod(_format_as, 0)),
+    ):
+        yield
+
+
+def _format_as(number: object, value: float, form: str) -> str:
+    return format(value, form)
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def intercept_gradients(refuse: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `refuse` takes the place of what computes gradients."""
+    with (
+        patch.object(torch.autograd, "grad", refuse),
+        patch.object(torch.autograd, "backward", refuse),
+        patch.object(Tensor, "backward", refuse),
+    ):
+        yield
 
 
 def written_instance_norms() -> contextlib.AbstractContextManager[Any]:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import autopar.planning.call_plans
 import pytest
 import torch
 from torch import nn
 
 import autopar.api
+import autopar.planning.call_plans
 from tests import shared_traces
 from tests.shared_traces import share_traces
 

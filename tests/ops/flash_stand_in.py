@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 __all__ = ["define_ops"]
 
@@ -42,8 +43,32 @@ def _varlen_forward(q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, softma
     return torch.cat([p[0][0] for p in parts]), torch.cat([p[1][0] for p in parts], -1), *_extras(q)
 
 
+def _packed(query, key, value, ends_q, ends_k, max_q, max_k, causal=False, scale=None, *_):
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    result, statistics, *_ = _varlen_forward(query, key, value, ends_q, ends_k, max_q, max_k, 0.0, scale, causal)
+    return result, statistics, torch.zeros(2, dtype=torch.uint64)
+
+
+def _packed_backward(gradient, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, causal, state, scale=None, *_):
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    for start, stop in pairwise(ends_q):
+        part = slice(start, stop)
+        scores = torch.einsum("qhd,khd->hqk", q[part], k[part]) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        shares, of_shares = scores.softmax(-1), torch.einsum("qhd,khd->hqk", gradient[part], v[part])
+        of_scores = scale * shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True))
+        gradients[0][part] = torch.einsum("hqk,khd->qhd", of_scores, k[part])
+        gradients[1][part] = torch.einsum("hqk,qhd->khd", of_scores, q[part])
+        gradients[2][part] = torch.einsum("hqk,qhd->khd", shares, gradient[part])
+    return tuple(gradients)
+
+
 def define_ops() -> None:
     """Define ``flash_attn::*`` unless the package has done so; differentiable by the mathematics above."""
+    if not _KEEP:
+        for op, kernel in ((varlen._varlen_attn, _packed), (varlen._varlen_attn_backward, _packed_backward)):
+            op.register_kernel("cpu")(kernel)
     if hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
         return
     library = torch.library.Library("flash_attn", "FRAGMENT")

@@ -620,6 +620,16 @@ def _special() -> list[Sample]:
             False,
         ),
         sample(
+            "torch_attn._varlen_attn.default",
+            *(x(6, 4, 3) for _ in range(3)),
+            torch.tensor([0, 2, 6]),
+            torch.tensor([0, 2, 6]),
+            4,
+            4,
+            True,
+            0.5,
+        ),
+        sample(
             "flash_attn._flash_attn_varlen_forward.default",
             *(x(6, 4, 3) for _ in range(3)),
             torch.tensor([0, 2, 6]),

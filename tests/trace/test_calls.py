@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import autopar
 from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
 from autopar.trace import default_example_inputs, trace
 from tests import models
@@ -183,6 +184,50 @@ def test_numbers_from_data_name_the_users_line():
 
     with pytest.raises(TraceError, match=rf"test_calls\.py:{line_of('# the item')}: .*\.item\(\)"):
         trace(Item(), (X,), {})
+
+
+def test_numbers_that_are_only_logged_are_dropped_with_a_note():
+    class Logs(Module):
+        def forward(self, x):
+            y = self.linear(x).sum()
+            self.text = f"loss {y.item():.3f} of {x.int().sum().item():d}"  # the log
+            self.last = y.item()
+            return y
+
+    program = trace(Logs(), (X,), {}).program
+    assert [op.target for layer in program.layers for op in layer.ops] == ["aten.linear.default", "aten.sum.default"]
+    line = line_of("# the log")
+    assert [note.split(": ")[0].rsplit(":", 1)[1] for note in program.notes] == [str(line), str(line + 1)]
+    assert "is dropped, as nothing is computed from it" in program.notes[0]
+    assert f"{torch.ones(1).sum().item():.1f}" == "1.0"
+
+
+def test_gradients_inside_of_a_forward_are_refused():
+    class Penalty(Module):
+        def forward(self, x):
+            y = self.linear(x.requires_grad_()).tanh().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)  # the gradient
+            return y + (gradient.norm(dim=-1) - 1).square().mean()
+
+    line = line_of("# the gradient")
+    with pytest.raises(TraceError, match=rf"test_calls\.py:{line}: the model computes gradients in its forward"):
+        trace(Penalty(), (X,), {})
+
+
+def test_attention_over_packed_sequences_splits_in_the_heads():
+    from torch.nn.attention.varlen import varlen_attn
+
+    class Packed(Module):
+        def forward(self, x, ends):
+            q = self.linear(x).view(-1, 2, 4)
+            return varlen_attn(q, q, q, ends, ends, 8, 8).square().mean()
+
+    ends = torch.tensor([0, 8, 16], dtype=torch.int32)
+    program = trace(Packed(), (torch.randn(16, 8), ends), {}).program
+    op = next(op for layer in program.layers for op in layer.ops if "varlen" in op.target)
+    assert (op.rule_source, [x.factor for x in op.options]) == ("rule", ["-", "~", "h"])
+    cluster = autopar.Cluster.of("h100", devices_per_node=2)
+    assert autopar.plan(Packed(), cluster, (torch.randn(16, 8), ends)).world_size == 2
 
 
 def test_shapes_from_data_are_refused():
