@@ -18,8 +18,8 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
 from autopar.cost.profile_file import keep
-from autopar.errors import MeshError, ProfileError, suggest_path
-from autopar.lower import ParallelModule, lower
+from autopar.errors import MeshError, PlanMismatchError, ProfileError, suggest_path
+from autopar.lower import Executable, ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
@@ -433,11 +433,17 @@ def build(
     `planner` is for eval mode and inputs of other forms; see `call_planner`.
     """
     setup = setup or Setup()
+    dtypes = {traced.program.type_of(value).dtype for value in traced.program.parameters}
+    if setup.dtype is not None and dtypes and str(setup.dtype).removeprefix("torch.") not in dtypes:
+        raise PlanMismatchError(
+            f"asked to compute in {setup.dtype}, but the program has parameters in {sorted(dtypes)}"
+        )
+    executable = Executable(
+        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
+    )  # fmt: skip
     return lower(
-        traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
-        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, draws=setup.draws,
-        compute_dtype=setup.dtype, planner=planner, compile_layers=compile_layers,
-        predictions=_predictions(traced.program, plan, mesh, setup),
+        executable, module=model, communicator=communicator, mesh=mesh, draws=setup.draws, planner=planner,
+        compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),
     )  # fmt: skip
 
 

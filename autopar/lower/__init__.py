@@ -2,6 +2,7 @@
 
 from autopar.lower.program.layer_program import LayerProgram, layer_program
 from autopar.lower.program.program_text import LoweredProgram
+from autopar.lower.run.lowering import Executable
 from autopar.lower.run.parallel_module import ParallelModule, lower
 
-__all__ = ["LayerProgram", "LoweredProgram", "ParallelModule", "layer_program", "lower"]
+__all__ = ["Executable", "LayerProgram", "LoweredProgram", "ParallelModule", "layer_program", "lower"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.lower import ParallelModule, lower
+from autopar.lower import Executable, ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import make_mesh
@@ -32,10 +32,12 @@ def build(model: nn.Module, traced: Traced, plan: Plan, communicator: Communicat
     """Lower for one simulated rank."""
     world = communicator.world_size
     mesh = make_mesh((world,), range(world), "cpu", rank=communicator.rank)
-    return lower(
-        traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
-        unflatten_outputs=traced.unflatten_outputs, communicator=communicator, mesh=mesh, **kwargs,
-    )  # fmt: skip
+    return lower(executable(traced, plan), module=model, communicator=communicator, mesh=mesh, **kwargs)
+
+
+def executable(traced: Traced, plan: Plan) -> Executable:
+    """What `lower` takes."""
+    return Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.lower import lower
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.trace import trace
-from tests.lower.runs import Run, assert_same, loss_of, train_single
+from tests.lower.runs import Run, assert_same, executable, loss_of, train_single
 from tests.models import make
 from tests.random_plans import random_plan
 from tests.ranks import run_ranks
@@ -21,8 +21,7 @@ def train(name: str, world: int, seed: int, num_microbatches: int) -> tuple[Any,
     traced = trace(model, (), inputs)
     plan = random_plan(traced.program, world, seed, num_microbatches)
     parallel = lower(
-        traced.program, plan, module=model, constants=traced.constants, flatten_inputs=traced.flatten_inputs,
-        unflatten_outputs=traced.unflatten_outputs, communicator=ProcessGroupCommunicator(),
+        executable(traced, plan), module=model, communicator=ProcessGroupCommunicator(),
         mesh=init_device_mesh("cpu", (world,)),
     )  # fmt: skip
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import PlanMismatchError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
@@ -42,24 +41,18 @@ from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.plan import Plan
-from autopar.program import Program
 from autopar.step.data_split import DataSplit, data_split
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
 
 
-def lower(  # noqa: PLR0913  (the contract between the stages)
-    program: Program,
-    plan: Plan,
+def lower(
+    executable: Executable,
     *,
     module: nn.Module,
-    constants: Mapping[str, Tensor],
-    flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]],
-    unflatten_outputs: Callable[[Sequence[Any]], Any],
     communicator: Communicator,
     mesh: DeviceMesh,
     draws: Draws | None = None,
-    compute_dtype: torch.dtype | None = None,
     planner: CallPlanner | None = None,
     compile_layers: bool = False,
     predictions: Predictions | None = None,
@@ -67,31 +60,20 @@ def lower(  # noqa: PLR0913  (the contract between the stages)
     """Bind a plan to a module and to this rank's communicator.
 
     Args:
-        program: the traced module.
-        plan: made for it.
+        executable: the traced module and the plan that was made for it.
         module: whose parameters are sliced and copied; it is left as it is.
-        constants: the program's constants by value name, whole.
-        flatten_inputs: ``(args, kwargs)`` of a call -> its tensors in the order of `Program.inputs`.
-        unflatten_outputs: values of `Program.outputs` -> what the model returns.
         communicator: of this rank.
         mesh: over all ranks, of any shape.
         draws: the values of those of `module`'s tensors that are on the meta device.
-        compute_dtype: dtype that the program computes in where it differs from the stored one, for a check only.
         planner: makes what runs in eval mode, and for inputs of another form than the program's; None: the latter are
-            refused, and eval mode runs `program`.
+            refused, and eval mode runs the program.
         compile_layers: compile each distinct layer program, forward and backward.
         predictions: what `program` shows, and what `report` compares measurements with.
 
     Raises:
         PlanMismatchError: plan, program, module and number of devices don't belong together.
     """
-    check_plan(program, plan, communicator.world_size)
-    executable = Executable(program, plan, constants, flatten_inputs, unflatten_outputs)
-    dtypes = {program.type_of(value).dtype for value in program.parameters}
-    if compute_dtype is not None and dtypes and str(compute_dtype).removeprefix("torch.") not in dtypes:
-        raise PlanMismatchError(
-            f"asked to compute in {compute_dtype}, but the program has parameters in {sorted(dtypes)}"
-        )
+    check_plan(executable.program, executable.plan, communicator.world_size)
     made: ParallelModule = make_instance(ParallelModule, module)
     ParallelModule.__init__(made, executable, module, draws, communicator, mesh, planner, compile_layers, predictions)
     return made
