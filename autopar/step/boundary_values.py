@@ -24,7 +24,6 @@ import numpy.typing as npt
 from autopar.placement import Layout, Step, local_shape, refine_layout, refine_mesh, reshard
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program, TensorType, itemsize_bytes
-from autopar.schedules import Shape
 from autopar.step.prices import Prices, reshard_calls
 from autopar.step.value_flows import find_flows, time_view
 
@@ -33,7 +32,6 @@ __all__ = [
     "MeshLayout",
     "SentValue",
     "boundary_values",
-    "layer_groups",
     "sent_values",
     "transfer_matrices",
     "transfer_parts_s",
@@ -165,13 +163,11 @@ class SentValue:
         crossing: the value, as its first reader reads it.
         stage: the stage that sends it.
         num_bytes: what a device sends of one microbatch.
-        is_relayed: whether the stage neither made it nor reads it.
     """
 
     crossing: BoundaryValue
     stage: int
     num_bytes: float
-    is_relayed: bool
 
 
 def sent_values(
@@ -196,9 +192,4 @@ def sent_values(
         reading = {stage_of(crossing.reader) for crossing in each}
         made = stage_of(first.producer)
         for stage in range(made, max(reading)):
-            yield SentValue(first, stage, num_bytes, stage != made and stage not in reading)
-
-
-def layer_groups(shape: Shape, bounds: Sequence[int]) -> tuple[int, ...]:
-    """Per layer, the device group that runs it; `bounds` are the stages' first layers, then the number of layers."""
-    return tuple(shape.groups[bisect.bisect_right(bounds, layer) - 1] for layer in range(bounds[-1]))
+            yield SentValue(first, stage, num_bytes)

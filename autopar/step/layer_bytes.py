@@ -20,7 +20,7 @@ from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec, own_training
 from autopar.step.value_flows import Flow
 
-__all__ = ["LayerBytes", "LayerTensors", "OutputTensor", "StepTensors", "layer_bytes", "step_tensors"]
+__all__ = ["LayerBytes", "LayerOutput", "LayerTensors", "StepTensors", "layer_bytes", "step_tensors"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _other_bytes(placed: PlacedLayer, flow: Flow) -> float:
 Tensor = tuple[int, str]
 
 
-class OutputTensor(NamedTuple):
+class LayerOutput(NamedTuple):
     """A value that a layer puts out, and the bytes of its gradient (0: it gets none)."""
 
     tensor: Tensor
@@ -132,7 +132,7 @@ class LayerTensors:
         trained_inputs: the inputs that get gradients from its backward.
     """
 
-    outputs: Mapping[str, OutputTensor]
+    outputs: Mapping[str, LayerOutput]
     saved: tuple[tuple[Tensor, float], ...]
     inside_bytes: float
     own_saved_bytes: float
@@ -154,7 +154,7 @@ class StepTensors:
     """
 
     layers: tuple[LayerTensors, ...]
-    outputs: Mapping[str, OutputTensor]
+    outputs: Mapping[str, LayerOutput]
     last_reads: tuple[tuple[str, ...], ...]
     sent: tuple[tuple[str, ...], ...]
     losses: tuple[tuple[str, ...], ...]
@@ -168,7 +168,7 @@ class StepTensors:
 def step_tensors(layers: PlannedLayers, sizes: Sequence[LayerBytes]) -> StepTensors:
     """The tensors of a plan's step; `sizes` has the bytes of each layer."""
     outputs = {
-        name: OutputTensor((index, key), num_bytes, gradient_bytes)
+        name: LayerOutput((index, key), num_bytes, gradient_bytes)
         for index, layer in enumerate(layers.program.layers)
         for name, (key, num_bytes, gradient_bytes) in zip(layer.outputs, sizes[index].running.outputs, strict=True)
     }
@@ -188,7 +188,7 @@ def _layer_tensors(
     layers: PlannedLayers,
     index: int,
     running: RunningMemory,
-    outputs: Mapping[str, OutputTensor],
+    outputs: Mapping[str, LayerOutput],
     arriving: Mapping[str, Tensor],
 ) -> LayerTensors:
     layer = layers.program.layers[index]
@@ -209,7 +209,7 @@ def _layer_tensors(
     )
 
 
-def _arriving_tensors(layers: PlannedLayers, outputs: Mapping[str, OutputTensor]) -> list[dict[str, Tensor]]:
+def _arriving_tensors(layers: PlannedLayers, outputs: Mapping[str, LayerOutput]) -> list[dict[str, Tensor]]:
     """Per layer, the inputs that are read as they were put out."""
     found: list[dict[str, Tensor]] = [{} for _ in layers.program.layers]
     for crossing in layers.crossings:

@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from autopar.plan import LayerStrategy
 from autopar.prediction import LayerCost
-from autopar.program import Layer, Op, Program, Value
+from autopar.program import Op, Program, Value
 from autopar.step.activation_policies import activation_policy
 from autopar.step.liveness import RunningMemory, running_memory
-from autopar.step.local_layer import PlacedLayer, SharedStorage, place
+from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_states import kernel_runs
 from autopar.step.parameter_costs import gradient_sums_s, held_cost, optimizer_s
@@ -33,8 +32,6 @@ from autopar.step.value_flows import Flow
 __all__ = [
     "is_layer_rerun",
     "is_rerun",
-    "layer_collectives",
-    "layer_cost",
     "parameter_times",
     "placed_collectives",
     "placed_cost",
@@ -58,42 +55,8 @@ def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) ->
     return (uses * num_microbatches if zero == 3 else 1), (reduces if training.is_training else 0)
 
 
-def layer_collectives(
-    program: Program,
-    layer: Layer,
-    strategy: LayerStrategy,
-    num_microbatches: int = 1,
-    training: TrainingSpec | None = None,
-    shared_storage: SharedStorage | None = None,
-) -> tuple[PricedCollective, ...]:
-    """Every collective that one step of this layer runs, value by value."""
-    placed = place(program, layer, strategy, num_microbatches, shared_storage)
-    return placed_collectives(placed, training or TrainingSpec())
-
-
-def layer_cost(
-    program: Program,
-    layer: Layer,
-    strategy: LayerStrategy,
-    num_microbatches: int,
-    prices: Prices,
-    training: TrainingSpec,
-    shared_storage: SharedStorage | None = None,
-) -> LayerCost:
-    """Seconds and bytes of this layer for one step on one device.
-
-    The memory and the optimizer step of parameters in `shared_storage` are not counted here: they are stored
-    and updated once for the whole plan.
-
-    Raises:
-        ValueError: the strategy does not fit the layer.
-        MissingPriceError: an op or collective has no price.
-    """
-    return placed_cost(place(program, layer, strategy, num_microbatches, shared_storage), prices, training)
-
-
 def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
-    """As `layer_collectives`, of a layer that a strategy has been applied to."""
+    """Every collective that one step of this layer runs, value by value."""
     training = own_training(placed.program, placed.layer, training)
     return (*stored_collectives(placed, training), *running_collectives(placed, training))
 
@@ -158,7 +121,14 @@ def _storage_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec
 
 
 def placed_cost(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerCost:
-    """As `layer_cost`, of a layer that a strategy has been applied to."""
+    """Seconds and bytes of this layer for one step on one device.
+
+    The memory and the optimizer step of parameters in shared storage are not counted here: they are stored and updated
+    once for the whole plan.
+
+    Raises:
+        MissingPriceError: an op or collective has no price.
+    """
     running = running_costs(placed, (placed.recompute,), prices, training)[placed.recompute]
     stored = tuple(stored_collectives(placed, own_training(placed.program, placed.layer, training)))
     return running + storage_cost(placed, stored, prices, training)

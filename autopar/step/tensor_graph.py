@@ -93,7 +93,7 @@ class TensorGraph:
 
 def tensor_graph(placed: PlacedLayer, *, fuses_attention: bool) -> TensorGraph:
     """The tensors of a layer; `fuses_attention` as in `TrainingSpec`."""
-    return _GraphBuilder(placed, fuses_attention=fuses_attention).build()
+    return _TensorGraphBuilder(placed, fuses_attention=fuses_attention).build()
 
 
 class _Located(NamedTuple):
@@ -104,7 +104,7 @@ class _Located(NamedTuple):
     order: Order
 
 
-class _GraphBuilder:
+class _TensorGraphBuilder:
     """Follows a local program instruction by instruction; `located` has its local values so far."""
 
     def __init__(self, placed: PlacedLayer, *, fuses_attention: bool) -> None:

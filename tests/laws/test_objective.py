@@ -13,8 +13,8 @@ from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.step.boundary_values import boundary_values, transfer_s
-from autopar.step.layer_cost import layer_cost
 from autopar.step.parameter_costs import optimizer_s_per_element
+from tests.layer_costs import layer_cost
 from tests.models import WORLDS, ZOO
 from tests.zoo import plan_for, quick_prices, subject
 

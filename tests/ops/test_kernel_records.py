@@ -19,7 +19,7 @@ from autopar.placement import Axis
 from autopar.plan import Plan
 from autopar.program import KernelCollective, Op, Program
 from autopar.search import SearchRequest, search
-from autopar.step.layer_cost import layer_collectives
+from tests.layer_costs import layer_collectives
 from tests.zoo import assert_parity, quick_prices, trained_alone
 
 PRODUCT = "testlib.product.default"

@@ -17,7 +17,7 @@ from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.search.labels import degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.step.boundary_values import boundary_values, transfer_s
-from autopar.step.layer_cost import layer_cost
+from tests.layer_costs import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 

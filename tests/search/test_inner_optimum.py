@@ -18,12 +18,12 @@ from autopar.plan import LayerStrategy
 from autopar.program import KernelCollective, Layer, Op, Option, Program, Ref, TensorType, Value
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import arrival_layout, storage_layout
-from autopar.step.layer_cost import layer_collectives, layer_cost
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
 from autopar.step.op_states import Allowed
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow, TimeView, find_flows, options_of, time_view
+from tests.layer_costs import layer_collectives, layer_cost
 from tests.search.inner_programs import TablePrices, build_problem, decoder_layer
 
 SHAPES = ((8,), (8, 16), (16, 8))

@@ -38,9 +38,10 @@ from autopar.search.layout_choices import (
     storage_layout,
 )
 from autopar.search.reshard_prices import collective_counts, reshard_tables
-from autopar.step.layer_cost import layer_cost, parameter_times
+from autopar.step.layer_cost import parameter_times
 from autopar.step.parameter_costs import parameter_bytes
 from autopar.step.training import TrainingSpec
+from tests.layer_costs import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import Builder, TablePrices, build_problem, decoder_layer
 
