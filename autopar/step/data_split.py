@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from autopar.program import Op, Program
 from autopar.step.value_flows import option_of, options_of
 
-__all__ = ["DataSplit", "batch_inputs", "data_split"]
+__all__ = ["DataSplit", "batch_inputs", "data_split", "output_rows"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,15 @@ def data_split(program: Program, plan: Plan) -> DataSplit:
                     return DataSplit(strategy.mesh, layout)
             _follow(op, batch_dims)
     return DataSplit((plan.group_size,), (REPLICATE,))
+
+
+def output_rows(program: Program) -> dict[str, int]:
+    """The outputs of the program that hold the rows of the batch, and along which dim."""
+    batch_dims = dict.fromkeys(batch_inputs(program), 0)
+    for layer in program.layers:
+        for op in layer.ops:
+            _follow(op, batch_dims)
+    return {name: batch_dims[name] for name in program.outputs if name in batch_dims}
 
 
 def _batched_operands(op: Op, batch_dims: dict[str, int]) -> Iterator[tuple[int, int]]:

@@ -57,7 +57,7 @@ def on_ranks(
     name: str, act: Callable[[ParallelModule, dict[str, Any]], Any], num_microbatches: int = 1, *, is_local: bool = True
 ) -> list[Any]:
     model, inputs, traced = traced_model(name)
-    plan = data_plan(traced.program, num_microbatches)
+    plan = data_plan(traced.program)
 
     def rank(communicator: Communicator) -> Any:
         return act(local(model, inputs, traced, plan, communicator, is_local=is_local), dict(inputs))
@@ -208,3 +208,58 @@ def test_dtensors_are_taken_as_they_lie(monkeypatch: pytest.MonkeyPatch, is_loca
 
     expected = train_single(model, inputs, steps=1).losses[0]
     assert on_ranks("plain_gpt", act, is_local=is_local) == pytest.approx([expected] * 4, rel=1e-12)
+
+
+class Scores(nn.Module):
+    """Scores of each row, of pairs of rows, and along dim 1; the loss too where there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.linear(x)
+        loss = nn.functional.cross_entropy(scores, labels)
+        return {"loss": loss, "scores": scores, "turned": scores.t(), "weight": self.linear.weight * 2}
+
+
+def scores_on_ranks(act: Callable[[Any, Tensor, Tensor], Any]) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = Scores()
+    inputs = {"x": torch.randn(8, 4).double(), "labels": torch.arange(8) % 6}
+    traced = trace(model, (), inputs)
+    plan = data_plan(traced.program)
+
+    def rank(communicator: Communicator) -> Any:
+        made: Any = local(model, inputs, traced, plan, communicator)
+        return made.data_rank, act(made, inputs["x"], inputs["labels"])
+
+    return model(**inputs), simulate(4, rank)
+
+
+@pytest.mark.parametrize("whole_outputs", [True, None])
+def test_outputs_are_those_of_the_ranks_rows(whole_outputs: bool | None) -> None:
+    def act(made: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        made.whole_outputs = whole_outputs
+        found = made(x.split([5, 3])[made.data_rank], labels.split([5, 3])[made.data_rank])
+        return {name: output + 0 for name, output in found.items()}
+
+    expected, found = scores_on_ranks(act)
+    for rank, outputs in found:
+        torch.testing.assert_close(outputs["loss"], expected["loss"])
+        torch.testing.assert_close(outputs["scores"], expected["scores"].split([5, 3])[rank])
+        torch.testing.assert_close(outputs["turned"], expected["turned"].split([5, 3], 1)[rank])
+        torch.testing.assert_close(outputs["weight"], expected["weight"])
+
+
+def test_all_ranks_may_pass_the_whole_batch_for_a_while() -> None:
+    def act(made: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        made.whole_outputs = True
+        with made.global_inputs():
+            whole = made(x, labels)["scores"]
+        return whole, made(own_rows(made, x), own_rows(made, labels))["scores"]
+
+    expected, found = scores_on_ranks(act)
+    for rank, (whole, own) in found:
+        torch.testing.assert_close(whole, expected["scores"])
+        torch.testing.assert_close(own, expected["scores"].split(4)[rank])

@@ -21,6 +21,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.digests import digest_of
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import leaves_of
+from autopar.lower.run.output_tensor import OutputTensor
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
 
@@ -88,6 +89,7 @@ class CallInputs:
         if example is not None:
             self._has_rows = {name: x.shape[:1] == (rows,) for name, x in open_call(*example).named.items()}
         self._has_compared = False
+        self._counts: list[int] = []  # in the last call, the rows of each data rank
         if self.is_local and communicator.calls is not None:
             communicator.calls.compares_draws = False  # whoever augments other rows draws other numbers
 
@@ -114,6 +116,7 @@ class CallInputs:
             InputShapeError: the inputs of this rank don't fit together, or those of another rank have other forms.
             MeshError: ranks of one data rank passed different rows; on an accelerator of the call before.
         """
+        self._counts = []
         if not self.is_local and not any(isinstance(x, DTensor) for x in leaves_of((args, kwargs))):
             return args, kwargs
         calls = self._communicator.calls
@@ -127,6 +130,19 @@ class CallInputs:
         opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
         with calls.failing():
             return self._join(opened)
+
+    def own_rows(self, output: Tensor | None, dim: int) -> Tensor | None:
+        """Of an output of the last call that is whole and has the rows of all ranks along `dim`, those of this rank."""
+        rows = sum(self._counts)
+        if output is None or isinstance(output, DTensor) or self._split.size == 1 or output.shape[dim] != rows:
+            return output
+        rank = self._split.rank_of(self._communicator.rank)
+        start, length = sum(self._counts[:rank]), self._counts[rank]
+
+        def cut(x: Tensor) -> Tensor:
+            return x.narrow(dim, start, length)
+
+        return output.then(cut) if isinstance(output, OutputTensor) else cut(output)
 
     def _open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Opened:
         call = self._open_call(args, kwargs)
@@ -145,7 +161,7 @@ class CallInputs:
         return _Opened(call, frozenset(local), rows)
 
     def _join(self, opened: _Opened) -> Call:
-        counts = self._compare(opened) if opened.local else []
+        self._counts = counts = self._compare(opened) if opened.local else []
         device = self._communicator.device
         return opened.call.call_with([
             x.full_tensor() if isinstance(x, DTensor)

@@ -28,6 +28,7 @@ from autopar.placement import REPLICATE, Layout, refine_layout, refine_mesh
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.actions import StepActions, step_actions
+from autopar.step.data_split import output_rows
 from autopar.step.training import TrainingSpec
 
 __all__ = ["Executor", "check_plan"]
@@ -80,6 +81,11 @@ class Executor:
     def programs(self) -> tuple[LayerProgram, ...]:
         """The distinct lowered programs, in order of first use."""
         return tuple({id(runner.program): runner.program for runner in self.runners.values()}.values())
+
+    @cached_property
+    def output_rows(self) -> Mapping[str, int]:
+        """The outputs that hold the rows of the batch -> the dim along which they do."""
+        return output_rows(self.executable.program)
 
     @cached_property
     def training_actions(self) -> StepActions:

@@ -51,7 +51,8 @@ def _generate(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
             original.__name__,
         )
     follow_first_rank(self._communicator)
-    return original.generate(self, *args, **kwargs | {"use_cache": False})
+    with self.global_inputs():
+        return original.generate(self, *args, **kwargs | {"use_cache": False})
 
 
 def _prepare_inputs(self: Any, original: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class OutputTensor(Tensor):
         made._gather, made._found = gather, None
         return made
 
+    def then(self, view: Callable[[Tensor], Tensor]) -> Self:
+        """``view(...)`` of the whole tensor, once that is read."""
+        like = torch.empty(1, dtype=self.dtype, device=self.device).expand(self.shape)
+        return self.of(view(like).requires_grad_(self.requires_grad), lambda: view(self.whole()))
+
     def whole(self) -> Tensor:
         """The whole tensor; the first time every rank must call it."""
         if self._found is None:

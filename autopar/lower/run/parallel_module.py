@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -272,7 +272,30 @@ class ParallelModule(ModuleState):
                 if value.requires_grad:
                     on_gradient(value, self._mark_gradients_later)
         later = self._read_output if self.whole_outputs is None and self.training else None
-        return executable.unflatten_outputs(caller_outputs(executor, values, later))
+        outputs = caller_outputs(executor, values, later)
+        if self.call_inputs is not None and self.call_inputs.is_local:
+            rows = executor.output_rows
+            named = zip(executable.program.outputs, outputs, strict=True)
+            outputs = [self.call_inputs.own_rows(x, rows[name]) if name in rows else x for name, x in named]
+        return executable.unflatten_outputs(outputs)
+
+    @contextmanager
+    def global_inputs(self) -> Generator[None]:
+        """A context in which every rank passes the whole batch, also with ``inputs="local"``: to sample a text, say.
+
+        Example:
+            >>> with model.global_inputs():
+            ...     text = model.sample(prompt)
+        """
+        inputs = self.call_inputs
+        before = inputs is not None and inputs.is_local
+        try:
+            if inputs is not None:
+                inputs.is_local = False
+            yield
+        finally:
+            if inputs is not None:
+                inputs.is_local = before
 
     def _read_output(self, name: str, gather: Callable[[], Tensor]) -> Tensor:
         self._enter(f"reading output {name!r} of a training step ({{}})", lambda: (None, ()))
