@@ -4,26 +4,61 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from autopar.cost.measure import CACHE_DIR, Alone, default_dtypes, dense_probes, profile_path, quick_probes
-from autopar.cost.measure.missing import load_shared, measure_missing, missing_probes
+from autopar.cost.measure.missing import Progress, load_shared, measure_missing, missing_probes
 from autopar.cost.measure.ranks import share_text
 from autopar.cost.profile import Profile
 from autopar.errors import AutoparError, ProfileError
 from autopar.profile.command_options import matching_keys, read_axes, read_budget, read_dtypes, read_output
 from autopar.profile.processes import choose_device, is_first_here, open_processes
-from autopar.profile.progress import showing
 from autopar.profile.table import print_probes, print_profile
 
-__all__ = ["main"]
+__all__ = ["main", "showing"]
+
+
+_EVERY_S = 2.0
+
+
+@contextmanager
+def showing(console: Console, *, is_shown: bool) -> Generator[Callable[[Progress], None]]:
+    """What tells `console` of the progress, or nobody."""
+    if not is_shown:
+        yield lambda _: None
+        return
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda progress: bar.update(
+            task, total=progress.num_probes, completed=progress.num_done, description=progress.key
+        )
+
+
+class _Lines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last_s = float("-inf")
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.key and time.monotonic() - self._last_s < _EVERY_S:
+            return
+        self._last_s = time.monotonic()
+        self._console.print(f"{progress.num_done}/{progress.num_probes} {progress.key}", highlight=False)
+
 
 _UNHURRIED_S = 120.0
 _QUICK_S = 5.0

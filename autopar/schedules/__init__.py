@@ -1,6 +1,7 @@
 """Pipeline schedules: one record each (`autopar.schedules.torch_schedules`), found by its name."""
 
 from autopar.schedules.lookup import (
+    Shape,
     find_schedule,
     register_schedule,
     schedule_names,
@@ -9,7 +10,6 @@ from autopar.schedules.lookup import (
     stage_group,
 )
 from autopar.schedules.record import PipelineSchedule
-from autopar.schedules.shape import Shape
 
 __all__ = [
     "PipelineSchedule",

@@ -1,11 +1,15 @@
-"""Find a schedule by its name."""
+"""Find a schedule by its name; `Shape` is a schedule with its numbers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from autopar.schedules.action_lists import ScheduleActions, ScheduleSource
 from autopar.schedules.record import PipelineSchedule
 from autopar.schedules.torch_schedules import RECORDS
 
 __all__ = [
+    "Shape",
     "find_schedule",
     "register_schedule",
     "schedule_names",
@@ -13,6 +17,7 @@ __all__ = [
     "simplest_schedule",
     "stage_group",
 ]
+
 
 _records = {record.name: record for record in RECORDS}
 
@@ -77,3 +82,33 @@ def simplest_schedule(schedule: str, num_groups: int, num_stages: int) -> str:
 
 def _unknown(name: str) -> str:
     return f"there is no schedule {name!r:.40}; there are {', '.join(_records)}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A schedule, by name, with its numbers of device groups, stages and microbatches."""
+
+    schedule: str
+    num_groups: int
+    num_stages: int
+    num_microbatches: int
+
+    @property
+    def record(self) -> PipelineSchedule:
+        """The schedule."""
+        return find_schedule(self.schedule)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The device group of each stage."""
+        return tuple(stage_group(self.schedule, stage, self.num_groups) for stage in range(self.num_stages))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """What `count_flights` finds in the schedule's lists, or more."""
+        counts = self.record.in_flight(self.num_groups, self.num_stages, self.num_microbatches)
+        return tuple(min(self.num_microbatches, count) for count in counts)
+
+    def actions(self, source: ScheduleSource) -> ScheduleActions:
+        """The schedule's lists."""
+        return source(self.schedule, self.num_groups, self.num_stages, self.num_microbatches)
