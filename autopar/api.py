@@ -39,7 +39,7 @@ from autopar.planning.arguments import (
     read_outputs,
     training_spec,
 )
-from autopar.planning.call_plans import CallPlanner, ExampleInputs, trace_model
+from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
@@ -48,7 +48,7 @@ from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
-from autopar.trace import LossFunction, Traced, put_loss_inside
+from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
 
 __all__ = [
     "ExampleInputs", "build", "call_planner", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan",
@@ -75,6 +75,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     profile: Profile | str | Path | Literal[False] | None = None,
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["whole", "local"] | None = None,
+    shapes: Sequence[Tensor | ExampleInputs] = (),
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -114,6 +115,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         outputs: what calls return beside the loss: plain whole tensors on every rank (``"whole"``), or what this rank
             has (``"local"``): DTensors, with pipeline stages None on the ranks of other stages.  None: whole in eval
             mode; in training they are gathered when they are first read, which every rank must do.
+        shapes: other whole batches to plan training for now, like `example_inputs` (with `loss_fn` as dicts that have
+            the ``"target"``, too).  What is not among them is planned when it first comes (`ParallelModule.plan_for`).
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -185,6 +188,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         lambda: call_inputs(model, example_inputs, traced.program, made.data_split, communicator, is_local=is_local),
     )
     made.whole_outputs = whole_outputs
+    mode, made.training = made.training, True
+    for args, kwargs in agree(group, lambda: [as_call(as_batch(batch) or ()) for batch in shapes]):
+        made.plan_for(*args, **kwargs)
+    made.training = mode
     return made
 
 

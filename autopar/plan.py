@@ -196,6 +196,8 @@ class Plan:
             is the fastest when simulated.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
+        other_calls: decisions for calls in eval mode or with inputs of other shapes, by the fingerprints of their
+            programs, with parameters stored as `decisions` says.
     """
 
     decisions: Decisions
@@ -206,10 +208,12 @@ class Plan:
     optimality_gap: float = math.inf
     notes: tuple[str, ...] = ()
     planning_s: tuple[tuple[str, float], ...] = ()
+    other_calls: tuple[Decisions, ...] = ()
 
     def with_decisions(self, **changes: Any) -> Plan:
-        """The plan with some fields of `decisions` changed, of which nothing is predicted then."""
-        return replace(self, decisions=replace(self.decisions, **changes), prediction=Prediction())
+        """The plan with some fields of `decisions` changed, of which nothing is predicted then, for its calls only."""
+        changed = replace(self.decisions, **changes)
+        return replace(self, decisions=changed, prediction=Prediction(), other_calls=())
 
     fingerprint = _From[str]("decisions")
     world_size = _From[int]("decisions")
@@ -296,10 +300,14 @@ def _decode(text: str) -> Plan:
             f'"autopar_plan": {FORMAT_VERSION}; plan again with this version of autopar'
         )
     given = cast("dict[str, Any]", data)
+    given.setdefault("other_calls", [])
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
     for problem in _problems(plan.decisions):
         raise ValueError(problem)
+    for number, decisions in enumerate(plan.other_calls):
+        for problem in _problems(decisions):
+            raise ValueError(f"other_calls[{number}]: {problem}")
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")

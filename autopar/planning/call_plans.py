@@ -15,7 +15,7 @@ from autopar.lower.compat import map_leaves
 from autopar.lower.run.lowering import Executable
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search import SearchRequest, plan_like, reuse_plan
+from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.prices import Prices
 from autopar.trace import Traced, as_batch, bind, copy_with, default_example_inputs, require_target, trace
 
@@ -122,6 +122,10 @@ class CallPlanner:
 
     def _plan(self, program: Program, request: SearchRequest) -> Plan:
         first_program, first = self._first
+        for decisions in first.other_calls:
+            if decisions.fingerprint == program.fingerprint:
+                known = check_known(replace(first, decisions=decisions), program, self._prices, request)
+                return replace(known, other_calls=())
         made = [(each.program, each.plan) for each in self._made[program.training]]
         # What the user asked for comes first; what was found for other calls may have left a constraint unmet.
         known = [[self._first] if first_program.training == program.training else [], made]

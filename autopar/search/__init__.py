@@ -8,9 +8,18 @@ simulated.
 """
 
 from autopar.search.evaluation_plan import plan_like
-from autopar.search.plan_reuse import reuse_plan
+from autopar.search.plan_reuse import check_known, reuse_plan
 from autopar.search.plan_search import search
 from autopar.search.request import MEMORY_ERROR, ConsideredPlan, SearchRequest
 from autopar.step.training import TrainingSpec
 
-__all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest", "TrainingSpec", "plan_like", "reuse_plan", "search"]
+__all__ = [
+    "MEMORY_ERROR",
+    "ConsideredPlan",
+    "SearchRequest",
+    "TrainingSpec",
+    "check_known",
+    "plan_like",
+    "reuse_plan",
+    "search",
+]

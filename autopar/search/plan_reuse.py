@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from autopar.errors import MissingPriceError, PlanMismatchError
 from autopar.plan import LayerStrategy, Plan
+from autopar.prediction import Prediction
 from autopar.program import Program
 from autopar.schedules import simplest_schedule
 from autopar.search.request import SearchRequest
@@ -18,7 +19,7 @@ from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict
 
-__all__ = ["reuse_plan"]
+__all__ = ["check_known", "reuse_plan"]
 
 # More are as good as never asked for, and every number that is tried costs a check of the whole plan.
 _MOST_MICROBATCHES = 64
@@ -50,14 +51,29 @@ def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, r
             check_fit(candidate, program, plan.world_size)
         except PlanMismatchError:
             continue
-        with suppress(MissingPriceError):
-            predicted = predict(program, candidate.decisions, prices, request.training, request.schedules)
-            candidate = replace(candidate, prediction=predicted)
+        candidate = _predicted(candidate, program, prices, request)
         allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
         needed = candidate.peak_memory_bytes * (1 + request.memory_error) + request.training.batch_bytes(program)
         if needed <= allowed:
             return replace(candidate, planning_s=(), optimality_gap=float("inf"))
     return None
+
+
+def check_known(plan: Plan, program: Program, prices: Prices, request: SearchRequest) -> Plan:
+    """`plan`, of a file, with what is predicted of it.
+
+    Raises:
+        PlanMismatchError: it can't run `program`.
+    """
+    check_fit(plan, program, plan.world_size)
+    return _predicted(plan, program, prices, request)
+
+
+def _predicted(plan: Plan, program: Program, prices: Prices, request: SearchRequest) -> Plan:
+    with suppress(MissingPriceError):
+        prediction = predict(program, plan.decisions, prices, request.training, request.schedules)
+        return replace(plan, prediction=prediction)
+    return replace(plan, prediction=Prediction())
 
 
 def _microbatch_counts(plan: Plan, planned: Program, program: Program) -> Sequence[int]:

@@ -162,8 +162,9 @@ class CallConsensus:
         try:
             if kind in self._met and compared_first is None:
                 return self._call(kind, prepare, peers)
-            # All are here before `prepare` makes what a mode or a new form of inputs needs.
-            self._call(kind, lambda: (None, compared_first or ()), waits=True)
+            if compared_first is not None:  # all are here before `prepare` makes what a new form of inputs needs
+                first = compared_first
+                self._call(kind, lambda: (None, first), waits=True)
             result = self._call(kind, prepare, peers, waits=True)
         except dist.DistError as error:
             raise RankError(f"rank {self._rank} came to {self._where}, but: {_NO_STORE} ({error})") from error

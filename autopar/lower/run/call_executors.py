@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ CallPlanner = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
 # Forms of calls that are kept for a mode.  Each holds its layers' programs and constants: some MB for a large model.
 # The lengths of a bucketed data set are fewer; what alternates between more is planned again and again, and said.
 _MOST = 64
+_LOGGER = logging.getLogger("autopar")
 
 
 @dataclass
@@ -39,7 +41,7 @@ class PlannedCall:
 
     inputs: str
     is_training: bool
-    plan: Plan
+    plan: Plan = field(repr=False)
     planning_s: float
     calls: int = 0
 
@@ -89,6 +91,14 @@ class CallExecutors:
             return executor, tensors
         return None
 
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> PlannedCall:
+        """What is planned for such calls, now or before; raises as `find` and `make`."""
+        if self.find(args, kwargs, is_training=is_training) is None:
+            self.make(args, kwargs, is_training=is_training)
+        else:
+            self._known[self._mode(is_training)][0][0].calls -= 1  # it was none
+        return self._known[self._mode(is_training)][0][0]
+
     def make(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Executor:
         """Plan and lower such calls.  Every rank calls it with inputs of the same form.
 
@@ -104,7 +114,16 @@ class CallExecutors:
         if len(known) > _MOST:
             oldest = next(i for i in reversed(range(len(known))) if known[i][1] is not self.first)
             del known[oldest]
+        self._report(known[0][0])
         return executor
+
+    def _report(self, made: PlannedCall) -> None:
+        """Tell the user, on one rank."""
+        if self.first.communicator.rank:
+            return
+        text = f"planned for {made.inputs} in {made.planning_s:.1f} s ({made.plan.strategies[0].axes} ...)"
+        notes = [note for note in made.plan.notes if note not in self.first.executable.plan.notes]
+        _LOGGER.log(logging.WARNING if notes else logging.INFO, "%s", "\n  ".join([text, *notes]))
 
     def _mode(self, is_training: bool) -> bool:
         return is_training and self.first.executable.program.training

@@ -156,8 +156,11 @@ class ParallelModule(ModuleState):
 
     @property
     def plan(self) -> Plan:
-        """The plan that it runs."""
-        return self._executor.executable.plan
+        """The plan that it runs, with the decisions for other calls that it has run: save it to have them again."""
+        plan = self._executor.executable.plan
+        made = [call.plan.decisions for call in self.plans if call.plan is not plan]
+        known = {decisions.fingerprint: decisions for decisions in (*plan.other_calls, *reversed(made))}
+        return replace(plan, other_calls=tuple(known.values())) if made else plan
 
     @property
     def data_parallel_size(self) -> int:
@@ -231,6 +234,22 @@ class ParallelModule(ModuleState):
             outputs = self._compute(executor, tensors)
         calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, OutputTensor)])
         return outputs
+
+    def plan_for(self, *args: Any, **kwargs: Any) -> PlannedCall:
+        """Plan calls with such inputs in the module's present mode, if that is not done yet, without running anything.
+
+        Every rank calls it with the same inputs.  Calls that were not planned are planned when they come.
+
+        Raises:
+            InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
+            AutoparError: the model can't be traced or planned on such inputs.
+        """
+        compared = [(name, x) for name, x in named_tensors(args, kwargs) if not x.is_meta]
+
+        def plan_call() -> tuple[PlannedCall, NamedTensors]:
+            return self._executors.plan(args, kwargs, is_training=self.training), ()
+
+        return self._enter("plan_for {}", plan_call, compared)
 
     def _find(
         self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]
