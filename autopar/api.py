@@ -18,7 +18,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
 from autopar.cost.profile_file import keep
-from autopar.errors import MeshError, PlanMismatchError, ProfileError, suggest_path
+from autopar.errors import MeshError, PlanMismatchError, ProfileError
 from autopar.lower import Executable, ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
@@ -48,6 +48,7 @@ from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
+from autopar.suggestions import suggest_path
 from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
 
 __all__ = [

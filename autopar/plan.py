@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from autopar.errors import PlanFormatError, suggest_path
+from autopar.errors import PlanFormatError
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, Prediction
 from autopar.records import decode_record, encode_record
 from autopar.schedules import Shape, schedule_problem, stage_group
+from autopar.suggestions import suggest_path
 
 __all__ = ["FORMAT_VERSION", "Decisions", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 

@@ -26,9 +26,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost import Profile
-from autopar.errors import BackendError, suggest
+from autopar.errors import BackendError
 from autopar.planning.arguments import read_constraints
 from autopar.search.constraints import spell_out
+from autopar.suggestions import suggest
 
 __all__ = ["Options", "read_options"]
 

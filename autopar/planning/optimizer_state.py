@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import ConstraintError, suggest
+from autopar.errors import ConstraintError
 from autopar.lower.kernels.random import generators_kept
+from autopar.suggestions import suggest
 
 __all__ = ["state_bytes_per_element"]
 

@@ -33,11 +33,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopar.errors import ConstraintError, suggest
+from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
 from autopar.step.activation_policies import policy_names
+from autopar.suggestions import suggest
 
 __all__ = [
     "DEGREES", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns", "demands_on",
