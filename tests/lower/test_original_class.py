@@ -244,8 +244,14 @@ def test_attributes_that_autopar_hides_are_named(caplog: pytest.LogCaptureFixtur
 def test_a_copy_trains_apart_from_its_model() -> None:
     model, inputs, _ = traced_gpt()
 
+    seen: set[Any] = set()
+
+    def note(module: Any, *_: Any) -> None:
+        seen.add(module)
+
     def check(parallel: Any) -> Any:
         parallel.steps += 1
+        parallel.register_forward_hook(note)
         twin = copy.deepcopy(parallel)
         assert type(twin) is type(parallel)
         assert twin.matrices[0] is twin.lm_head is not parallel.lm_head
@@ -258,6 +264,7 @@ def test_a_copy_trains_apart_from_its_model() -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert twin.steps == 1
         assert train(parallel, inputs) == found
+        assert {twin, parallel} <= seen
         return found[0]
 
     expected = train(copy.deepcopy(model), inputs)[0]

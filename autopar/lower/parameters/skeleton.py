@@ -88,7 +88,7 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
     Args:
         source: left as it was.
         target: what it has already stays.
-        memo: of a deep copy that this is part of.  Without one attributes are shared, except that modules and tensors
+        memo: of a deep copy that this is part of, and which has the hooks as well.  Without one attributes are shared, except that modules and tensors
             of `source` become those of `target`, in lists, dicts and bound methods, too.
     """
     ids: dict[int, Any] = {} if memo is None else memo
@@ -102,7 +102,8 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
     ids.update((key, new) for key, (_, new) in parameters.items())
     for old, new in (*pairs, *parameters.values()):
         for name, value in vars(old).items() if new is not None else ():
-            if name not in vars(new) and name not in _NOT_CARRIED:
+            is_hooks = memo is not None and "_hooks" in name
+            if (name not in vars(new) or is_hooks) and name not in _NOT_CARRIED:
                 vars(new)[name] = _replaced(value, ids) if memo is None else copy.deepcopy(value, memo)
 
 
