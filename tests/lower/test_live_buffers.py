@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.trace import trace
-from autopar.verify.rehearsal import eval_mode, run_ranks
+from autopar.verify.rehearsal import planner_for, run_ranks
 from tests.random_plans import random_plan, with_stages
 
 Inputs = dict[str, Tensor]
@@ -117,7 +117,7 @@ def test_evaluation_reads_what_is_in_the_buffers(make_plan: Callable[[Program], 
     expected = follow(copy.deepcopy(model), inputs)
     assert len({x.sum().item() for x in expected}) == len(expected), "what is compared does not change"
     plan = make_plan(traced.program)
-    factories = eval_mode(model, traced, plan, inputs)
-    for found in run_ranks(model, traced, plan, lambda model: follow(model, inputs), factories):
+    planner = planner_for(model, traced, plan, [inputs])
+    for found in run_ranks(model, traced, plan, lambda model: follow(model, inputs), planner):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

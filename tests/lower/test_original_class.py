@@ -270,3 +270,35 @@ def test_a_copy_trains_apart_from_its_model() -> None:
     expected = train(copy.deepcopy(model), inputs)[0]
     for found in on_ranks(check):
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+class Frozen(nn.Module):
+    """In the style of detection models, which freeze the statistics of their backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.fc(x)).square().mean()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_modes_of_submodules_are_those_that_were_traced(is_frozen: bool) -> None:
+    model, x = Frozen().double(), torch.randn(4, 4, dtype=torch.float64)
+    model.bn.train(not is_frozen)
+    traced = trace(model, (x,), {})
+    expected = model(x)
+
+    def check(parallel: Any) -> None:
+        torch.testing.assert_close(parallel(x), expected)
+        for part in (parallel, copy.deepcopy(parallel)):
+            part.bn.train(is_frozen)
+            was, now = ("eval", "training") if is_frozen else ("training", "eval")
+            message = f"submodule 'bn' .* is in {now} mode while the model is in training mode.* in {was} mode"
+            with pytest.raises(SubmoduleError, match=message):
+                part(x)
+
+    plan = random_plan(traced.program, 2, 0)
+    simulate(2, lambda c: check(build(model, traced, plan, c)))

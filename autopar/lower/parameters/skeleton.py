@@ -88,8 +88,8 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
     Args:
         source: left as it was.
         target: what it has already stays.
-        memo: of a deep copy that this is part of, and which has the hooks as well.  Without one attributes are shared, except that modules and tensors
-            of `source` become those of `target`, in lists, dicts and bound methods, too.
+        memo: of a deep copy that this is part of, and which has the hooks as well.  Without one attributes are shared;
+            modules and tensors of `source` become those of `target`, in lists, dicts and bound methods, too.
     """
     ids: dict[int, Any] = {} if memo is None else memo
     pairs = list(zip(nn.Module.modules(source), nn.Module.modules(target), strict=True))

@@ -9,12 +9,15 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, SubmoduleError
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.compat import make_dtensor
+from autopar.lower.compat import after_backward, make_dtensor
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, StateDict, fit_to_store, whole_tensor
+from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.skeleton import check_conversion, state_names
+from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.placement import REPLICATE, Axis
@@ -33,6 +36,8 @@ class ModuleState(nn.Module):
     _communicator: Communicator
     _store: ParameterStore
     _executor: Executor
+    _gradient_norm: GradientNorm
+    _modes: Mapping[bool, tuple[bool, ...]]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -114,6 +119,50 @@ class ModuleState(nn.Module):
         raise ModelError(
             f"a parallelized {type(self).__name__} can't be pickled or sent to another process. To save its state, "
             f"{SAVE_INSTEAD}"
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as
+        one device would.
+
+        `torch.nn.utils.clip_grad_norm_` of all of `parameters()` does the same, with more collectives.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite` and the norm is not finite.
+        """
+        self._enter("clip_grad_norm_ {}", lambda: (None, ()))
+        gradients = [(name, p.grad) for name, p in super().named_parameters() if p.grad is not None]
+        return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
+
+    def _mark_gradients_later(self, _: Tensor) -> None:
+        after_backward(self._mark_gradients)
+
+    def _mark_gradients(self) -> None:
+        """Have torch's norm of these gradients be that of all stages."""
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
+                parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
+
+    def _note_modes(self) -> None:
+        """Remember the modes of submodules with which the original is traced: its own, or those that it switches to."""
+        self._parts: tuple[Any, ...] = tuple(nn.Module.modules(self))  # in a tuple: not registered
+        own = tuple(part.training for part in self._parts)
+        self._modes = {mode: own if mode == self.training else (mode,) * len(own) for mode in (True, False)}
+
+    def _check_modes(self) -> None:
+        """Raise SubmoduleError if a submodule is in another mode than the program was traced with."""
+        wanted = self._modes[self.training]
+        if all(part.training == mode for part, mode in zip(self._parts, wanted, strict=True)):
+            return
+        words = {True: "training", False: "eval"}
+        untyped: Any = nn.Module
+        named = zip(untyped.named_modules(self), wanted, strict=True)
+        name, mode = next((name, mode) for (name, part), mode in named if part.training != mode)
+        raise SubmoduleError(
+            f"submodule {name!r} of a parallelized model is in {words[not mode]} mode while the model is in "
+            f"{words[self.training]} mode; its program was made with {name!r} in {words[mode]} mode. Set the modes of "
+            "submodules before autopar.parallelize, as in model.train(); model.norm.eval(), and keep them"
         )
 
     def _make_nothing(self) -> None:

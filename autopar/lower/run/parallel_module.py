@@ -10,22 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
-from autopar.lower.compat import after_backward, leaves_of, named_tensors, on_gradient
+from autopar.lower.compat import leaves_of, named_tensors, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.observe.reporting import report_steps
 from autopar.lower.observe.step_report import StepReport
-from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
+from autopar.lower.parameters.gradient_norm import GradientNorm
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
-from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
@@ -116,6 +114,7 @@ class ParallelModule(ModuleState):
         store = make_store(self, module, draws, stages, communicator, mesh)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
         carry_attributes(module, self)
+        self._note_modes()
 
     def _bind(
         self,
@@ -257,6 +256,7 @@ class ParallelModule(ModuleState):
         """What gives, or fails to give, the executor of a call with its tensors; the call is planned if need be."""
 
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
+            self._check_modes()
             return self._executors.find(args, kwargs, is_training=self.training)
 
         def plan_call() -> tuple[None, NamedTensors]:
@@ -353,33 +353,10 @@ class ParallelModule(ModuleState):
         predicted = None if self._predictions is None else self._predictions.timeline()
         return report_steps(self._executor, predicted, step, steps, warmup, kernels=kernels)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, as
-        one device would.
-
-        `torch.nn.utils.clip_grad_norm_` of all of `parameters()` does the same, with more collectives.
-
-        Raises:
-            RuntimeError: `error_if_nonfinite` and the norm is not finite.
-        """
-        self._enter("clip_grad_norm_ {}", lambda: (None, ()))
-        gradients = [(name, p.grad) for name, p in nn.Module.named_parameters(self) if p.grad is not None]
-        return clip_gradients(gradients, self._gradient_norm, max_norm, norm_type, error_if_nonfinite)
-
     def extra_repr(self) -> str:
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-
-    def _mark_gradients_later(self, _: Tensor) -> None:
-        after_backward(self._mark_gradients)
-
-    def _mark_gradients(self) -> None:
-        """Have torch's norm of these gradients be that of all stages."""
-        for name, parameter in self.named_parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and not isinstance(gradient, StageGradient):
-                parameter.grad = StageGradient.of(gradient, parameter=name, joint=self._gradient_norm)
 
     @torch.no_grad()
     def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
