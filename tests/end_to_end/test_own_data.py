@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import autopar
 from autopar.errors import MeshError, RankError
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from tests.end_to_end.harness import launch, parallelize, whole_mesh
 
 VOCAB, LENGTH = 32, 8
@@ -134,6 +135,18 @@ def other_rows_on_ranks_of_one_data_rank_are_an_error() -> None:
         model(**batch)
 
 
+class OnDevices(ProcessGroupCommunicator):
+    """As where devices have a backend of their own, which carries no numbers of the host."""
+
+    _is_gloo = False
+
+
+def numbers_beside_the_devices_backend() -> None:
+    talk = OnDevices([1, 0])
+    for turn in range(2):
+        assert talk.gather_numbers((10 + talk.rank, turn)) == [[10, turn], [11, turn]]
+
+
 @pytest.mark.slow
 def test_ranks_train_on_data_of_their_own() -> None:
     launch(
@@ -143,5 +156,6 @@ def test_ranks_train_on_data_of_their_own() -> None:
         partial(with_distributed_sampler, "data=2", "microbatches=2"),
         with_generators_that_differ,
         with_dtensors,
+        numbers_beside_the_devices_backend,
         other_rows_on_ranks_of_one_data_rank_are_an_error,
     )
