@@ -54,8 +54,8 @@ _LOGGER = logging.getLogger("autopar")
 
 _NO_STORE = "the store of the process group is gone; the process that hosts it, most often rank 0, has ended"
 _BATCHES = (
-    "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle), and call "
-    "the model on all ranks equally often"
+    "Pass the whole batch on every rank, not a share of it (no DistributedSampler, equal seeds to shuffle), or its own "
+    "rows with autopar.parallelize(..., inputs='local'), and call the model on all ranks equally often"
 )
 _ROWS = (
     "With inputs='local' these two have the same model.data_rank, and must pass the same rows: sample with "

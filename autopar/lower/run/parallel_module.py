@@ -89,13 +89,11 @@ class ParallelModule(ModuleState):
             that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other stages.
             None, the default: whole in eval mode; in training they are gathered when they are first read, which every
             rank must do.
-        data_split: which rows of a batch each rank passes where inputs are local.
         call_inputs: makes the inputs of calls whole, where ranks pass their own rows or DTensors.
     """
 
     whole_outputs: bool | None
-    data_split: DataSplit
-    call_inputs: CallInputs | None
+    call_inputs: CallInputs | None = None
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class ParallelModule(ModuleState):
         """Make what runs the plan on the parameters of `store`, which are this module's."""
         self._communicator = communicator
         self._predictions = predictions
-        self.data_split = data_split(executable.program, executable.plan)
+        self._data_split = data_split(executable.program, executable.plan)
         self._store = store
         self._optimizer_service = OptimizerService(store, communicator)
         self._bound = (communicator, planner, compile_layers, predictions)
@@ -160,6 +158,11 @@ class ParallelModule(ModuleState):
         made = [call.plan.decisions for call in self.plans if call.plan is not plan]
         known = {decisions.fingerprint: decisions for decisions in (*plan.other_calls, *reversed(made))}
         return replace(plan, other_calls=tuple(known.values())) if made else plan
+
+    @property
+    def data_split(self) -> DataSplit:
+        """Which rows of a batch each rank passes where inputs are local."""
+        return self._data_split
 
     @property
     def data_parallel_size(self) -> int:
