@@ -5,9 +5,10 @@
 """
 
 from autopar.trace.call_tensors import call_opener
-from autopar.trace.capture import copy_with, frame_of_text
+from autopar.trace.capture import copy_with
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.signature import as_batch, bind, default_example_inputs
+from autopar.trace.source_lines import frame_of_text
 from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
 from autopar.trace.tracing import Traced, trace
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,12 +17,13 @@ from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceE
 from autopar.trace import torch_internals
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
+from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
+from autopar.trace.source_lines import user_frame, user_line
 from autopar.trace.structure import Dropped, Leaf, Structure, describe, walk
 
-__all__ = ["WRAPPED", "Captured", "capture", "copy_with", "frame_of_text", "user_frame"]
+__all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
 
-_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _CHECKPOINTS = (
     "the model asks for activation checkpointing (torch.utils.checkpoint, gradient_checkpointing_enable()), which is "
     "left out: the search decides what each layer recomputes; the constraint 'recompute=full' has all layers recompute"
@@ -68,6 +67,7 @@ class _Wrapper(nn.Module):
         returned = self.get_submodule(WRAPPED)(*args, **kwargs)
         self.records.outputs, result = describe(returned)
         if not result:
+            refuse_output(returned)
             raise OutputError(_no_tensors(self.records.outputs))
         return result
 
@@ -157,7 +157,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         wrapper.records.has_checkpoints = True
 
     def note_item() -> None:
-        wrapper.records.items.append(_here())
+        wrapper.records.items.append(user_line())
 
     try:
         with warnings.catch_warnings():
@@ -170,6 +170,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(_refuse_gradients))
+                patches.enter_context(torch_internals.intercept_selections(select))
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
             torch_internals.inline_grad_regions(exported.graph_module)
             return decompose(exported)
@@ -179,14 +180,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         raise _explain(error, form) from error
 
 
-def _here() -> str:
-    return user_frame(traceback.extract_stack()) or "the model"
-
-
 def _refuse_gradients(*args: Any, **kwargs: Any) -> NoReturn:
     raise TraceError(
-        f"{_here()}: the model computes gradients in its forward, as a gradient penalty does, which a traced program "
-        "can't hold. Write the gradient out where its formula is simple; else train with DistributedDataParallel"
+        f"{user_line()}: the model computes gradients in its forward, as a gradient penalty does, which a traced "
+        "program can't hold. Write the gradient out if its formula is simple; else train with DistributedDataParallel"
     )
 
 
@@ -228,23 +225,6 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _inputs_text(form: CallForm) -> str:
     parts = zip(form.names, form.shapes, form.dtypes, strict=True)
     return ", ".join(f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in parts)
-
-
-def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours, or ""."""
-    ours = str(__file__).rsplit("/", 1)[0]
-    for frame in reversed(frames):
-        name = frame.filename
-        standard = name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name
-        if not standard and not name.startswith((torch_internals.TORCH_DIRECTORY, ours, "<")):
-            return f"{name}:{frame.lineno}"
-    return ""
-
-
-def frame_of_text(stack_trace: str) -> str:
-    """`user_frame` for the text that fx keeps with a node."""
-    result = re.findall(r'^\s*File "(.+?)", line (\d+)', stack_trace, flags=re.MULTILINE)
-    return user_frame([traceback.FrameSummary(name, int(line), "") for name, line in result])
 
 
 def _no_tensors(outputs: Structure) -> str:

@@ -15,9 +15,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.errors import TraceError
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace import torch_internals
-from autopar.trace.capture import WRAPPED, Captured, frame_of_text
+from autopar.trace.capture import WRAPPED, Captured
 from autopar.trace.decomposition import CHECKS, Functional
 from autopar.trace.graph import Graph, Names, rename
+from autopar.trace.source_lines import frame_of_text
 
 __all__ = ["convert", "tensor_type"]
 

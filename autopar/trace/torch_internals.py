@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -39,8 +40,10 @@ __all__ = [
     "inline_grad_regions",
     "intercept_autograd_functions",
     "intercept_gradients",
+    "intercept_selections",
     "is_higher_order",
     "is_plain_op",
+    "is_same_computation",
     "is_wrapped_number",
     "overload",
     "run_captured",
@@ -277,6 +280,53 @@ def values_to_print(report: Callable[[], None]) -> Iterator[None]:
 
 def _format_as(number: object, value: float, form: str) -> str:
     return format(value, form)
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def intercept_selections(select: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Inside, ``x[index]`` and ``torch.masked_select`` give what `select` gives, if that is not None."""
+    getitem = torch._C.TensorBase.__getitem__
+
+    def get(x: Tensor, index: Any) -> Any:
+        result = select(x, index)
+        return getitem(x, index) if result is None else result
+
+    def masked_select(x: Tensor, mask: Tensor) -> Any:
+        return select(*torch.broadcast_tensors(x, mask))
+
+    with (
+        patch.object(Tensor, "__getitem__", get),
+        patch.object(Tensor, "masked_select", masked_select),
+        patch.object(torch, "masked_select", masked_select),
+    ):
+        yield
+
+
+def is_same_computation(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a trace under way come of the same ops on the same values, none of which is written to."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return False
+    slots: list[Any] = [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in (one, other)]
+    return all(slot is not None for slot in slots) and _are_alike(*(slot.proxy.node for slot in slots))
+
+
+def _untyped(target: Any) -> Any:
+    return target
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return one == other
+    if one is other:
+        return True
+    nodes, target = (one, other), _untyped(one.target)
+    if target != other.target or not is_plain_op(target) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if any(is_plain_op(user.target) and writes(user.target) for node in nodes for user in node.users):
+        return False
+    leaves, structures = zip(*(pytree.tree_flatten((node.args, node.kwargs)) for node in nodes), strict=True)
+    return structures[0] == structures[1] and all(map(_are_alike, *leaves))
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

@@ -1,0 +1,36 @@
+"""The user's own lines in stacks of calls."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Sequence
+
+from autopar.trace import torch_internals
+
+__all__ = ["frame_of_text", "user_frame", "user_line"]
+
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def user_line() -> str:
+    """``file:line`` of the user's innermost call under way, or "the model"."""
+    return user_frame(traceback.extract_stack()) or "the model"
+
+
+def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours, or ""."""
+    ours = str(__file__).rsplit("/", 1)[0]
+    for frame in reversed(frames):
+        name = frame.filename
+        standard = name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name
+        if not standard and not name.startswith((torch_internals.TORCH_DIRECTORY, ours, "<")):
+            return f"{name}:{frame.lineno}"
+    return ""
+
+
+def frame_of_text(stack_trace: str) -> str:
+    """`user_frame` for the text that fx keeps with a node."""
+    result = re.findall(r'^\s*File "(.+?)", line (\d+)', stack_trace, flags=re.MULTILINE)
+    return user_frame([traceback.FrameSummary(name, int(line), "") for name, line in result])
