@@ -208,7 +208,7 @@ class ParallelModule(ModuleState):
         """The original's forward on the whole batch.
 
         Raises:
-            InputShapeError: the inputs differ from what the plan was made for.
+            InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
             MeshError: ranks got different batches; on an accelerator of the step before.
             RankError: another rank does something else, failed or ended.
         """
@@ -229,6 +229,8 @@ class ParallelModule(ModuleState):
         if self.call_inputs is not None:
             args, kwargs = self.call_inputs.whole(kind, args, kwargs)
         executor, tensors = self._enter(kind, self._find(kind, args, kwargs))
+        if executor is not self._executor:
+            self._first_steps.interrupt()
         calls = self._communicator.calls
         if calls is None:
             return self._compute(executor, tensors)
