@@ -14,6 +14,9 @@ import platform
 import random
 import sys
 from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autopar.errors import AutoparError
 from tests.shapes import random_batches, train_in_turns
@@ -45,7 +48,7 @@ def case(seed: int) -> str:
     except AutoparError as error:
         return f"skipped {what}: {type(error).__name__}"
     others = random_batches(subject(name).inputs, seed, 2, has_lengths=MODELS[name])
-    shapes = [[list(x.shape) for x in batch.values()][0] for batch in others]
+    shapes = [next(list(x.shape) for x in batch.values()) for batch in others]
     try:
         report = train_in_turns(subject(name), plan, others)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is listed)
