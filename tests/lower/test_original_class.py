@@ -21,6 +21,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.trace import Traced, trace
 from tests.lower.runs import build
+from tests.models import make
 from tests.random_plans import random_plan
 
 
@@ -302,3 +303,23 @@ def test_modes_of_submodules_are_those_that_were_traced(is_frozen: bool) -> None
 
     plan = random_plan(traced.program, 2, 0)
     simulate(2, lambda c: check(build(model, traced, plan, c)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.gradient_checkpointing_enable(), "memory=, or a constraint such as 'recompute=full'"),
+        (lambda m: m.resize_token_embeddings(128), "resize those of the original model"),
+        (
+            lambda m: m.set_input_embeddings(nn.Embedding(4, 4)),
+            "'wte' of a parallelized model can't be added, replaced",
+        ),
+    ],
+)
+def test_methods_of_frameworks_that_can_not_work_say_what_does(call: Any, message: str) -> None:
+    model, inputs = make("gpt2")
+    traced = trace(model, (), inputs)
+    plan = random_plan(traced.program, 1, 0)
+    (parallel,) = simulate(1, lambda c: build(model, traced, plan, c))
+    with pytest.raises(ModelError, match=message):
+        call(parallel)

@@ -15,10 +15,17 @@ from tests.end_to_end.harness import launch, parallelize
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS = {
-    "nanogpt": (("data=2",), ("tensor=2",)),
-    "timm_style": (("data=2",), ("pipeline=2", "microbatches=1")),
-    "transformers_style": (("tensor=2",), ("pipeline=2", "microbatches=1")),
+WAYS = {
+    2: {
+        "nanogpt": (("data=2",), ("tensor=2",)),
+        "timm_style": (("data=2",), ("pipeline=2", "microbatches=1")),
+        "transformers_style": (("tensor=2",), ("pipeline=2", "microbatches=1")),
+    },
+    4: {
+        "nanogpt": (("data=2", "tensor=2"),),
+        "timm_style": (("data=4",),),
+        "transformers_style": (("data=2", "pipeline=2"),),
+    },
 }
 
 
@@ -41,13 +48,14 @@ def script(name: str) -> Any:
     return importlib.import_module(f"tests.scripts.{name}")
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", WAYS)
+def test_on_ranks(world: int, tmp_path: Path) -> None:
     checks: list[partial[None]] = []
-    for name, ways in SCRIPTS.items():
+    for name, ways in WAYS[world].items():
         expected = script(name).main(lambda model, _: model, tmp_path, True)
         for number, way in enumerate(ways):
             folder = tmp_path / f"{name}-{number}"
             folder.mkdir()
             torch.save(expected, folder / "expected.pt")
             checks.append(partial(check_script, name, folder, *way))
-    launch(2, *checks)
+    launch(world, *checks)
