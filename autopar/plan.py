@@ -9,162 +9,36 @@ does, and parameters by their names in the module.
 
 from __future__ import annotations
 
-import hashlib
+import io
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from bisect import bisect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from autopar.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
 from autopar.errors import PlanFormatError
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, Prediction
 from autopar.records import decode_record, encode_record
-from autopar.schedules import Shape, schedule_problem, stage_group
+from autopar.schedules.action_lists import StageCost
 from autopar.suggestions import suggest_path
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["FORMAT_VERSION", "Decisions", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
 
 FORMAT_VERSION = 5
 
+_WIDTH = 110
+_FEW_STAGES = 16
+_FEW_NAMES = 4
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LayerStrategy:
-    """How the layers of one kind run.  Layouts are on `mesh`; positions are those of the `Layer`.
-
-    Args:
-        mesh: sizes of the mesh axes, outermost first; their product is the world size.
-        assignments: per op, the factor that each axis splits (`Option.factor`).
-        time: per op, the factor that microbatches split; ``()`` when there is one microbatch.
-        inputs: per layer input, the layout in which it arrives.
-        outputs: per layer output, the layout in which it leaves.
-        copies: value name (in the first layer of the kind) -> the layout in which its readers find it.  A
-            value goes from where it is produced (or stored) to this layout once, and from here to each
-            reader.
-        storage: per held value, the layout in which it is stored between steps.
-        zero: ZeRO level, 0 to 3.  0: whole.  1: storage is sharded, parameters are gathered once a step and
-            gradients reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as
-            2, and parameters are gathered anew for each use, forward and backward.
-        recompute: how it keeps activations (`autopar.step.activation_policies`): ``"none"``, ``"selective"`` (outputs
-            of cheap ops are computed again in backward), ``"full"`` (the layer keeps its inputs only) ...
-        labels: per axis, the usual name of what it does, for people.
-    """
-
-    mesh: tuple[int, ...]
-    assignments: tuple[tuple[str, ...], ...]
-    time: tuple[str, ...]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    copies: tuple[tuple[str, Layout], ...]
-    storage: tuple[Layout, ...]
-    zero: int = 0
-    recompute: str = "none"
-    labels: tuple[str, ...] = ()
-
-    @property
-    def axes(self) -> str:
-        """What the mesh axes do, for people: ``"8 data x 4 tensor"``."""
-        labels = self.labels or ("?",) * len(self.mesh)
-        parts = [f"{size} {label}" for size, label in zip(self.mesh, labels, strict=True) if size > 1]
-        return " x ".join(parts) or "one device"
-
-    @property
-    def storage_name(self) -> str:
-        """How parameters are stored between steps, for people: ``"whole"``, ``"ZeRO-1"``, ..."""
-        return f"ZeRO-{self.zero}" if self.zero else "whole"
-
-
-@dataclass(frozen=True)
-class PlannedLayer:
-    """One layer's name, kind, and index of its strategy in `Decisions.strategies`."""
-
-    name: str
-    kind: int
-    strategy: int
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A pipeline stage: the layers ``start`` to ``stop - 1``, run by the device group `group`.
-
-    A group is the ranks ``group * n`` to ``group * n + n - 1``, n being `Decisions.group_size`.
-    """
-
-    start: int
-    stop: int
-    group: int
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """Everything that is decided for one program on one number of devices.
-
-    Without stages every layer runs on all devices.  With stages the devices fall into `num_groups` groups of
-    consecutive ranks, every layer runs on one group, and all meshes are those of a group.
-
-    Args:
-        fingerprint: of the program that it is for.
-        world_size: number of devices.
-        num_microbatches: passes that the batch is cut into; 1 means none.
-        layers: every layer in order.
-        strategies: the distinct layer strategies.
-        shared_mesh: the mesh of `shared_storage`.
-        shared_storage: parameter name -> layout on `shared_mesh`, for parameters that several layers read, or that the
-            caller keeps.
-        stages: the pipeline stages in order; ``()`` without a pipeline.
-        schedule: one of `autopar.schedules.schedule_names()`; "" without a pipeline.
-    """
-
-    fingerprint: str
-    world_size: int
-    num_microbatches: int
-    layers: tuple[PlannedLayer, ...]
-    strategies: tuple[LayerStrategy, ...]
-    shared_mesh: tuple[int, ...]
-    shared_storage: tuple[tuple[str, Layout], ...]
-    stages: tuple[Stage, ...] = ()
-    schedule: str = ""
-
-    @property
-    def num_groups(self) -> int:
-        """Device groups; 1 without stages."""
-        return 1 + max((stage.group for stage in self.stages), default=0)
-
-    @property
-    def group_size(self) -> int:
-        """Devices of a group: what every mesh of the plan holds."""
-        return self.world_size // self.num_groups
-
-    @property
-    def ranges(self) -> tuple[range, ...]:
-        """The layers of each stage; without stages, of the one that all layers make."""
-        return tuple(range(stage.start, stage.stop) for stage in self.stages) or (range(len(self.layers)),)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The device group of each stage."""
-        return tuple(stage.group for stage in self.stages) or (0,)
-
-    @property
-    def shape(self) -> Shape:
-        """How its pipeline runs."""
-        return Shape(self.schedule, self.num_groups, len(self.stages), self.num_microbatches)
-
-    @property
-    def layer_strategies(self) -> tuple[LayerStrategy, ...]:
-        """The strategy of every layer."""
-        return tuple(self.strategies[layer.strategy] for layer in self.layers)
-
-    def digest(self) -> str:
-        """A hash of what runs: of all but labels and the order of `strategies`, the same in every process."""
-        texts = [repr(replace(strategy, labels=())) for strategy in self.strategies]
-        layers = tuple((layer.name, layer.kind, texts[layer.strategy]) for layer in self.layers)
-        text = repr(replace(self, layers=(), strategies=()))
-        return hashlib.sha256(f"{text}{layers}".encode()).hexdigest()[:16]
 
 
 class _From(Generic[T]):
@@ -243,9 +117,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as a table for people."""
-        from autopar.plan_table import format_plan  # noqa: PLC0415  (a plan needs no rich until it is printed)
-
-        return format_plan(self)
+        return _format_plan(self)
 
     def to_json(self) -> str:
         """The plan as readable JSON; `from_json` reads it back to an equal plan."""
@@ -304,10 +176,10 @@ def _decode(text: str) -> Plan:
     given.setdefault("other_calls", [])
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
-    for problem in _problems(plan.decisions):
+    for problem in decision_problems(plan.decisions):
         raise ValueError(problem)
     for number, decisions in enumerate(plan.other_calls):
-        for problem in _problems(decisions):
+        for problem in decision_problems(decisions):
             raise ValueError(f"other_calls[{number}]: {problem}")
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
@@ -316,65 +188,193 @@ def _decode(text: str) -> Plan:
     return replace(plan, prediction=prediction) if is_whole else plan
 
 
-def _problems(decisions: Decisions) -> Iterator[str]:
-    """What doesn't fit together in decisions, as may happen when a person edits them."""
-    for layer in decisions.layers:
-        if not 0 <= layer.strategy < len(decisions.strategies):
-            yield f"layer {layer.name!r} names strategy {layer.strategy} of {len(decisions.strategies)}"
-    for name, layout in decisions.shared_storage:
-        if len(layout) != len(decisions.shared_mesh):
-            yield f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh {decisions.shared_mesh}"
-    problem = stages_problem(decisions)
-    if problem:
-        yield f"stages: {problem}"
-    yield from _size_problems(decisions)
-    for index, strategy in enumerate(decisions.strategies):
-        yield from _mesh_problems(decisions, strategy, f"strategies[{index}]")
+def _format_plan(plan: Plan) -> str:
+    """The plan as text: a row per group of consecutive layers that run alike, a row per stage, then the totals.
+
+    Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
+    layer and step; of a stage the ms of one microbatch, of what it does once a step and of sending to its neighbours.
+    """
+    from rich.console import Console  # noqa: PLC0415  (a plan needs no rich until it is printed)
+
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
+    console.print(_heading(plan))
+    console.print(_layer_table(plan))
+    console.print("sizes per device and layer (K, M, G: KiB, MiB, GiB); ms per layer and step")
+    if plan.stages:
+        console.print(_stage_table(plan))
+        console.print("ms per microbatch (step: ms per step); in flight: microbatches between forward and backward")
+    for line in _totals(plan):
+        console.print(line)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _size_problems(decisions: Decisions) -> Iterator[str]:
-    counts = (("world_size", decisions.world_size), ("num_microbatches", decisions.num_microbatches))
-    strategies = ((f"strategies[{number}]", each.mesh) for number, each in enumerate(decisions.strategies))
-    meshes = (("shared_mesh", decisions.shared_mesh), *strategies)
-    for name, size in (*counts, *((f"{name}: mesh {mesh}", size) for name, mesh in meshes for size in mesh)):
-        if size < 1:
-            yield f"{name}: {size} is no count of devices or microbatches: write at least 1"
+def _heading(plan: Plan) -> str:
+    passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
+    stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
+    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}"
 
 
-def _mesh_problems(decisions: Decisions, strategy: LayerStrategy, where: str) -> Iterator[str]:
-    mesh, size = strategy.mesh, decisions.group_size
-    if math.prod(mesh) != size:
-        devices = f"the {size} devices of a stage" if decisions.stages else f"world_size {size}"
-        yield f"{where}: mesh {mesh} does not hold {devices}"
-    layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(x for _, x in strategy.copies))
-    for row in (*layouts, *strategy.assignments, *filter(None, [strategy.labels])):
-        if len(row) != len(mesh):
-            text = " ".join(map(str, row))
-            yield f"{where}: {text!r:.80} has {len(row)} parts, but mesh {mesh} has {len(mesh)} axes"
+def _new_table() -> Table:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    return Table(box=box.ASCII2, pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def stages_problem(plan: Decisions) -> str:
-    """Why the stages of `plan` don't fit its layers, devices and schedule; "" if they do."""
-    if not plan.stages:
-        without = f"schedule {plan.schedule!r:.40} without stages: give stages, or leave schedule empty"
-        return without if plan.schedule else ""
-    groups = plan.num_groups
-    if groups < 1 or plan.world_size % groups:
-        return f"{plan.world_size} devices don't fall into {groups} equal groups"
-    problem = schedule_problem(plan.schedule, groups, len(plan.stages), plan.num_microbatches)
-    if problem:
-        return problem
-    start = 0
-    for index, stage in enumerate(plan.stages):
-        if stage.start != start or stage.stop <= stage.start:
-            return (
-                f"stages[{index}] has the layers {stage.start} to {stage.stop - 1}, but must start at layer {start}: "
-                "stages follow each other without gaps, and each has a layer"
-            )
-        if stage.group != stage_group(plan.schedule, index, groups):
-            return (
-                f"stages[{index}] is on group {stage.group}, but {plan.schedule} on {groups} groups runs it on group "
-                f"{stage_group(plan.schedule, index, groups)}"
-            )
-        start = stage.stop
-    return "" if start == len(plan.layers) else f"stages end at layer {start - 1} of {len(plan.layers)} layers"
+def _layer_table(plan: Plan) -> Table:
+    table = _new_table()
+    for name in ("layers", "mesh: what each axis does", "storage", "recompute"):
+        table.add_column(name, overflow="fold")
+    for name in ("params", "grads", "optim", "saved", "temp", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    # Where there are many stages, their own table says where they are cut.
+    starts = [stage.start for stage in plan.stages] if len(plan.stages) <= _FEW_STAGES else []
+    costs = plan.costs or (None,) * len(plan.layers)
+
+    def alike(index: int) -> tuple[int, LayerCost | None, int]:
+        return plan.layers[index].strategy, costs[index], bisect(starts, index)
+
+    for (strategy, cost, _), group in itertools.groupby(range(len(plan.layers)), alike):
+        layers = [plan.layers[index] for index in group]
+        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
+        table.add_row(names, *_describe_strategy(plan.strategies[strategy]), *_describe_cost(cost))
+    return table
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = _new_table()
+    table.add_column("stage", justify="right")
+    table.add_column("layers", overflow="fold")
+    table.add_column("ranks", no_wrap=True)
+    for name in ("forward", "backward", "send", "send back", "step", "in flight", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    number = 0
+    # Neighbouring stages with equally many layers and equal times share a row.
+    costs = plan.prediction.stages or (None,) * len(plan.stages)
+    for columns, alike in itertools.groupby(zip(plan.stages, costs, strict=True), lambda both: _describe_stage(*both)):
+        stages = [stage for stage, _ in alike]
+        ranks = sorted(rank for stage in stages for rank in _end_ranks(plan, stage))
+        names = [layer.name for layer in plan.layers[stages[0].start : stages[-1].stop]]
+        table.add_row(
+            _span(number, number + len(stages) - 1),
+            names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
+            _span(ranks[0], ranks[-1]),
+            *columns[1:],
+        )
+        number += len(stages)
+    return table
+
+
+def _describe_stage(stage: Stage, cost: StageCost | None) -> tuple[str, ...]:
+    """The number of layers, then the columns."""
+    number = str(stage.stop - stage.start)
+    if cost is None:
+        return (number,)
+    times_s = (cost.forward_s, cost.backward_s, cost.send_forward_s, cost.send_backward_s, cost.step_s)
+    size = _format_size(cost.peak_memory_bytes)
+    return (number, *(f"{each * 1e3:.3g}" for each in times_s), str(cost.in_flight), size)
+
+
+def _end_ranks(plan: Plan, stage: Stage) -> tuple[int, int]:
+    return stage.group * plan.group_size, (stage.group + 1) * plan.group_size - 1
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} .. {last}"
+
+
+def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
+    return strategy.axes, strategy.storage_name, strategy.recompute
+
+
+def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
+    if cost is None:
+        return ()
+    sizes = (
+        cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
+        cost.transient_bytes
+    )  # fmt: skip
+    return (*(_format_size(size) for size in sizes), f"{cost.total_s * 1e3:.3g}")
+
+
+def _format_size(num_bytes: float) -> str:
+    """Three digits and K, M, G or T for KiB to TiB: ``1.31G``."""
+    size, units = num_bytes / 2**10, iter("KMGT")
+    unit = next(units)
+    while size >= 1000 and unit != "T":
+        size, unit = size / 2**10, next(units)
+    return f"{size:.3g}{unit}" if num_bytes else "0"
+
+
+def _totals(plan: Plan) -> list[str]:
+    lines = _predicted(plan) if plan.costs else ["nothing is predicted of this plan: it was edited, or saved without"]
+    if plan.shared_storage:
+        lines.append(f"shared parameters    {_shared(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
+    if plan.constraints:
+        lines.append("constraints          " + "; ".join(plan.constraints))
+    if plan.planning_s:
+        stages = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in plan.planning_s)
+        lines.append(f"planning             {stages}")
+    lines.extend(f"note: {note}" for note in plan.notes)
+    return lines
+
+
+def _predicted(plan: Plan) -> list[str]:
+    rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
+    lines = [
+        f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
+        *_overlapped(plan),
+        f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
+        f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB{_error(plan.memory_error)} per device "
+        f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
+        f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
+    ]
+    if plan.stages and plan.step_time_s > 0:
+        busy_s = sum(cost.total_s for cost in plan.costs)
+        idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
+        lines.append(f"pipeline bubble      devices are idle {idle:.0%} of the step, excluding sends")
+    if plan.price_source:
+        lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
+    return lines
+
+
+def _shared(plan: Plan) -> str:
+    """The parameters whose storage is the plan's: a few by name, many as a count for each layout."""
+    names: dict[Layout, list[str]] = {}
+    for name, layout in plan.shared_storage:
+        names.setdefault(layout, []).append(name)
+    results: list[str] = []
+    for layout, each in names.items():
+        said = ", ".join(each) if len(each) <= _FEW_NAMES else f"{each[0]} and {len(each) - 1} more"
+        results.append(f"{said} ({format_layout(layout)})")
+    return "; ".join(results)
+
+
+def _overlapped(plan: Plan) -> list[str]:
+    """The communication that the step time does not show: overlapped with compute, or saved by shared buffers."""
+    if plan.overlapped_s <= 0:
+        return []
+    share = plan.overlapped_s / (plan.step_time_s + plan.overlapped_s)
+    hidden = _format_seconds(plan.overlapped_s)
+    return [f"overlapped           {hidden} of communication, {share:.0%} of the step without overlap"]
+
+
+def _error(share: float) -> str:
+    return f" +- {share * 100:.2g} %" if share else ""
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _shares(plan: Plan) -> str:
+    parts = {
+        "compute": sum(cost.forward_s + cost.backward_s for cost in plan.costs),
+        "recompute": sum(cost.recompute_s for cost in plan.costs),
+        "activation communication": sum(cost.activation_comm_s for cost in plan.costs),
+        "parameter communication": sum(cost.parameter_comm_s for cost in plan.costs),
+        "optimizer": sum(cost.optimizer_s for cost in plan.costs),
+    }
+    total = sum(parts.values()) or 1.0
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)
