@@ -202,6 +202,11 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
             "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as a "
             "plain Python argument; shapes must not depend on values"
         )
+    if "FlexAttention" in text:
+        return TraceError(
+            f"{where or 'the model'}: flex_attention can't be traced, as it has no backward on CPUs ({text}): use "
+            "torch.nn.functional.scaled_dot_product_attention, in Hugging Face's models attn_implementation='sdpa'"
+        )
     if "at least two devices" in text and "meta" in text:
         return TraceError(
             f"{where or 'the model'}: a tensor on the meta device is no parameter and no buffer ({text}): register "
