@@ -219,7 +219,7 @@ class CallConsensus:
         try:
             self.look()
             self._tell(RankError(text))
-            silent = self._silent_ranks()
+            silent = _silent_ranks(self._store, self._rank, self._world_size)
         except AutoparError as found:
             return found
         except dist.DistError:
@@ -335,16 +335,17 @@ class CallConsensus:
             for number in (self._number, *numbers):
                 self._store.set(f"{number}/failed", pickle.dumps((self._rank, portable(error))))
 
-    def _silent_ranks(self) -> str:
-        """Which ranks have no error to tell, as far as is known a little later."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        until_s = time.monotonic() + _LAST_WORDS_S
-        while not self._store.check([f"spoke/{rank}" for rank in others]) and time.monotonic() < until_s:
-            time.sleep(0.05)
-        silent = [rank for rank in others if not self._store.check([f"spoke/{rank}"])]
-        if not silent:
-            return "All other ranks failed, too: look for their messages"
-        return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
+
+def _silent_ranks(store: Store, own: int, world_size: int) -> str:
+    """Which ranks have no error to tell, as far as is known a little later."""
+    others = [rank for rank in range(world_size) if rank != own]
+    until_s = time.monotonic() + _LAST_WORDS_S
+    while not store.check([f"spoke/{rank}" for rank in others]) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    silent = [rank for rank in others if not store.check([f"spoke/{rank}"])]
+    if not silent:
+        return "All other ranks failed, too: look for their messages"
+    return f"No word from ranks {silent}: one of them ended or hangs, most likely; look for its message"
 
 
 def _difference(

@@ -25,14 +25,14 @@ from autopar.lower.run.output_tensor import OutputTensor
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
 
-__all__ = ["Call", "CallInputs", "CallTensors", "OpenCall"]
+__all__ = ["Call", "CallInputs", "OpenCall", "OpenedCall"]
 
 _LOGGER = logging.getLogger("autopar")
 _TEXT_BYTES = 400
 
 
-class CallTensors(Protocol):
-    """A call taken apart: see `autopar.trace.call_tensors`."""
+class OpenedCall(Protocol):
+    """A call taken apart: see `autopar.trace.call_tensors.CallTensors`."""
 
     @property
     def named(self) -> Mapping[str, Tensor]:
@@ -44,7 +44,7 @@ class CallTensors(Protocol):
         ...
 
 
-OpenCall = Callable[[Sequence[Any], Mapping[str, Any]], CallTensors]
+OpenCall = Callable[[Sequence[Any], Mapping[str, Any]], OpenedCall]
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
@@ -52,7 +52,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 class _Opened:
     """A call of this rank: its tensors, those of them that hold rows of this rank, and how many."""
 
-    call: CallTensors
+    call: OpenedCall
     local: frozenset[str]
     rows: int
 

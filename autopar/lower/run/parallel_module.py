@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.lower.communication.call_consensus import PLANNING
-from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
 from autopar.lower.compat import leaves_of, named_tensors, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
-from autopar.lower.observe.first_steps import FirstSteps, StepComparison
+from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
-from autopar.lower.observe.reporting import report_steps
-from autopar.lower.observe.step_report import StepReport
 from autopar.lower.parameters.gradient_norm import GradientNorm
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
@@ -31,15 +28,14 @@ from autopar.lower.run.call_executors import CallExecutors, CallPlanner, Planned
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs
 from autopar.lower.run.execution import Executor, check_plan
-from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.module_state import ModuleState, NamedTensors
+from autopar.lower.run.module_inspection import ModuleInspection
+from autopar.lower.run.module_state import NamedTensors
 from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
-from autopar.plan import Plan
-from autopar.step.data_split import DataSplit, data_split
+from autopar.step.data_split import data_split
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
 
@@ -77,7 +73,7 @@ def lower(
     return made
 
 
-class ParallelModule(ModuleState):
+class ParallelModule(ModuleInspection):
     """Runs a model on all devices: call it, train it and save it as the original.
 
     What `lower` returns is an instance of the original's class, too, with its attributes and methods.  Every rank
@@ -150,59 +146,6 @@ class ParallelModule(ModuleState):
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
         carry_attributes(self, made, memo)
         return made
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that it runs, with the decisions for other calls that it has run: save it to have them again."""
-        plan = self._executor.executable.plan
-        made = [call.plan.decisions for call in self.plans if call.plan is not plan]
-        known = {decisions.fingerprint: decisions for decisions in (*plan.other_calls, *reversed(made))}
-        return replace(plan, other_calls=tuple(known.values())) if made else plan
-
-    @property
-    def data_split(self) -> DataSplit:
-        """Which rows of a batch each rank passes where inputs are local."""
-        return self._data_split
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Into how many parts the rows of a batch are split: ``num_replicas`` of a ``DistributedSampler``."""
-        return self.data_split.size
-
-    @property
-    def data_rank(self) -> int:
-        """Which of these parts is this rank's, 0 <= data_rank < data_parallel_size: ``rank`` of a
-        ``DistributedSampler``.  Ranks that need the same rows have the same one (`autopar.step.data_split`).
-        """
-        return self.data_split.rank_of(self._communicator.rank)
-
-    @property
-    def plans(self) -> tuple[PlannedCall, ...]:
-        """The forms of calls that it has plans for, one per mode and shapes of inputs: see `PlannedCall`.
-
-        At most 64 are kept for each mode; the one that was used least recently goes first.
-        """
-        return self._executors.plans
-
-    @property
-    def program(self) -> LoweredProgram:
-        """What this rank runs; ``print(model.program)`` shows it."""
-        executable = self._executor.executable
-        collective_s = None if self._predictions is None else self._predictions.collective_s
-        hoisted = self._executor.hoisted.module
-        return LoweredProgram(executable.program, executable.plan, self.layer_runners, collective_s, hoisted)
-
-    @property
-    def observed(self) -> StepComparison | None:
-        """A real step of this rank, compared with what the plan predicts: known from the fourth training call on (on a
-        GPU once it has run the third step).
-        """
-        return self._first_steps.seen
-
-    @property
-    def layer_runners(self) -> tuple[LayerRunner, ...]:
-        """The lowered layers in order, for tools that watch them run."""
-        return tuple(self._executor.runners.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward on the whole batch.
@@ -326,37 +269,6 @@ class ParallelModule(ModuleState):
         calls = self._communicator.calls
         with nullcontext() if calls is None else calls.failing():
             return gather()
-
-    def recording(self) -> AbstractContextManager[list[Collective]]:
-        """A context that lists every collective that this rank runs inside it.
-
-        Example:
-            >>> with model.recording() as collectives:
-            ...     model(**batch).loss.backward()
-        """
-        return self._communicator.recording()
-
-    def report(
-        self, step: Callable[[], object], *, steps: int = 3, warmup: int = 1, kernels: bool = False
-    ) -> StepReport:
-        """Run training steps and set what they take against what was predicted, layer by layer.
-
-        Every rank must call it, as any step.  A rank measures itself.  On a CPU that is what passes on the clock, so
-        ranks that share cores measure each other, too; of compiled layers their collectives count as theirs.
-
-        Args:
-            step: one whole training step, optimizer included.
-            steps: how many to measure.
-            warmup: how many to run before.
-            kernels: run one more under `torch.profiler`, to list what each kind of layer spends its time on.
-
-        Example:
-            >>> report = model.report(lambda: train_step(model, optimizer, batch))
-            >>> print(report)
-            >>> report.trace("trace.json")  # and report.html("report.html")
-        """
-        predicted = None if self._predictions is None else self._predictions.timeline()
-        return report_steps(self._executor, predicted, step, steps, warmup, kernels=kernels)
 
     def extra_repr(self) -> str:
         """One line about the plan."""
