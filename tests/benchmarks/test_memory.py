@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
         Case("bert", 2, ("data=2", "zero=3", "recompute=full"), "bf16"),
         Case("t5", 2, ("data=2", "zero=3", "recompute=selective")),  # attention without a fast kernel
         Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
+        Case("perceptron", 2, ("tensor=2", "recompute=full")),  # layers gather what the one before put out in slices
     ],
     ids=lambda case: case.title,
 )  # fmt: skip

@@ -7,13 +7,14 @@ autograd.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autopar.lower.communication.moves import COLLECTIVE_KINDS
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import backward_token, edge_of, run_backward_from
 from autopar.lower.parameters.layer_parameters import StepParameters
@@ -21,6 +22,7 @@ from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.split_backward import SplitBackward
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.step_values import StageValues
+from autopar.placement import Step
 
 __all__ = ["LayerPass"]
 
@@ -38,6 +40,7 @@ class LayerPass:
         self._roots: dict[str, GradientEdge] = {}
         self._split: SplitBackward | None = None
         inputs = [reshard_tensor(self._read(values, name), steps, context.communicator) for name, steps in runner.moves]
+        self._forget_parts(runner)
         outputs = runner.run(parameters, inputs, context)
         named = dict(zip(runner.layer.outputs, outputs, strict=True))
         for name, output in named.items():
@@ -58,6 +61,12 @@ class LayerPass:
         if name not in self._leaves:
             self._leaves[name] = values.tensors[name].detach().requires_grad_()
         return self._leaves[name]
+
+    def _forget_parts(self, runner: LayerRunner) -> None:
+        """Keep no part of a value that the layer only reads gathered: backward asks for its shape, not for its data."""
+        for name, leaf in self._leaves.items():
+            if all(map(_gathers, (steps for read, steps in runner.moves if read == name))):
+                leaf.data = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
     def needs(self, names: Collection[str]) -> bool:
         """Whether a gradient for one of these values runs through this pass."""
@@ -114,6 +123,11 @@ class LayerPass:
         for (name, leaf), gradient in zip(self._leaves.items(), gradients, strict=True):
             leaf.grad = None
             values.add_gradient(name, gradient)
+
+
+def _gathers(steps: Sequence[Step]) -> bool:
+    """Whether what these steps give has none of the data that they begin with."""
+    return any(step.forward in COLLECTIVE_KINDS and step.axis.size > 1 for step in steps)
 
 
 def _taken(gradients: list[Tensor]) -> list[Tensor]:
