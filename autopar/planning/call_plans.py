@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ExampleInputsError, InputShapeError
 from autopar.lower.compat import map_leaves
+from autopar.lower.run.call_executors import MOST_FORMS
 from autopar.lower.run.lowering import Executable
 from autopar.plan import Plan
 from autopar.program import Program
@@ -19,12 +20,9 @@ from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.prices import Prices
 from autopar.trace import Traced, as_batch, bind, copy_with, default_example_inputs, require_target, trace
 
-__all__ = ["CallPlanner", "ExampleInputs", "as_call", "trace_model"]
+__all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "trace_model"]
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
-
-# Plans of a mode that are kept, for their decisions to be used again.  As many as forms of calls that a module keeps.
-_MOST = 64
 
 
 def trace_model(
@@ -38,10 +36,16 @@ def trace_model(
 
     For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
     """
-    given = as_batch(example_inputs)
-    inputs = default_example_inputs(model) if given is None else given
-    traced = trace(model, *as_call(inputs), training=training, dtype=dtype)
+    traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype)
     return require_target(model, traced) if training else traced
+
+
+def example_call(
+    model: nn.Module, example_inputs: Tensor | ExampleInputs | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The ``args, kwargs`` of the example, which the model itself may declare."""
+    given = as_batch(example_inputs)
+    return as_call(default_example_inputs(model) if given is None else given)
 
 
 def as_call(inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +106,7 @@ class CallPlanner:
         plan = self._plan(traced.program, self._of_mode(is_training))
         executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
         self._made[is_training].insert(0, executable)
-        del self._made[is_training][_MOST:]
+        del self._made[is_training][MOST_FORMS:]
         return executable
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> Traced:

@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from autopar.lower.communication.communicator import Communicator
-from autopar.lower.run.call_inputs import Call, CallInputs
+from autopar.lower.run.call_inputs import CallInputs
+from autopar.planning.call_plans import example_call
 from autopar.program import Program
 from autopar.step.data_split import DataSplit
-from autopar.trace import as_batch, call_opener, default_example_inputs
+from autopar.trace import call_opener
 
 __all__ = ["call_inputs"]
 
@@ -26,7 +27,5 @@ def call_inputs(
     is_local: bool,
 ) -> CallInputs:
     """What makes the inputs of calls of `model`, whose `program` was traced with `example_inputs`, whole."""
-    given = as_batch(example_inputs)
-    example = default_example_inputs(model) if given is None else given
-    call: Call = ((), example) if isinstance(example, Mapping) else (example, {})
-    return CallInputs(call_opener(model), communicator, split, call if is_local else None, program.batch_size)
+    example = example_call(model, example_inputs) if is_local else None
+    return CallInputs(call_opener(model), communicator, split, example, program.batch_size)

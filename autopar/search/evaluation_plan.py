@@ -49,26 +49,25 @@ def plan_like(
     kept = tuple(text for text in request.constraints if not (trained.stages and _PIPELINE.match(text)))
     without = replace(request, any_batch=True, schedules=request.schedules if trained.stages else None)
 
-    problem = ""
-
     def search_with(constraints: tuple[str, ...]) -> Plan:
         plan = search(program, trained.world_size, prices, replace(without, constraints=(*constraints, *demands)))
         return replace(plan, constraints=constraints)
 
     # Fewer and fewer constraints: the number of microbatches is what a batch of another size meets least often.
     attempts = [kept, tuple(text for text in kept if not _MICROBATCHES.match(text)), ()]
-    for number, constraints in enumerate(dict.fromkeys(attempts)):
+    problems: list[ConstraintError] = []
+    for constraints in dict.fromkeys(attempts):
         try:
             plan = search_with(constraints)
         except ConstraintError as error:
-            if not constraints:
-                raise
-            problem = str(error)
+            problems.append(error)
             continue
+        if not problems:
+            return plan
         left = tuple(text for text in kept if text not in constraints)
-        note = f"without the constraints {', '.join(left)} for these inputs: {problem}"
-        return replace(plan, notes=(*plan.notes, note)) if number else plan
-    raise AssertionError("the last attempt returns or raises")
+        note = f"without the constraints {', '.join(left)} for these inputs: {problems[-1]}"
+        return replace(plan, notes=(*plan.notes, note))
+    raise problems[-1]
 
 
 def _stage_demands(

@@ -16,14 +16,14 @@ from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
 from autopar.plan import Plan
 
-__all__ = ["CallExecutors", "CallPlanner", "PlannedCall"]
+__all__ = ["MOST_FORMS", "CallExecutors", "CallPlanner", "PlannedCall"]
 
 CallPlanner = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
 """``(args, kwargs, is_training)`` of a call -> what runs such calls, with the parameters stored as they are."""
 
 # Forms of calls that are kept for a mode.  Each holds its layers' programs and constants: some MB for a large model.
 # The lengths of a bucketed data set are fewer; what alternates between more is planned again and again, and said.
-_MOST = 64
+MOST_FORMS = 64
 _LOGGER = logging.getLogger("autopar")
 
 
@@ -77,6 +77,16 @@ class CallExecutors:
             LossError: the target is missing, in training.
             InputShapeError: the inputs are others than planned for, and there is no planner.
         """
+        found = self._look_up(args, kwargs, is_training=is_training)
+        if found is None:
+            return None
+        call, executor, tensors = found
+        call.calls += 1
+        return executor, tensors
+
+    def _look_up(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool
+    ) -> tuple[PlannedCall, Executor, Sequence[Tensor]] | None:
         known = self._known[self._mode(is_training)]
         for place, (call, executor) in enumerate(known):
             try:
@@ -87,35 +97,31 @@ class CallExecutors:
                 continue
             if place:
                 known.insert(0, known.pop(place))
-            call.calls += 1
-            return executor, tensors
+            return call, executor, tensors
         return None
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> PlannedCall:
-        """What is planned for such calls, now or before; raises as `find` and `make`."""
-        if self.find(args, kwargs, is_training=is_training) is None:
-            self.make(args, kwargs, is_training=is_training)
-        else:
-            self._known[self._mode(is_training)][0][0].calls -= 1  # it was none
-        return self._known[self._mode(is_training)][0][0]
-
-    def make(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Executor:
-        """Plan and lower such calls.  Every rank calls it with inputs of the same form.
+        """What is planned for such calls, now or before.  Every rank calls it with inputs of the same form.
 
         Raises:
+            LossError: the target is missing, in training.
             PlanMismatchError: a stage lacks parameters that it reads in such calls.
             InputShapeError: the model can't be called so.
             AutoparError: it can't be traced or planned, or the module was lowered for training only.
         """
+        found = self._look_up(args, kwargs, is_training=is_training)
+        return self._make_known(args, kwargs, is_training=is_training) if found is None else found[0]
+
+    def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> PlannedCall:
         started_s = time.perf_counter()
         mode = self._mode(is_training)
         executor = self._make(args, kwargs, is_training=mode)
         known = self._remember(executor, mode, planning_s=time.perf_counter() - started_s)
-        if len(known) > _MOST:
+        if len(known) > MOST_FORMS:
             oldest = next(i for i in reversed(range(len(known))) if known[i][1] is not self.first)
             del known[oldest]
         self._report(known[0][0])
-        return executor
+        return known[0][0]
 
     def _report(self, made: PlannedCall) -> None:
         """Tell the user, on one rank."""

@@ -7,14 +7,13 @@ autograd.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autopar.lower.communication.moves import COLLECTIVE_KINDS
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import backward_token, edge_of, run_backward_from
 from autopar.lower.parameters.layer_parameters import StepParameters
@@ -22,7 +21,6 @@ from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.split_backward import SplitBackward
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.step_values import StageValues
-from autopar.placement import Step
 
 __all__ = ["LayerPass"]
 
@@ -65,7 +63,7 @@ class LayerPass:
     def _forget_parts(self, runner: LayerRunner) -> None:
         """Keep no part of a value that the layer only reads gathered: backward asks for its shape, not for its data."""
         for name, leaf in self._leaves.items():
-            if all(map(_gathers, (steps for read, steps in runner.moves if read == name))):
+            if name in runner.only_gathered:
                 leaf.data = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
     def needs(self, names: Collection[str]) -> bool:
@@ -123,11 +121,6 @@ class LayerPass:
         for (name, leaf), gradient in zip(self._leaves.items(), gradients, strict=True):
             leaf.grad = None
             values.add_gradient(name, gradient)
-
-
-def _gathers(steps: Sequence[Step]) -> bool:
-    """Whether what these steps give has none of the data that they begin with."""
-    return any(step.forward in COLLECTIVE_KINDS and step.axis.size > 1 for step in steps)
 
 
 def _taken(gradients: list[Tensor]) -> list[Tensor]:

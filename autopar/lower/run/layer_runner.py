@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.moves import COLLECTIVE_KINDS
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import run_twice
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
@@ -50,6 +52,12 @@ class LayerRunner:
     moves: tuple[tuple[str, tuple[Step, ...]], ...]
     dead: tuple[str, ...]
     first_op: int
+
+    @cached_property
+    def only_gathered(self) -> frozenset[str]:
+        """The values that it reads only after a collective, of whose result none of their own data is a part."""
+        kept = {name for name, steps in self.moves if not _gathers(steps)}
+        return frozenset(name for name, _ in self.moves) - kept
 
     @property
     def axes(self) -> frozenset[Axis]:
@@ -100,3 +108,8 @@ class LayerRunner:
     def _held(self, copies: Sequence[Tensor], others: Mapping[int, Tensor]) -> list[Tensor]:
         held = {**others, **dict(zip(self.parameters.positions, copies, strict=True))}
         return [held[position] for position in range(len(self.layer.state))]
+
+
+def _gathers(steps: Sequence[Step]) -> bool:
+    """Whether what these steps give has none of the data that they begin with."""
+    return any(step.forward in COLLECTIVE_KINDS and step.axis.size > 1 for step in steps)

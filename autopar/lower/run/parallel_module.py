@@ -191,12 +191,12 @@ class ParallelModule(ModuleInspection):
             InputShapeError: the model takes no such arguments, or ranks passed inputs of different shapes.
             AutoparError: the model can't be traced or planned on such inputs.
         """
+        return self._plan_call("plan_for {}", args, kwargs)
+
+    def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PlannedCall:
+        """Begin `kind` on all ranks, compare the inputs' shapes, and only then plan."""
         compared = [(name, x) for name, x in named_tensors(args, kwargs) if not x.is_meta]
-
-        def plan_call() -> tuple[PlannedCall, NamedTensors]:
-            return self._executors.plan(args, kwargs, is_training=self.training), ()
-
-        return self._enter("plan_for {}", plan_call, compared)
+        return self._enter(kind, lambda: (self._executors.plan(args, kwargs, is_training=self.training), ()), compared)
 
     def _find(
         self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -206,10 +206,6 @@ class ParallelModule(ModuleInspection):
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
             self._check_modes()
             return self._executors.find(args, kwargs, is_training=self.training)
-
-        def plan_call() -> tuple[None, NamedTensors]:
-            self._executors.make(args, kwargs, is_training=self.training)
-            return None, ()
 
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
@@ -221,7 +217,7 @@ class ParallelModule(ModuleInspection):
         found, problem = attempt(look_up)
         if found is None and problem is None:
             self._first_steps.interrupt()
-            self._enter(PLANNING + kind, plan_call, [*named_tensors(args, kwargs)])
+            self._plan_call(PLANNING + kind, args, kwargs)
             found, problem = attempt(look_up)
         return give
 
