@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 
 GROUP_TIMEOUT_S = 12
 STARTED_S = 90  # until processes on a busy machine are there
+SENT_S = 2  # until what a rank sent before it exits has left it
 INPUTS = {"ids": torch.arange(64).view(8, 8) % 16}
 
 
@@ -53,6 +54,7 @@ Mishap = Callable[[], NoReturn]
 
 
 def vanish() -> NoReturn:
+    time.sleep(SENT_S)
     os._exit(0)
 
 
@@ -114,7 +116,8 @@ def train(victim: int, place: Callable[[Mishap], None], mishap: Mishap) -> None:
 def test_of_a_stage_whose_rank_exits_in_backward(tmp_path: Path) -> None:
     said = run_to_the_end(tmp_path, 2, 1, in_backward, vanish)
     assert list(said) == [0]
-    assert re.search(r"PipelineError: rank 0 \(device group 0\) failed in stage 0, action 0B1: ", said[0]), said
+    # What the dead rank had sent before it may or may not have left it.
+    assert re.search(r"PipelineError: rank 0 \(device group 0\) failed in stage 0, action 0B[01]: ", said[0]), said
 
 
 def test_of_a_stage_whose_rank_is_killed(tmp_path: Path) -> None:
