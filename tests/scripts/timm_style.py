@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+PLANS = {2: (("data=2",), ("pipeline=2", "microbatches=1")), 4: (("data=4",),)}
+
 
 class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:

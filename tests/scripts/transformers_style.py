@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+PLANS = {2: (("tensor=2",), ("pipeline=2", "microbatches=1")), 4: (("data=2", "pipeline=2"),)}
+
 
 def main(prepare: Callable[[Any, Any], Any], folder: Path, master: bool) -> dict[str, Any]:
     """The script; ``prepare(model, example inputs)`` is its changed line."""
