@@ -5,6 +5,9 @@ stages, all are simulated that may turn out fastest: those that no other beats i
 what is left of it by estimate (`autopar.step.overlap_estimate`).  Which ones these are does not depend on the memory
 limit, so more memory never gives a slower plan.  Which pipelines a search looks at does depend on it; of them the best
 is simulated, and of small ones the best of each of a few numbers of device groups and microbatches.
+
+Stages ask more of the caller's code (microbatches, a backward inside the call), so nobody gets them for a gain that may
+not be there: a pipeline must be faster than what runs without stages by more than predictions are off (`_STAGES_GAIN`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from autopar.step.pricing import predict
 __all__ = ["select_plan"]
 
 _PIPELINES = 3  # small ones that are simulated: sums rank them well, and each takes about 0.1 s
+# The mean error of predicted steps on published rows held out (6.2 %, docs/accuracy.md).
+_STAGES_GAIN = 1.06
+_WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.
 _PRICE_ERROR = 1.15
 
@@ -48,14 +54,13 @@ def select_plan(
         InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
     """
     best: Plan | None = None
+    fastest: Plan | None = None
     notes: Sequence[str] = ()
     too_large: list[float] = []
     settings: set[tuple[int, int]] = set()
     flat = list(_without_stages(searched, limit_bytes))
     for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
-        error = _PRICE_ERROR if candidate.shape is not None and request.on_final is not None else 1.0
-        is_hopeful = best is None or candidate.least_s <= error * best.step_time_s
-        if not is_hopeful or (best is not None and _is_late(candidate.shape, settings)):
+        if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, settings)):
             continue
         plan = candidate.simulate()
         if plan.peak_memory_bytes > limit_bytes + batch_bytes:
@@ -65,11 +70,13 @@ def select_plan(
             settings.add(_setting_of(candidate.shape))
         if request.on_final is not None:
             request.on_final(plan)
+        if fastest is None or plan.step_time_s < fastest.step_time_s:
+            fastest = plan
         if best is None or _order(plan) < _order(best):
             best, notes = plan, candidate.context.notes
     if best is None and too_large and not flat:
         raise _too_large(limit_bytes + batch_bytes, min(too_large), 1 + request.memory_error)
-    return (best, notes) if best is not None else None
+    return (best, [*notes, _note_stages(best, fastest or best)]) if best is not None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +116,27 @@ def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
         yield _PlanCandidate(context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape)
 
 
+def _is_hopeful(candidate: _PlanCandidate, best: Plan, request: SearchRequest) -> bool:
+    """Whether it may be faster.  Stages are looked at whatever their gain, so that a note can say it."""
+    if candidate.shape is None:
+        return candidate.least_s <= _order(best)[0]
+    return candidate.least_s <= (_PRICE_ERROR if request.on_final else 1.0) * best.step_time_s
+
+
 def _order(plan: Plan) -> tuple[float, float]:
-    """Fastest first, of equals the smallest."""
-    return plan.step_time_s, plan.peak_memory_bytes
+    """Fastest first, of equals the smallest; with stages only for a gain."""
+    return plan.step_time_s * (_STAGES_GAIN if plan.stages else 1.0), plan.peak_memory_bytes
+
+
+def _note_stages(plan: Plan, fastest: Plan) -> str:
+    """What was given up by taking no stages, where they seem faster."""
+    gain = 1 - fastest.step_time_s / plan.step_time_s
+    if plan.stages or gain < _WORTH_A_NOTE:
+        return ""
+    return (
+        f"pipeline stages would be {gain:.1%} faster by prediction, which is less than its error; "
+        f"pipeline={fastest.num_groups} asks for them"
+    )
 
 
 def _setting_of(shape: Shape) -> tuple[int, int]:

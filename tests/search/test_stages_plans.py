@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autopar.cluster.hardware import OpTime
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
@@ -218,3 +219,30 @@ def join(program: Program, index: int) -> Program:
     kinds: dict[tuple[int, ...], int] = {}
     numbered = [replace(layer, kind=kinds.setdefault((layer.kind, len(layer.ops)), len(kinds))) for layer in layers]
     return replace(program, layers=tuple(numbered))
+
+
+class _SlowDevices(TablePrices):
+    """Compute takes so long that two devices should share it, whatever their link costs."""
+
+    def op_s(self, *args: Any, **more: Any) -> OpTime:
+        found = super().op_s(*args, **more)
+        forward_s = 3000 * (found.forward_s - 1e-6)  # without the launch
+        return replace(found, forward_s=forward_s, backward_s=1.7 * forward_s if found.backward_s else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "gain"), [(1e6, "none"), (5e5, "small"), (3e5, "large")], ids=lambda value: str(value)
+)
+def test_stages_that_nobody_asked_for_must_gain_more_than_predictions_are_off(bytes_per_s: float, gain: str) -> None:
+    program, prices = model(), _SlowDevices(devices_per_node=1, bytes_per_s=bytes_per_s)
+
+    def plan_of(*constraints: str) -> Plan:
+        request = SearchRequest(constraints=constraints, max_microbatches=8, schedules=schedule_actions)
+        return search(program, 2, prices, request)
+
+    free, flat, staged = plan_of(), plan_of("pipeline=1"), plan_of("pipeline=2")
+    assert bool(free.stages) == (staged.step_time_s * 1.06 < flat.step_time_s) == (gain == "large")
+    assert free.step_time_s == (staged if free.stages else flat).step_time_s
+    assert (staged.step_time_s < flat.step_time_s) == (gain != "none")
+    notes = [note for note in free.notes if "pipeline=2 asks for them" in note]
+    assert len(notes) == (gain == "small"), notes
