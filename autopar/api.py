@@ -44,6 +44,7 @@ from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
+from autopar.progress import phase, shown
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
@@ -59,6 +60,11 @@ __all__ = [
 _CACHE = CACHE_DIR
 
 
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@shown(here=_is_first_rank)
 def parallelize(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     mesh: DeviceMesh,
@@ -196,6 +202,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     return made
 
 
+@shown(here=_is_first_rank)
 def plan(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     cluster: Cluster | DeviceMesh,
@@ -279,7 +286,8 @@ def _prepare(
     memory_bytes = None if memory is None else read_bytes(memory)
     texts = read_constraints(constraints)
     started = time.perf_counter()
-    traced = trace_model(model, example_inputs, dtype=dtype)
+    with phase("tracing the model"):
+        traced = trace_model(model, example_inputs, dtype=dtype)
     setup = Setup(dtype, memory_bytes, training, texts, trace_s=time.perf_counter() - started)
     return setup, traced
 
@@ -290,7 +298,8 @@ def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tenso
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     assert setup.prices is not None
-    return _finish(search(program, world_size, setup.prices, _request(setup)), setup)
+    with phase(f"searching for a plan for {world_size} devices"):
+        return _finish(search(program, world_size, setup.prices, _request(setup)), setup)
 
 
 def _finish(found: Plan, setup: Setup) -> Plan:
@@ -320,7 +329,8 @@ def _search_and_time(
 
     def search_here() -> Plan:
         request = _request(setup)
-        result = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
+        with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
+            result = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
         new = {key: layer for key, layer in timer.known.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
@@ -347,7 +357,8 @@ def mesh_prices(
         dtypes = default_dtypes(communicator.device)
         if dtype is not None and dtype.is_floating_point:
             dtypes = tuple(dict.fromkeys((*dtypes, str(dtype).removeprefix("torch."))))
-        measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
+        with phase("measuring what this machine's profile lacks"):
+            measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
     elif given is not False:
         measured = share(group, lambda: load_profile(given))
     return agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))

@@ -10,6 +10,8 @@ from autopar.errors import AutoparError, QuestionError
 from autopar.explain.planner import Planner
 from autopar.explain.question import Question, change
 from autopar.plan import Plan
+from autopar.progress import phase
+from autopar.search.plan_selection import preferred_s
 
 __all__ = ["Alternative", "efficiencies", "faster", "forced_choices", "other_than", "sweep"]
 
@@ -34,6 +36,7 @@ def _alternative(planner: Planner, name: str, question: Question) -> Alternative
         return Alternative(name, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
 
 
+@phase("planning the values of a sweep")
 def sweep(planner: Planner, question: Question, text: str) -> tuple[Alternative, ...]:
     """A plan for each value of ``name=value,value,...``.
 
@@ -55,6 +58,7 @@ def efficiencies(rows: Sequence[Alternative]) -> tuple[float, ...]:
     return tuple(rate / first for rate in rates)
 
 
+@phase("pricing other choices")
 def forced_choices(planner: Planner, question: Question, budget_s: float) -> tuple[Alternative, ...]:
     """The usual alternatives to what a plan decides, as long as there is time for one more that takes as long."""
     rows: list[Alternative] = []
@@ -77,9 +81,10 @@ def other_than(rows: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ..
     return tuple(row for row in rows if row.change != own)
 
 
-def faster(rows: Iterable[Alternative], step_s: float) -> tuple[Alternative, ...]:
-    """Those that are faster than the plan after all: a search with fewer choices looks at more of them."""
-    return tuple(row for row in rows if row.plan is not None and row.plan.step_time_s < step_s * (1 - _ROUNDING))
+def faster(rows: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:
+    """Those that a search would take rather than `plan`: one with fewer choices looks at more of them."""
+    most_s = preferred_s(plan) * (1 - _ROUNDING)
+    return tuple(row for row in rows if row.plan is not None and preferred_s(row.plan) < most_s)
 
 
 def _constraints(question: Question) -> list[str]:

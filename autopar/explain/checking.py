@@ -21,6 +21,7 @@ from autopar.lower.compat import leaves_of, map_leaves
 from autopar.lower.parameters.materialize import materialize
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.progress import phase
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
 from autopar.verify import VerificationReport, verify
@@ -118,6 +119,7 @@ def load_plan(path: str) -> Plan:
     return Plan.load(path)
 
 
+@phase("running the plan on simulated ranks")
 def rehearse(planner: Planner, question: Question, plan: Plan) -> VerificationReport:
     """Run the plan on simulated ranks in this process and compare with one device (`autopar.verify`).
 

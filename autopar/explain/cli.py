@@ -28,6 +28,7 @@ from autopar.explain.report import write_report
 from autopar.explain.tables import sweep_table
 from autopar.explain.text import Printer
 from autopar.plan import Plan
+from autopar.progress import shown
 
 __all__ = ["main"]
 
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(unknown[0], parser.format_help().split(), 1)
         parser.error(f"there is no {unknown[0]}" + (f": did you mean {near[0]}?" if near else ": see --help"))
     try:
-        return _run(options)
+        with shown():
+            return _run(options)
     except AutoparError as error:
         sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
         return 1

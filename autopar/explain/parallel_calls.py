@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autopar.progress import shown
+
 __all__ = ["call_in_parallel"]
 
 _Outcomes = list[tuple[bool, Any]]
@@ -79,7 +81,8 @@ def _call_all(functions: Sequence[Callable[[], Any]], sender: Connection) -> Non
     outcomes: _Outcomes = []
     for function in functions:
         try:
-            outcomes.append((True, function()))
+            with shown(here=lambda: False):  # the process that was copied has the terminal
+                outcomes.append((True, function()))
         except Exception:  # noqa: BLE001  (it is called again where it can be said)
             outcomes.append((False, None))
     sender.send(outcomes)

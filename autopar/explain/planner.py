@@ -14,6 +14,7 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.program import Program
+from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
 from autopar.search.considered_plans import describe_plan
 
@@ -65,7 +66,8 @@ class Planner:
             considered.append(describe_plan(final))
 
         request = replace(request, on_considered=considered.append, on_final=keep)
-        plan = search(program, question.cluster.world_size, prices, request)
+        with phase(f"searching for a plan for {question.cluster.world_size} devices"):
+            plan = search(program, question.cluster.world_size, prices, request)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
         return Answer(question, plan, program, prices, request.training, tuple(considered))
 
@@ -108,6 +110,7 @@ class Planner:
         if key not in self._traced:
             target = self.model(question)
             started = time.perf_counter()
-            traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(question.precision))
+            with phase("tracing the model"):
+                traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(question.precision))
             self._traced[key] = traced.program, time.perf_counter() - started
         return self._traced[key]

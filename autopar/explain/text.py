@@ -55,7 +55,7 @@ class Printer:
             self.table(runner_table(explanation.runners_up))
         if findings.forced:
             self.table(forced_table(findings.forced, plan))
-            for row in faster(findings.forced, plan.step_time_s):
+            for row in faster(findings.forced, plan):
                 self.line(
                     f"{row.change} is faster than the plan, and the search did not consider it; ask for it with "
                     f"--constraint {row.change}"

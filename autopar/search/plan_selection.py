@@ -26,7 +26,7 @@ from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
 from autopar.step.pricing import predict
 
-__all__ = ["select_plan"]
+__all__ = ["preferred_s", "select_plan"]
 
 _PIPELINES = 3  # small ones that are simulated: sums rank them well, and each takes about 0.1 s
 # The mean error of predicted steps on published rows held out (6.2 %, docs/accuracy.md).
@@ -116,6 +116,11 @@ def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
         yield _PlanCandidate(context, pipeline.least_s, pipeline.step_s, pipeline.decisions, pipeline.shape)
 
 
+def preferred_s(plan: Plan) -> float:
+    """Seconds to compare plans by: of one with stages more than its step takes, by the error of predictions."""
+    return plan.step_time_s * (_STAGES_GAIN if plan.stages else 1.0)
+
+
 def _is_hopeful(candidate: _PlanCandidate, best: Plan, request: SearchRequest) -> bool:
     """Whether it may be faster.  Stages are looked at whatever their gain, so that a note can say it."""
     if candidate.shape is None:
@@ -124,8 +129,8 @@ def _is_hopeful(candidate: _PlanCandidate, best: Plan, request: SearchRequest) -
 
 
 def _order(plan: Plan) -> tuple[float, float]:
-    """Fastest first, of equals the smallest; with stages only for a gain."""
-    return plan.step_time_s * (_STAGES_GAIN if plan.stages else 1.0), plan.peak_memory_bytes
+    """Fastest first, of equals the smallest."""
+    return preferred_s(plan), plan.peak_memory_bytes
 
 
 def _note_stages(plan: Plan, fastest: Plan) -> str:

@@ -100,9 +100,14 @@ def test_forced_choices_are_the_plans_that_constraints_give_and_never_faster(
 
 
 def test_a_forced_choice_that_is_faster_is_named() -> None:
-    one, two = (SimpleNamespace(step_time_s=seconds) for seconds in (1.0, 2.0))
-    rows = [Alternative("zero=3", one), Alternative("zero=0", two), Alternative("tensor=2", problem="no")]
-    assert faster(rows, 2.0) == (rows[0],)
+    one, two, staged = (
+        SimpleNamespace(step_time_s=seconds, stages=stages) for seconds, stages in ((1.0, ()), (2.0, ()), (1.9, (1, 2)))
+    )
+    rows = [
+        Alternative("zero=3", one), Alternative("zero=0", two), Alternative("tensor=2", problem="no"),
+        Alternative("pipeline=2", staged),  # by less than predictions are off
+    ]  # fmt: skip
+    assert faster(rows, two) == (rows[0],)
 
 
 def test_a_sweep_has_a_plan_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:

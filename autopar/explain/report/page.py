@@ -189,7 +189,7 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
         text = ["Each row is the best plan under that condition, searched for anew."]
         text += [
             f"{row.change} is faster than the plan, and the search did not consider it; ask for it as a constraint."
-            for row in faster(findings.forced, plan.step_time_s)
+            for row in faster(findings.forced, plan)
         ]
         yield Section("choices-section", "Other choices", tuple(text), (), tables)
 

@@ -1,0 +1,52 @@
+"""What planning is doing: a line for each phase, on the log and, where someone watches a terminal, on standard error.
+
+Every phase is logged at level INFO of the logger ``"autopar"`` when it ends.  Within `shown` it is also shown while it
+lasts, if standard error is a terminal; into files and pipes goes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["phase", "shown"]
+
+_LOGGER = logging.getLogger("autopar")
+_CONSOLE: ContextVar[Console | None] = ContextVar("_CONSOLE", default=None)
+
+
+@contextmanager
+def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = None) -> Iterator[None]:
+    """Show the phases within on standard error, if that is a terminal and `here` says that this process does."""
+    from rich.console import Console  # noqa: PLC0415  (nobody who only imports autopar needs it)
+
+    console = console or Console(stderr=True, highlight=False)
+    token = _CONSOLE.set(console if here() and console.is_terminal else None)
+    try:
+        yield
+    finally:
+        _CONSOLE.reset(token)
+
+
+@contextmanager
+def phase(doing: str) -> Iterator[None]:
+    """A phase of planning, such as ``"tracing the model"``; phases within it are only logged."""
+    console = _CONSOLE.get()
+    started = time.perf_counter()
+    token = _CONSOLE.set(None)  # one line at a time
+    try:
+        with console.status(f"autopar: {doing} ...") if console else nullcontext():
+            yield
+    finally:
+        _CONSOLE.reset(token)
+    done = f"{doing}: {time.perf_counter() - started:.1f} s"
+    _LOGGER.info("%s", done)
+    if console:
+        console.print(f"autopar: {done}")
