@@ -63,7 +63,7 @@ def whole_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def parallelize(model: nn.Module, inputs: Any, **kwargs: Any) -> ParallelModule:
+def parallelize(model: nn.Module, inputs: Any, /, **kwargs: Any) -> ParallelModule:
     """`autopar.parallelize` on all processes, with estimated prices: measuring takes seconds."""
     kwargs.setdefault("profile", False)
     return autopar.parallelize(model, whole_mesh(), inputs, **kwargs)

@@ -34,7 +34,7 @@ def check_script(name: str, folder: Path, constraints: tuple[str, ...]) -> None:
     expected = torch.load(folder / "expected.pt", weights_only=False)
     tolerance = getattr(script(name), "TOLERANCE", 1e-9)
 
-    def prepare(model: Any, inputs: Any, **kwargs: Any) -> Any:
+    def prepare(model: Any, inputs: Any, /, **kwargs: Any) -> Any:
         return parallelize(model, inputs, constraints=constraints, **kwargs)
 
     found = script(name).main(prepare, folder, dist.get_rank() == 0)
