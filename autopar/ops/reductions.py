@@ -23,7 +23,7 @@ _TABLE = {
     "max min all any prod": "... -> ()",
     "count_nonzero norm.Scalar": "... -> ()",
     "linalg_vector_norm linalg_norm norm.ScalarOpt_dim": "*, #, @ -> *-@",
-    "softmax.int log_softmax.int _softmax _log_softmax special_softmax": "*, @ -> *",
+    "softmax.int log_softmax.int _safe_softmax _softmax _log_softmax special_softmax": "*, @ -> *",
     "cumsum": "*, @ -> * | plus 0",
     "cumprod logcumsumexp": "*, @ -> *",
     "cummax cummin": "*, @ -> *, *",

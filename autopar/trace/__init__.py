@@ -6,6 +6,7 @@
 
 from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
+from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.signature import as_batch, bind, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
@@ -22,6 +23,7 @@ __all__ = [
     "copy_with",
     "custom_backwards",
     "default_example_inputs",
+    "dense_flex_attention",
     "frame_of_text",
     "is_wrapped_number",
     "put_loss_inside",

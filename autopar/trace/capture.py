@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceE
 from autopar.trace import torch_internals
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
+from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
@@ -27,6 +28,10 @@ __all__ = ["WRAPPED", "Captured", "capture", "copy_with"]
 _CHECKPOINTS = (
     "the model asks for activation checkpointing (torch.utils.checkpoint, gradient_checkpointing_enable()), which is "
     "left out: the search decides what each layer recomputes; the constraint 'recompute=full' has all layers recompute"
+)
+_FLEX_ATTENTION = (
+    "flex_attention runs as plain ops, not as its fused kernel: scaled_dot_product_attention with a mask, or with a "
+    "score_mod the products and a softmax, which hold all scores in memory"
 )
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
 
@@ -75,7 +80,7 @@ class _Wrapper(nn.Module):
 @dataclass
 class _Records:
     outputs: Structure | None = None
-    has_checkpoints: bool = False
+    notes_once: dict[str, None] = field(default_factory=dict[str, None])
     items: list[str] = field(default_factory=list[str])
 
     @property
@@ -86,7 +91,7 @@ class _Records:
             "tensor and call .item() outside of the model"
             for where in dict.fromkeys(self.items)
         )
-        return (_CHECKPOINTS, *items) if self.has_checkpoints else items
+        return (*self.notes_once, *items)
 
 
 def capture(
@@ -153,8 +158,8 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
 
 
 def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Functional:
-    def note_checkpoint() -> None:
-        wrapper.records.has_checkpoints = True
+    def note(text: str) -> Callable[[], None]:
+        return lambda: wrapper.records.notes_once.update({text: None})
 
     def note_item() -> None:
         wrapper.records.items.append(user_line())
@@ -163,9 +168,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         with warnings.catch_warnings():
             # torch's own, when it copies what it knows of the inputs
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            seen = torch_internals.intercept_autograd_functions(call_as_op, note_checkpoint)
+            warnings.filterwarnings("ignore", message="torch.compile is ignored when called inside torch.export")
             with ExitStack() as patches:
-                patches.enter_context(seen)
+                patches.enter_context(torch_internals.intercept_autograd_functions(call_as_op, note(_CHECKPOINTS)))
+                patches.enter_context(dense_flex_attention(note(_FLEX_ATTENTION)))
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(torch_internals.written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))
@@ -201,11 +207,6 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
             f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
             "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as a "
             "plain Python argument; shapes must not depend on values"
-        )
-    if "FlexAttention" in text:
-        return TraceError(
-            f"{where or 'the model'}: flex_attention can't be traced, as it has no backward on CPUs ({text}): use "
-            "torch.nn.functional.scaled_dot_product_attention, in Hugging Face's models attn_implementation='sdpa'"
         )
     if "at least two devices" in text and "meta" in text:
         return TraceError(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.trace.flex_attention import BlockMaskForm, open_block_mask
 from autopar.trace.torch_internals import flatten_one_level, unflatten
 
 __all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "rebuild", "walk"]
@@ -57,7 +58,7 @@ Structure = Leaf | Constant | Dropped | Branch
 
 _PLAIN = (
     type(None), numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, torch.Size,
-    torch.memory_format, range, slice, type,
+    torch.memory_format, range, slice, type, BlockMaskForm,
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def describe(value: Any, *, opaque_is_constant: bool = False) -> tuple[Structure
             return Leaf(len(tensors) - 1, path)
         if isinstance(part, _PLAIN):
             return Constant(part, path)
-        opened = flatten_one_level(part) or _open_dataclass(part)
+        opened = flatten_one_level(part) or _open_block_mask(part) or _open_dataclass(part)
         if opened is None:
             return Constant(part, path) if opaque_is_constant else Dropped(type(part).__qualname__, path)
         keys, children, context = opened
@@ -95,6 +96,8 @@ def rebuild(structure: Structure, entries: Sequence[Any]) -> Any:
     children = [rebuild(child, entries) for child in structure.children]
     if isinstance(structure.context, _DataclassContext):
         return structure.context.build(children)
+    if structure.context is BlockMaskForm:
+        return children[-1].build(children[:-1])
     return unflatten(children, structure.context)
 
 
@@ -116,6 +119,15 @@ class _DataclassContext:
         for name, child in zip(self.names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
+
+
+def _open_block_mask(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:
+    opened = open_block_mask(value)
+    if opened is None:
+        return None
+    captured, form = opened
+    keys = (*(f"captured_{place}" for place in range(len(captured))), "mask_mod")
+    return keys, (*captured, form), BlockMaskForm
 
 
 def _open_dataclass(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:

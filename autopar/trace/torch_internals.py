@@ -1,12 +1,13 @@
 """The private parts of torch that tracing needs, all in one place (seen on torch 2.11 to 2.13)."""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
@@ -246,17 +247,23 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=True))
 
 
-def unread_masks() -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch's transformer layers don't compare the values of a mask with a causal one.
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def unread_masks() -> Iterator[None]:
+    """Inside, torch's and Hugging Face's transformers don't ask whether a mask is causal, or hides nothing.
 
-    They do so only to choose a kernel; the mask takes effect either way, and `trace` itself knows causal ones.
+    They do so only to choose a kernel; the mask takes effect either way, and `trace` itself knows such masks.
     """
 
     def is_said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         del mask, size
         return is_causal is True
 
-    return patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(nn.modules.transformer, "_detect_is_causal_mask", is_said_to_be_causal))
+        masking: Any = sys.modules.get("transformers.masking_utils")
+        if hasattr(masking, "fast_all"):
+            patches.enter_context(patch.object(masking, "fast_all", lambda _: False))
+        yield
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

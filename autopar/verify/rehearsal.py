@@ -25,7 +25,7 @@ from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
 from autopar.planning.call_plans import CallPlanner, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
-from autopar.trace import Traced
+from autopar.trace import Traced, dense_flex_attention
 from autopar.verify.eval_outputs import eval_outputs
 
 __all__ = [
@@ -91,7 +91,7 @@ def run_single(
     """
     model = copy.deepcopy(model)
     given = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
-    with _KeepDouble(given) if in_double else nullcontext():
+    with dense_flex_attention(), _KeepDouble(given) if in_double else nullcontext():
         return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches)
 
 

@@ -358,6 +358,7 @@ def _reductions() -> list[Sample]:
         sample("std", x(4, 6)),
         sample("softmax.int", x(4, 6), -1),
         sample("log_softmax.int", x(4, 6), 0),
+        sample("_safe_softmax", x(4, 6), 1),
         sample("_softmax", x(4, 6), 1, False),
         sample("_log_softmax", x(4, 6), 1, False),
         sample("special_softmax", x(4, 6), 1),

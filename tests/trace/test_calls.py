@@ -214,19 +214,6 @@ def test_gradients_inside_of_a_forward_are_refused():
         trace(Penalty(), (X,), {})
 
 
-def test_flex_attention_names_what_to_use():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    class Flex(Module):
-        def forward(self, x):
-            q = self.linear(x).view(1, 2, -1, 4)
-            return flex_attention(q, q, q).sum()  # the attention
-
-    line = line_of("# the attention")
-    with pytest.raises(TraceError, match=rf"test_calls\.py:{line}: flex_attention can't be traced.*use .*scaled_dot"):
-        trace(Flex(), (torch.randn(8, 8),), {})
-
-
 def test_attention_over_packed_sequences_splits_in_the_heads():
     from torch.nn.attention.varlen import varlen_attn
 
