@@ -23,7 +23,7 @@ __all__ = ["LossFunction", "put_loss_inside", "require_target", "without_target"
 LossFunction = Callable[..., Tensor]
 
 _TARGET = "target"  # the keyword argument that the twin has in addition to the model's own
-_UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
 
 def put_loss_inside(
@@ -54,7 +54,9 @@ def put_loss_inside(
             "outputs (a tensor; a tuple for several, a dict for keyword arguments)"
         )
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
-    return _make_twin(model, loss_fn), {**_by_name(model, inputs), _TARGET: example_target}
+    signature = _named_signature(model, inputs)
+    named = dict(inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs).arguments
+    return _make_twin(model, loss_fn, signature), {**named, _TARGET: example_target}
 
 
 def require_target(model: nn.Module, traced: Traced) -> Traced:
@@ -103,7 +105,7 @@ class _WithLoss(nn.Module):
         return outputs if target is None else _loss_of(type(self).loss_fn, outputs, target)
 
 
-def _make_twin(model: nn.Module, loss_fn: LossFunction) -> nn.Module:
+def _make_twin(model: nn.Module, loss_fn: LossFunction, signature: inspect.Signature) -> nn.Module:
     if isinstance(loss_fn, nn.Module) and (own := [name for name, p in loss_fn.named_parameters() if p.requires_grad]):
         raise LossError(
             f"loss_fn has parameters of its own ({', '.join(own[:3])}), which would not be trained: make it a part of "
@@ -112,10 +114,12 @@ def _make_twin(model: nn.Module, loss_fn: LossFunction) -> nn.Module:
     kind: Any = type(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs) if self.own_forward is None else self.own_forward(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)  # names that only the signature has become places again
+        own = kind.forward.__get__(self) if self.own_forward is None else self.own_forward
+        return own(*bound.args, **bound.kwargs)
 
     members = {
-        "forward": _with_signature(forward, _signature(model)),
+        "forward": _with_signature(forward, _with_target(signature)),
         "loss_fn": staticmethod(loss_fn),
         "own_class": kind,
         "__module__": kind.__module__,
@@ -129,37 +133,42 @@ def _make_twin(model: nn.Module, loss_fn: LossFunction) -> nn.Module:
     return twin
 
 
-def _signature(model: nn.Module) -> inspect.Signature:
-    """That of the class's forward, with the target: it is what calls are bound to."""
+def _named_signature(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> inspect.Signature:
+    """That of the model's forward, where each of the positional `inputs` has a name."""
     signature = inspect.signature(model.forward)
     if _TARGET in signature.parameters:
         raise LossError(
             f"the model takes an argument {_TARGET!r} already ({signature_text(model)}), as loss_fn's "
             "target is called: rename it, or let the model compute the loss"
         )
+    if isinstance(inputs, Mapping):
+        return signature
+    given = bind(model, inputs, {})
+    named: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            if name in given:
+                named = [each.replace(default=inspect.Parameter.empty) for each in named]  # all are given
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            named += [inspect.Parameter(f"{name}_{place}", kind) for place in range(len(given.get(name, ())))]
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            named.append(parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        else:
+            named.append(parameter)
+    return signature.replace(parameters=named)
+
+
+def _with_target(signature: inspect.Signature) -> inspect.Signature:
+    """That of the class's forward, with the target: it is what calls are bound to."""
     own = list(signature.parameters.values())
     place = next((i for i, p in enumerate(own) if p.kind is inspect.Parameter.VAR_KEYWORD), len(own))
     own.insert(place, inspect.Parameter(_TARGET, inspect.Parameter.KEYWORD_ONLY, default=None))
-    return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *own])
+    return inspect.Signature([_SELF, *own])
 
 
 def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  (what inspect looks for)
     return function
-
-
-def _by_name(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    parameters = inspect.signature(model.forward).parameters
-    named = bind(model, inputs, {})
-    for name in named:
-        if parameters[name].kind in _UNNAMED:
-            raise LossError(
-                f"with loss_fn, arguments need names, but {name!r} has none in {signature_text(model)}: name it, or "
-                "let the model compute the loss"
-            )
-    return named
 
 
 def _loss_of(loss_fn: LossFunction, outputs: Any, target: Any) -> Tensor:

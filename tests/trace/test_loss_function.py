@@ -51,6 +51,24 @@ def test_twin_shares_names_and_tensors_and_leaves_the_model_alone() -> None:
     assert type(model) is Classifier
 
 
+class Unnamed(Classifier):
+    def forward(self, x: Tensor, scale: float = 1.0, /, *more: Tensor, **options: Tensor) -> Tensor:  # pyright: ignore
+        return super().forward(x, scale, **options) + sum(more)
+
+
+def test_arguments_without_names() -> None:
+    """As of wrappers and containers, whose forward takes ``*args, **kwargs`` and passes them on."""
+    model, bias = Unnamed(), torch.linspace(0, 1, 4)
+    twin, inputs = put_inside(model, functional.cross_entropy, (X, 2.0, bias, bias))
+    assert list(inputs) == ["x", "scale", "more_0", "more_1", "target"]
+    expected = functional.cross_entropy(model(X, 2.0, bias, bias), Y)
+    assert torch.equal(twin(**inputs), expected)
+    assert torch.equal(twin(X, 2.0, bias, bias, target=Y), expected)
+    assert torch.equal(twin(X, 2.0, bias, bias, bias=bias), model(X, 2.0, bias, bias, bias=bias))
+    traced = trace_model(twin, inputs)
+    assert [x.shape for x in traced.flatten_inputs((X, 2.0, bias, bias), {"target": Y})] == [(8, 8), (4,), (4,), (8,)]
+
+
 def test_program_has_the_loss_and_the_models_own_parameter_names() -> None:
     model = Classifier()
     program = trace_model(*put_inside(model, functional.cross_entropy)).program
@@ -133,11 +151,5 @@ def test_models_whose_arguments_clash() -> None:
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return super().forward(x) + target
 
-    class Unnamed(Classifier):
-        def forward(self, *tensors: Tensor) -> Tensor:
-            return super().forward(tensors[0])
-
     with pytest.raises(LossError, match="argument 'target' already"):
         put_inside(Taken(), functional.cross_entropy, {"x": X, "target": Y})
-    with pytest.raises(LossError, match="'tensors' has none"):
-        put_inside(Unnamed(), functional.cross_entropy)
