@@ -42,6 +42,7 @@ from autopar.planning.arguments import (
 from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.given_plan import load_plan, with_prediction
+from autopar.planning.precision import with_speedup
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
@@ -299,10 +300,13 @@ def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tenso
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     assert setup.prices is not None
     with phase(f"searching for a plan for {world_size} devices"):
-        return _finish(search(program, world_size, setup.prices, _request(setup)), setup)
+        return _finish(search(program, world_size, setup.prices, _request(setup)), program, setup)
 
 
-def _finish(found: Plan, setup: Setup) -> Plan:
+def _finish(found: Plan, program: Program, setup: Setup) -> Plan:
+    assert setup.prices is not None
+    if setup.dtype is None:
+        found = with_speedup(found, program, setup.prices, setup.training)
     return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
 
 
@@ -336,7 +340,7 @@ def _search_and_time(
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return _finish(result, setup)
+        return _finish(result, traced.program, setup)
 
     return share(communicator.process_group, search_here)
 

@@ -183,6 +183,7 @@ def _decode(text: str) -> Plan:
             raise ValueError(f"other_calls[{number}]: {problem}")
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
+    cast("dict[str, Any]", predicted).setdefault("speedups", {})
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")
     is_whole = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
     return replace(plan, prediction=prediction) if is_whole else plan
@@ -212,7 +213,9 @@ def _format_plan(plan: Plan) -> str:
 def _heading(plan: Plan) -> str:
     passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
-    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}"
+    speedups = (f"precision={name!r} is {times:.2g}x faster by estimate" for name, times in plan.prediction.speedups)
+    precision = "".join(f"; computes in float32: {text}" for text in speedups)
+    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{precision}"
 
 
 def _new_table() -> Table:

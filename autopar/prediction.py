@@ -91,6 +91,7 @@ class Prediction:
         samples_per_step: batch rows per step, for throughput.
         costs: of every layer.
         stages: of every pipeline stage.
+        speedups: precision that was not asked for (``"bf16"``) -> how many times as fast a step would be, by estimate.
     """
 
     device: str = ""
@@ -101,3 +102,4 @@ class Prediction:
     samples_per_step: int = 0
     costs: tuple[LayerCost, ...] = ()
     stages: tuple[StageCost, ...] = ()
+    speedups: tuple[tuple[str, float], ...] = ()

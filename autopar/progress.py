@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ _CONSOLE: ContextVar[Console | None] = ContextVar("_CONSOLE", default=None)
 
 
 @contextmanager
-def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = None) -> Iterator[None]:
+def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = None) -> Generator[None]:
     """Show the phases within on standard error, if that is a terminal and `here` says that this process does."""
     from rich.console import Console  # noqa: PLC0415  (nobody who only imports autopar needs it)
 
@@ -36,7 +36,7 @@ def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = 
 
 
 @contextmanager
-def phase(doing: str) -> Iterator[None]:
+def phase(doing: str) -> Generator[None]:
     """A phase of planning, such as ``"tracing the model"``; phases within it are only logged."""
     console = _CONSOLE.get()
     started = time.perf_counter()

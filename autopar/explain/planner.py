@@ -13,6 +13,7 @@ from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.precision import with_speedup
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
@@ -68,6 +69,8 @@ class Planner:
         request = replace(request, on_considered=considered.append, on_final=keep)
         with phase(f"searching for a plan for {question.cluster.world_size} devices"):
             plan = search(program, question.cluster.world_size, prices, request)
+        if question.precision is None:
+            plan = with_speedup(plan, program, prices, request.training)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
         return Answer(question, plan, program, prices, request.training, tuple(considered))
 
