@@ -18,7 +18,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.prices import Prices
-from autopar.trace import Traced, as_batch, bind, copy_with, default_example_inputs, require_target, trace
+from autopar.trace import Traced, as_batch, as_model, bind, copy_with, default_example_inputs, require_target, trace
 
 __all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "trace_model"]
 
@@ -88,35 +88,37 @@ class CallPlanner:
         self._request = request
         self._dtype = dtype
         self._finish = finish
-        self._made: dict[bool, list[Executable]] = {True: [], False: []}
+        self._made: dict[tuple[bool, str], list[Executable]] = {}
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> Executable:
-        """What runs calls as this one.
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str = "") -> Executable:
+        """What runs calls as this one, of the model or of its submodule `part`.
 
         Raises:
             InputShapeError: the model takes no such arguments.
             TraceError: it can't be traced on such inputs.
             InfeasibleError: no plan fits with the parameters stored as they are.
         """
-        for executable in self._made[is_training]:
+        made = self._made.setdefault((is_training, part), [])
+        for executable in made:
             with suppress(InputShapeError):
                 executable.read_inputs(args, kwargs)
                 return executable
-        traced = self._finish(self._trace(args, kwargs, is_training))
-        plan = self._plan(traced.program, self._of_mode(is_training))
+        traced = self._finish(self._trace(args, kwargs, is_training, part))
+        plan = self._plan(traced.program, self._of_mode(is_training), part)
         executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
-        self._made[is_training].insert(0, executable)
-        del self._made[is_training][MOST_FORMS:]
+        made.insert(0, executable)
+        del made[MOST_FORMS:]
         return executable
 
-    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool) -> Traced:
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str) -> Traced:
+        model = as_model(self._twin, part)
         positional, named = map_leaves(_shape_of, (tuple(args), dict(kwargs)))
         try:
-            bind(self._twin, positional, named)
+            bind(model, positional, named)
         except ExampleInputsError as error:
             raise InputShapeError(str(error)) from error
-        traced = trace(self._twin, positional, named, training=is_training, dtype=self._dtype)
-        return require_target(self._twin, traced) if is_training else traced
+        traced = trace(model, positional, named, training=is_training, dtype=self._dtype)
+        return require_target(model, traced) if is_training else traced
 
     def _of_mode(self, is_training: bool) -> SearchRequest:
         if is_training:
@@ -124,15 +126,15 @@ class CallPlanner:
         training = replace(self._request.training, is_training=False)
         return replace(self._request, training=training, constraints=(), max_microbatches=1)
 
-    def _plan(self, program: Program, request: SearchRequest) -> Plan:
+    def _plan(self, program: Program, request: SearchRequest, part: str) -> Plan:
         first_program, first = self._first
         for decisions in first.other_calls:
             if decisions.fingerprint == program.fingerprint:
                 known = check_known(replace(first, decisions=decisions), program, self._prices, request)
                 return replace(known, other_calls=())
-        made = [(each.program, each.plan) for each in self._made[program.training]]
+        made = [(each.program, each.plan) for each in self._made[program.training, part]]
         # What the user asked for comes first; what was found for other calls may have left a constraint unmet.
-        known = [[self._first] if first_program.training == program.training else [], made]
+        known = [[self._first] if first_program.training == program.training and not part else [], made]
         for plans in known:
             reused = (reuse_plan(plan, planned, program, self._prices, request) for planned, plan in plans)
             usable = [plan for plan in reused if plan is not None]

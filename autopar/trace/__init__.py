@@ -8,6 +8,7 @@ from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
+from autopar.trace.parts import as_model
 from autopar.trace.signature import as_batch, bind, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
 from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
@@ -18,6 +19,7 @@ __all__ = [
     "Traced",
     "argument_source",
     "as_batch",
+    "as_model",
     "bind",
     "call_opener",
     "copy_with",

@@ -175,9 +175,9 @@ def test_overridden_state_handling_leads_to_the_parallel_modules() -> None:
             torch.testing.assert_close(found[name], value + 1, rtol=0, atol=0)
 
 
-def test_submodules_say_that_they_do_not_run_alone() -> None:
+def test_submodules_need_a_planner_to_run_alone() -> None:
     def check(parallel: Any) -> None:
-        with pytest.raises(SubmoduleError, match=r"'transformer.h.1' \(Block\) is part of .* Call the whole model"):
+        with pytest.raises(SubmoduleError, match=r"'transformer.h.1' is part of .* without a planner.* call the whole"):
             parallel.transformer["h"][1](torch.ones(2, 16))
         with pytest.raises(PlanMismatchError, match="Convert the model before"):
             parallel.lm_head.half()

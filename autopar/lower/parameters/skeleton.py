@@ -1,11 +1,10 @@
-"""A module's tree for a module that runs something else: submodules of the same types, which don't run alone."""
+"""A module's tree for a module that runs something else: submodules of the same types, which have no code to run."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
-from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -49,8 +48,7 @@ def copy_skeleton(
     make_parameter: Callable[[str, nn.Parameter], nn.Parameter | None],
     make_buffer: Callable[[Tensor], Tensor],
 ) -> None:
-    """Give `target` the parameters and buffers of `source` in the same order, and submodules of the same types, which
-    refuse to run.
+    """Give `target` the parameters and buffers of `source` in the same order, and submodules of the same types.
 
     Shared modules, parameters and buffers stay shared.  `make_parameter` gets a parameter's full name; where it
     returns None, the name stays without a parameter.
@@ -74,7 +72,7 @@ def copy_skeleton(
         target.not_saved.update(source.not_saved)
         for name, child in source.children.items():
             if child is not None and id(child) not in modules:
-                modules[id(child)] = _submodule(child, prefix + name)
+                modules[id(child)] = _submodule(child)
                 fill(child, modules[id(child)], f"{prefix}{name}.")
             target.children[name] = None if child is None else modules[id(child)]
         new.__dict__["_modules"] = _FixedModules(target.children)
@@ -121,23 +119,14 @@ def _replaced(value: Any, ids: Mapping[int, Any]) -> Any:
     return value
 
 
-def _submodule(original: nn.Module, name: str) -> nn.Module:
-    """A module of the same type that has nothing yet, and refuses to run."""
+def _submodule(original: nn.Module) -> nn.Module:
+    """A module of the same type that has nothing yet, and takes no hooks."""
     made: Any = object.__new__(type(original))
     nn.Module.__init__(made)
-    where = f"{name!r} ({type(original).__name__})"
-    made.__dict__["forward"] = partial(_refuse_forward, where)
     made.__dict__["_apply"] = MethodType(_apply_checked, made)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         made.__dict__[hooks] = _NoHooks()
     return made
-
-
-def _refuse_forward(where: str, *_: Any, **__: Any) -> NoReturn:
-    raise SubmoduleError(
-        f"{where} is part of a parallelized model and does not run alone: this rank may hold slices of its parameters "
-        "only. Call the whole model; to run a part on one device, load full_state_dict() into the original model"
-    )
 
 
 def _apply_checked(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

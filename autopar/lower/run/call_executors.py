@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from autopar.errors import AutoparError, InputShapeError, PlanMismatchError
+from autopar.errors import AutoparError, InputShapeError, PlanMismatchError, SubmoduleError
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
@@ -18,8 +18,14 @@ from autopar.plan import Plan
 
 __all__ = ["MOST_FORMS", "CallExecutors", "CallPlanner", "PlannedCall"]
 
-CallPlanner = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
-"""``(args, kwargs, is_training)`` of a call -> what runs such calls, with the parameters stored as they are."""
+
+class CallPlanner(Protocol):
+    """Finds what runs calls, with the parameters stored as they are."""
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str = "") -> Executable:
+        """For calls of the model, or of its submodule `part`."""
+        ...
+
 
 # Forms of calls that are kept for a mode.  Each holds its layers' programs and constants: some MB for a large model.
 # The lengths of a bucketed data set are fewer; what alternates between more is planned again and again, and said.
@@ -37,6 +43,7 @@ class PlannedCall:
         plan: what runs.
         planning_s: seconds from the first such call until it could run: tracing, pricing or searching, and lowering.
         calls: how many there were.
+        part: the submodule that is called; ``""``: the model.
     """
 
     inputs: str
@@ -44,6 +51,7 @@ class PlannedCall:
     plan: Plan = field(repr=False)
     planning_s: float
     calls: int = 0
+    part: str = ""
 
 
 class CallExecutors:
@@ -58,18 +66,19 @@ class CallExecutors:
         self.first = first
         self._planner = planner
         self._compile_layers = compile_layers
-        # By mode, the one that was used last in front.
-        self._known: dict[bool, list[tuple[PlannedCall, Executor]]] = {True: [], False: []}
+        # By mode and submodule, the one that was used last in front.
+        self._known: dict[tuple[bool, str], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
-        self._remember(first, mode, planning_s=sum(seconds for _, seconds in first.executable.plan.planning_s))
+        self._remember(first, mode, "", planning_s=sum(seconds for _, seconds in first.executable.plan.planning_s))
 
     @property
     def plans(self) -> tuple[PlannedCall, ...]:
         """All forms that are known: those of training first, of each mode the one that ran last first."""
-        return tuple(call for mode in (True, False) for call, _ in self._known[mode])
+        kinds = sorted(self._known, key=lambda kind: not kind[0])
+        return tuple(call for kind in kinds for call, _ in self._known[kind])
 
     def find(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str = ""
     ) -> tuple[Executor, Sequence[Tensor]] | None:
         """What runs such calls and this one's tensors; None if it has to be planned.
 
@@ -77,7 +86,7 @@ class CallExecutors:
             LossError: the target is missing, in training.
             InputShapeError: the inputs are others than planned for, and there is no planner.
         """
-        found = self._look_up(args, kwargs, is_training=is_training)
+        found = self._look_up(args, kwargs, is_training=is_training, part=part)
         if found is None:
             return None
         call, executor, tensors = found
@@ -85,9 +94,9 @@ class CallExecutors:
         return executor, tensors
 
     def _look_up(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str
     ) -> tuple[PlannedCall, Executor, Sequence[Tensor]] | None:
-        known = self._known[self._mode(is_training)]
+        known = self._known.setdefault((self._mode(is_training), part), [])
         for place, (call, executor) in enumerate(known):
             try:
                 tensors = executor.executable.read_inputs(args, kwargs)
@@ -100,7 +109,7 @@ class CallExecutors:
             return call, executor, tensors
         return None
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> PlannedCall:
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str = "") -> PlannedCall:
         """What is planned for such calls, now or before.  Every rank calls it with inputs of the same form.
 
         Raises:
@@ -109,14 +118,13 @@ class CallExecutors:
             InputShapeError: the model can't be called so.
             AutoparError: it can't be traced or planned, or the module was lowered for training only.
         """
-        found = self._look_up(args, kwargs, is_training=is_training)
-        return self._make_known(args, kwargs, is_training=is_training) if found is None else found[0]
+        found = self._look_up(args, kwargs, is_training=is_training, part=part)
+        return self._make_known(args, kwargs, self._mode(is_training), part) if found is None else found[0]
 
-    def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> PlannedCall:
+    def _make_known(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> PlannedCall:
         started_s = time.perf_counter()
-        mode = self._mode(is_training)
-        executor = self._make(args, kwargs, is_training=mode)
-        known = self._remember(executor, mode, planning_s=time.perf_counter() - started_s)
+        executor = self._make(args, kwargs, mode, part)
+        known = self._remember(executor, mode, part, planning_s=time.perf_counter() - started_s)
         if len(known) > MOST_FORMS:
             oldest = next(i for i in reversed(range(len(known))) if known[i][1] is not self.first)
             del known[oldest]
@@ -127,31 +135,39 @@ class CallExecutors:
         """Tell the user, on one rank."""
         if self.first.communicator.rank:
             return
-        text = f"planned for {made.inputs} in {made.planning_s:.1f} s ({made.plan.strategies[0].axes} ...)"
+        what = f"{made.part} on " if made.part else ""
+        text = f"planned for {what}{made.inputs} in {made.planning_s:.1f} s ({made.plan.strategies[0].axes} ...)"
         notes = [note for note in made.plan.notes if note not in self.first.executable.plan.notes]
         _LOGGER.log(logging.WARNING if notes else logging.INFO, "%s", "\n  ".join([text, *notes]))
 
     def _mode(self, is_training: bool) -> bool:
         return is_training and self.first.executable.program.training
 
-    def _remember(self, executor: Executor, mode: bool, planning_s: float) -> list[tuple[PlannedCall, Executor]]:
+    def _remember(
+        self, executor: Executor, mode: bool, part: str, planning_s: float
+    ) -> list[tuple[PlannedCall, Executor]]:
         program, plan = executor.executable.program, executor.executable.plan
         text = ", ".join(f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in program.inputs)
-        known = self._known[mode]
-        known.insert(0, (PlannedCall(text, mode, plan, planning_s), executor))
+        known = self._known.setdefault((mode, part), [])
+        known.insert(0, (PlannedCall(text, mode, plan, planning_s, part=part), executor))
         return known
 
-    def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool) -> Executor:
+    def _make(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool, part: str) -> Executor:
         first = self.first
         if self._planner is None:
+            if part:
+                raise SubmoduleError(
+                    f"{part!r} is part of a parallelized model that was lowered without a planner, and does not run "
+                    "alone: call the whole model"
+                )
             if first.is_random or first.executable.program.updates:
                 raise AutoparError(
                     "this module was lowered for training only: it draws random numbers or updates "
                     "buffers, so eval() needs a planner"
                 )
             return first
-        executable = self._planner(args, kwargs, is_training)
-        self._check_places(executable, "training" if is_training else "eval")
+        executable = self._planner(args, kwargs, mode, part)
+        self._check_places(executable, "training" if mode else "eval")
         return Executor(executable, first.store, first.communicator, self._compile_layers)
 
     def _check_places(self, made: Executable, mode: str) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from autopar.errors import SubmoduleError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
-from autopar.lower.compat import leaves_of, named_tensors, on_gradient
+from autopar.lower.compat import leaves_of, map_leaves, named_tensors, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
@@ -35,6 +37,7 @@ from autopar.lower.run.original_class import make_instance
 from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.submodules import bind_submodules
 from autopar.step.data_split import data_split
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
@@ -107,6 +110,7 @@ class ParallelModule(ModuleInspection):
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         store = make_store(self, module, draws, stages, communicator, mesh)
         self._bind(executable, store, communicator, planner, compile_layers, predictions)
+        bind_submodules(self)
         carry_attributes(module, self)
         self._note_modes()
 
@@ -142,6 +146,7 @@ class ParallelModule(ModuleInspection):
         copy_skeleton(
             self, made, lambda _, p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad), Tensor.clone
         )
+        bind_submodules(made)
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
         carry_attributes(self, made, memo)
@@ -165,13 +170,25 @@ class ParallelModule(ModuleInspection):
             self._first_steps.interrupt()
             raise
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_part(self, part: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The forward of a submodule, on inputs that every rank passes whole."""
+        if self.call_inputs is not None and self.call_inputs.is_local:
+            raise SubmoduleError(
+                f"{part!r} is called alone, with inputs='local': which of its inputs hold rows is known for the whole "
+                "model only. Call that, or pass every rank the same inputs in `with model.global_inputs():`"
+            )
+        self._first_steps.interrupt()
+        args, kwargs = map_leaves(_plain, (tuple(args), dict(kwargs)))
+        return self._run(args, kwargs, part)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
+        kind += f" of {part!r}" if part else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
-        if self.call_inputs is not None:
+        if self.call_inputs is not None and not part:
             args, kwargs = self.call_inputs.whole(kind, args, kwargs)
-        executor, tensors = self._enter(kind, self._find(kind, args, kwargs))
+        executor, tensors = self._enter(kind, self._find(kind, args, kwargs, part))
         if executor is not self._executor:
             self._first_steps.interrupt()
         calls = self._communicator.calls
@@ -193,19 +210,21 @@ class ParallelModule(ModuleInspection):
         """
         return self._plan_call("plan_for {}", args, kwargs)
 
-    def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PlannedCall:
+    def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> PlannedCall:
         """Begin `kind` on all ranks, compare the inputs' shapes, and only then plan."""
         compared = [(name, x) for name, x in named_tensors(args, kwargs) if not x.is_meta]
-        return self._enter(kind, lambda: (self._executors.plan(args, kwargs, is_training=self.training), ()), compared)
+        return self._enter(
+            kind, lambda: (self._executors.plan(args, kwargs, is_training=self.training, part=part), ()), compared
+        )
 
     def _find(
-        self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str
     ) -> Callable[[], tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]]:
         """What gives, or fails to give, the executor of a call with its tensors; the call is planned if need be."""
 
         def look_up() -> tuple[Executor, Sequence[Tensor]] | None:
             self._check_modes()
-            return self._executors.find(args, kwargs, is_training=self.training)
+            return self._executors.find(args, kwargs, is_training=self.training, part=part)
 
         def give() -> tuple[tuple[Executor, Sequence[Tensor]], NamedTensors]:
             if problem is not None:
@@ -217,7 +236,7 @@ class ParallelModule(ModuleInspection):
         found, problem = attempt(look_up)
         if found is None and problem is None:
             self._first_steps.interrupt()
-            self._plan_call(PLANNING + kind, args, kwargs)
+            self._plan_call(PLANNING + kind, args, kwargs, part)
             found, problem = attempt(look_up)
         return give
 
@@ -278,3 +297,8 @@ class ParallelModule(ModuleInspection):
             own = values.get(new)
             whole = executor.share_across_groups(new, None if own is None else executor.make_whole(new, own.detach()))
             self.get_buffer(program.parameters[buffer]).copy_(whole)
+
+
+def _plain(x: Any) -> Any:
+    """An input that this or another call gave out as something else than a plain whole tensor."""
+    return x.whole() if isinstance(x, OutputTensor) else x.full_tensor() if isinstance(x, DTensor) else x

@@ -1,0 +1,43 @@
+"""Submodules of a parallel module that are called alone: each call is a program on the whole model's parameters."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, cast
+
+from torch import nn
+
+from autopar.errors import SubmoduleError
+from autopar.lower.run.generation import generation_methods
+
+__all__ = ["bind_submodules"]
+
+
+def bind_submodules(root: nn.Module) -> None:
+    """Have each submodule of `root` run, when it is called, as ``root._run_part(its name, args, kwargs)``."""
+    modules = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
+    for name, module in modules:
+        if not name:
+            continue
+        kind = type(module)
+        for method, function in {"forward": _forward(name, kind), **generation_methods(kind)}.items():
+            vars(module)[method] = MethodType(function, module)
+        vars(module)["_parallel_root"] = weakref.ref(root)
+
+
+def _forward(name: str, kind: Any) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        root = self.__dict__["_parallel_root"]()
+        if root is None or root.get_submodule(name) is not self:
+            raise SubmoduleError(
+                f"this {kind.__name__} is a copy of {name!r} of a parallelized model, or that model is gone, and it "
+                "does not run alone: it may hold slices of its parameters only. Copy the whole model with "
+                "copy.deepcopy, or load full_state_dict() into the original model"
+            )
+        return root._run_part(name, args, kwargs)
+
+    forward.__signature__ = inspect.signature(kind.forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
