@@ -53,8 +53,7 @@ def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, r
             continue
         candidate = _predicted(candidate, program, prices, request)
         allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-        needed = candidate.peak_memory_bytes * (1 + request.memory_error) + request.training.batch_bytes(program)
-        if needed <= allowed:
+        if candidate.peak_memory_bytes * (1 + request.memory_error) <= allowed:
             return replace(candidate, planning_s=(), optimality_gap=float("inf"))
     return None
 

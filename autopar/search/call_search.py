@@ -108,7 +108,7 @@ def _stage_starts(program: Program, trained_program: Program, trained: Plan) -> 
             raise ConstraintError(_explain(program, layer, holders))
     if math.isinf(least[-1]):
         raise ConstraintError(
-            f"the {len(program.layers)} layers for evaluation can't be cut as the {len(stages)} stages for training "
+            f"the {len(program.layers)} layers of this call can't be cut as the {len(stages)} stages of the plan "
             "are: a stage would have none; train with fewer stages, such as 'pipeline=2'"
         )
     return _first_layers(came, len(stages))
@@ -146,7 +146,7 @@ def _explain(program: Program, layer: Layer, holders: dict[str, set[int]]) -> st
         if name in holders
     )
     return (
-        f"for evaluation, layer {layer.name!r} needs a stage that holds all it reads and comes no earlier than the "
+        f"in this call, layer {layer.name!r} needs a stage that holds all it reads and comes no earlier than the "
         f"stages of the layers before it, but there is none ({where}): cut elsewhere with 'cuts=...', so that the "
         "parameters of one layer are in one stage"
     )
