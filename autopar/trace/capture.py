@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
-from autopar.trace import torch_internals
+from autopar.trace import torch_internals, torch_recording
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.flex_attention import dense_flex_attention
+from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
 from autopar.trace.source_lines import user_frame, user_line
@@ -69,7 +70,8 @@ class _Wrapper(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors that the module returns."""
         args, kwargs = self._form.arguments(tensors)
-        returned = self.get_submodule(WRAPPED)(*args, **kwargs)
+        with RepeatedCalls():
+            returned = self.get_submodule(WRAPPED)(*args, **kwargs)
         self.records.outputs, result = describe(returned)
         if not result:
             refuse_output(returned)
@@ -177,9 +179,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(_refuse_gradients))
                 patches.enter_context(torch_internals.intercept_selections(select))
+                patches.enter_context(torch_recording.late_code())
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
-            torch_internals.inline_grad_regions(exported.graph_module)
-            return decompose(exported)
+                torch_internals.inline_grad_regions(exported.graph_module)
+                return decompose(exported)
     except AutoparError:
         raise
     except Exception as error:

@@ -6,10 +6,11 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from functools import lru_cache
 
 from autopar.trace import torch_internals
 
-__all__ = ["frame_of_text", "user_frame", "user_line"]
+__all__ = ["frame_of_text", "is_users", "user_frame", "user_line"]
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -21,13 +22,16 @@ def user_line() -> str:
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours, or ""."""
+    own = (frame for frame in reversed(frames) if is_users(frame.filename))
+    return next((f"{frame.filename}:{frame.lineno}" for frame in own), "")
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Whether a file of source code is neither torch's, nor Python's, nor ours."""
     ours = str(__file__).rsplit("/", 1)[0]
-    for frame in reversed(frames):
-        name = frame.filename
-        standard = name.startswith(_STANDARD_LIBRARY) and "site-packages" not in name
-        if not standard and not name.startswith((torch_internals.TORCH_DIRECTORY, ours, "<")):
-            return f"{name}:{frame.lineno}"
-    return ""
+    standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+    return not standard and not file.startswith((torch_internals.TORCH_DIRECTORY, ours, "<"))
 
 
 def frame_of_text(stack_trace: str) -> str:

@@ -1,0 +1,190 @@
+"""Calls of torch functions that repeat while a model is traced: their ops are copied, not traced again.
+
+A deep model calls the same functions on tensors of the same shapes in every layer.  Its Python code runs as always,
+layer by layer; but a call like one before it (the same function, the same literals, tensors of the same shapes, strides
+and dtypes, from the same line of the user's) adds copies of the ops that the first one added, with the operands and the
+module of its own, and gives tensors like those that the first one gave.  The graph is the one that tracing all of it
+gives, names included.
+
+Whatever doesn't fit into that is traced as always: calls that write to tensors, take or give anything but tensors and
+plain values, read tensors that aren't arguments, or are made under autocast or vmap.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from autopar.trace import torch_internals, torch_recording
+from autopar.trace.source_lines import is_users
+from autopar.trace.torch_recording import Recorder, Result
+
+__all__ = ["RepeatedCalls"]
+
+_PLAIN = (int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+_Line = tuple[str, int]
+
+
+class _UnfitError(Exception):
+    """A call can't be compared with others."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call: what tells its kind, the tensors that it takes, and the ops that they come from, each once."""
+
+    key: Any
+    tensors: Sequence[Tensor]
+    operands: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the first call of its kind did.
+
+    Args:
+        operands: the ops whose results it read.
+        nodes: those that it added.
+        results: the tensors that it gave.
+        sources: for each of them, the number of its op among `nodes`.
+        structure: of what it gave.
+        gives_views: whether results share memory with operands, or with each other.
+    """
+
+    operands: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    results: tuple[Result, ...]
+    sources: tuple[int, ...]
+    structure: Any
+    gives_views: bool
+
+
+class RepeatedCalls(TorchFunctionMode):
+    """In this context, calls like one before add copies of its ops."""
+
+    def __init__(self) -> None:
+        """Nothing has been called yet."""
+        super().__init__()
+        self._recorder = torch_recording.recorder()
+        self._known: dict[Any, _Known | None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What `func` gives."""
+        del types
+        given = kwargs or {}
+        if func in torch_recording.QUESTIONS:
+            with torch_recording.plain_calls():
+                return func(*args, **given)
+        recorder = self._recorder
+        if recorder is None or not recorder.is_current() or not torch_recording.is_torch_function(func):
+            return func(*args, **given)
+        with torch_recording.plain_calls():
+            call = _read(func, args, given, recorder)
+            known = None if call is None else self._known.get(call.key)
+            if call is not None and known is not None:
+                return _repeat(func, args, given, call, known, recorder)
+        before = recorder.last_node()
+        result = func(*args, **given)
+        if call is not None and call.key not in self._known:
+            with torch_recording.plain_calls():
+                self._known[call.key] = _learn(call, recorder.nodes_after(before), result, recorder)
+        return result
+
+
+def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: Recorder) -> _Call | None:
+    """The call, unless it can't be compared with others."""
+    tensors: list[Tensor] = []
+    nodes: dict[fx.Node, int] = {}
+
+    def read(value: Any) -> Any:
+        kind = cast("type[object]", type(value))
+        if isinstance(value, Tensor):
+            node = recorder.node_of(value)
+            if node is None:
+                raise _UnfitError
+            tensors.append(value)
+            return nodes.setdefault(node, len(nodes)), *recorder.type_of(value)
+        if kind is float:
+            return kind, value.hex()
+        if kind is slice:
+            return kind, read(value.start), read(value.stop), read(value.step)
+        if kind in (tuple, list, torch.Size):
+            return kind, tuple(map(read, value))
+        if issubclass(kind, _PLAIN):
+            return kind, value
+        raise _UnfitError
+
+    try:
+        given = tuple(map(read, args)), tuple((name, read(value)) for name, value in kwargs.items())
+        key = (func, given, torch.is_grad_enabled(), torch.get_default_dtype(), _where())
+        hash(key)
+    except (_UnfitError, TypeError):  # symbolic sizes have no hash
+        return None
+    return _Call(key, tensors, tuple(nodes))
+
+
+def _where() -> tuple[_Line, _Line]:
+    """The user's innermost line under way, and the innermost in a forward, which torch notes for ops."""
+    frame = inspect.currentframe()
+    innermost: _Line | None = None
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            line = code.co_filename, frame.f_lineno
+            innermost = innermost or line
+            if code.co_name == "forward":
+                return innermost, line
+        frame = frame.f_back
+    return innermost or ("", 0), ("", 0)
+
+
+def _learn(call: _Call, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _Known | None:
+    """What is to be done for a call like this; None if it is to be traced again."""
+    results, structure = torch_internals.flatten(returned)
+    sources = {*call.operands, *nodes}
+    if not results or not all(_is_copyable(node) and sources.issuperset(node.all_input_nodes) for node in nodes):
+        return None
+    if not all(isinstance(x, Tensor) and recorder.is_ordinary(x) for x in results):
+        return None
+    tensors = cast("list[Tensor]", results)
+    memory = {torch_internals.storage_key(x) for x in tensors}
+    gives_views = len(memory) < len(tensors) or any(torch_internals.storage_key(x) in memory for x in call.tensors)
+    places = {node: place for place, node in enumerate(nodes)}
+    found = [places.get(cast("fx.Node", recorder.node_of(x))) for x in tensors]
+    given = {id(x) for x in call.tensors}
+    if any(id(x) in given or (x.requires_grad and x.is_leaf) for x in tensors):
+        return None
+    if None in found or (not gives_views and any(x.storage_offset() for x in tensors)):
+        return None
+    made = tuple(map(recorder.result_like, tensors))
+    return _Known(call.operands, tuple(nodes), made, tuple(cast("list[int]", found)), structure, gives_views)
+
+
+def _is_copyable(node: fx.Node) -> bool:
+    if node.target is getitem:
+        return True
+    return torch_internals.is_plain_op(node.target) and not torch_internals.writes(node.target)
+
+
+def _repeat(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: _Call, known: _Known, recorder: Recorder
+) -> Any:
+    """What `func` gives, when a call like this one is known."""
+    if known.gives_views:
+        with recorder.unrecorded():
+            results, _ = torch_internals.flatten(func(*args, **kwargs))
+    else:
+        results = recorder.new_tensors(known.results)
+    copies = recorder.copy_nodes(known.nodes, dict(zip(known.operands, call.operands, strict=True)))
+    for tensor, source in zip(results, known.sources, strict=True):
+        recorder.attach(tensor, copies[source])
+    return torch_internals.unflatten(results, known.structure)

@@ -1,0 +1,206 @@
+"""How torch.export records ops: the private parts of torch that `repeated_calls` needs (seen on torch 2.13)."""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.graph import _PyTreeCodeGen
+from torch.utils._mode_utils import no_dispatch
+
+__all__ = ["QUESTIONS", "Recorder", "Result", "is_torch_function", "late_code", "plain_calls", "recorder"]
+
+_NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+
+QUESTIONS = frozenset(
+    [
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
+    ]
+    + [Tensor.size, Tensor.dim, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.numel]
+)
+"""What asks a tensor for its type, and adds no op."""
+
+
+def plain_calls() -> contextlib.AbstractContextManager[Any]:
+    """Inside, calls of torch functions pass by all modes for functions."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_torch_function(func: Any) -> bool:
+    """Whether it is one of torch's own, native or not, or an op."""
+    module = str(getattr(func, "__module__", None) or "")
+    return isinstance(func, _NATIVE) or module == "torch" or module.startswith("torch.")
+
+
+class _Computed(torch.autograd.Function):
+    """Gives the tensors that it is given in a list, as results that depend on `anchor`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, made: list[Tensor]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx, anchor
+        return tuple(made)
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
+_APPLY = torch.autograd.Function.__dict__["apply"].__get__(None, _Computed)  # tracing replaces it for a while
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a call gives.
+
+    Args:
+        shape: its sizes.
+        stride: in elements.
+        dtype: of its elements.
+        device: that it says it is on.
+        has_gradient: whether it is part of autograd's graph.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    has_gradient: bool
+
+
+class Recorder:
+    """The trace under way: the graph that it makes, and which op each tensor comes from."""
+
+    def __init__(self, mode: Any, fakes: Any) -> None:
+        """`mode` records ops on tensors of the mode `fakes`."""
+        self._tracer = mode.tracer
+        self._fakes = fakes
+        self._num_modes = torch._C._len_torch_dispatch_stack()
+
+    def is_current(self) -> bool:
+        """Whether ops are recorded here now, and by nobody else: not under vmap, autocast or another mode."""
+        mode = proxy_tensor.get_proxy_mode()
+        return (
+            mode is not None
+            and mode.tracer is self._tracer
+            and torch._C._len_torch_dispatch_stack() == self._num_modes
+            and not torch._C._functorch.maybe_current_level()
+            and not torch._C._is_any_autocast_enabled()
+        )
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """The op that made `tensor`; None if it is no fake tensor of this trace, or its value is known."""
+        slot: Any = proxy_tensor.get_proxy_slot(tensor, self._tracer, None)
+        if slot is None or not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
+            return None
+        has_value = (slot.constant is not None or tensor.constant is not None) and tensor.numel() > 0
+        return None if has_value else slot.proxy.node
+
+    def type_of(self, x: Any) -> tuple[Any, ...]:
+        """All that the results of an op on `x` depend on, but its values."""
+        return (
+            x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device, x.requires_grad, x.is_conj(), x.is_neg(),
+        )  # fmt: skip
+
+    def is_ordinary(self, x: Tensor) -> bool:
+        """Whether it is a fake tensor and nothing more, such as a parameter."""
+        return type(x) is FakeTensor and not (isinstance(x, torch.nn.Parameter) or x.is_conj() or x.is_neg())
+
+    def result_like(self, x: Any) -> Result:
+        """What there is to know of an ordinary tensor in memory of its own."""
+        return Result(tuple(x.shape), x.stride(), x.dtype, x.fake_device, x.requires_grad)
+
+    def last_node(self) -> fx.Node:
+        """What was recorded last."""
+        return next(iter(reversed(self._tracer.graph.nodes)))
+
+    def nodes_after(self, node: fx.Node) -> list[fx.Node]:
+        """What was recorded since."""
+        made: list[fx.Node] = []
+        while (node := node.next).op != "root":
+            made.append(node)
+        return made
+
+    @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, ops run on fake tensors and are not recorded."""
+        with proxy_tensor.disable_proxy_modes_tracing():
+            yield
+
+    def new_tensors(self, wanted: Sequence[Result]) -> list[Tensor]:
+        """Fake tensors with memory of their own; those that have a gradient are no leaves."""
+        with proxy_tensor.disable_proxy_modes_tracing(), no_dispatch():
+            metas = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in wanted]
+        made: list[Tensor] = [
+            FakeTensor(self._fakes, meta, each.device) for meta, each in zip(metas, wanted, strict=True)
+        ]
+        places = [place for place, each in enumerate(wanted) if each.has_gradient]
+        if places:
+            with torch.enable_grad():
+                computed = _APPLY(_ANCHOR, [made[place] for place in places])
+            for place, tensor in zip(places, computed, strict=True):
+                made[place] = tensor
+        return made
+
+    def copy_nodes(self, nodes: Sequence[fx.Node], names: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+        """Record copies of `nodes` that read what `names` says, in the module that is running."""
+        tracer = self._tracer
+        copies = dict(names)
+        stack = {
+            key: (path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+            for key, (path, kind) in tracer.module_stack.items()
+        }
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            made = tracer.graph.create_node(node.op, node.target, args, kwargs, _stem(tracer.graph, node))
+            made.meta = {**node.meta, "nn_module_stack": dict(stack)}
+            tracer.node_name_to_scope[made.name] = (tracer.scope.module_path, tracer.scope.module_type)
+            copies[node] = made
+        return [copies[node] for node in nodes]
+
+    def attach(self, tensor: Tensor, node: fx.Node) -> None:
+        """From now on `tensor` is the result of `node`."""
+        proxy = fx.Proxy(node, self._tracer)
+        proxy_tensor.set_proxy_slot(tensor, self._tracer, proxy_tensor._ProxyTensor(proxy, None))
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def late_code() -> Iterator[None]:
+    """Inside, Python code of graphs is written when they are first called, which those of an export are not."""
+    write = fx.GraphModule.recompile
+
+    def recompile(module: fx.GraphModule) -> None:
+        def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            write(self)
+            return self.forward(*args, **kwargs)
+
+        codegen: Any = module.graph._codegen
+        if isinstance(codegen, _PyTreeCodeGen):
+            module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        type(module).forward = forward
+
+    with patch.object(fx.GraphModule, "recompile", recompile):
+        yield
+
+
+def _stem(graph: fx.Graph, node: fx.Node) -> str | None:
+    """What tracing names such a node, but for a number."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return None if packet is None else graph._target_to_str(packet.__name__)
+
+
+def recorder() -> Recorder | None:
+    """The trace under way, if it is one of torch.export."""
+    mode = proxy_tensor.get_proxy_mode()
+    fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if mode is None or not mode.pre_dispatch or fakes is None or fx.traceback.has_preserved_node_meta():
+        return None
+    return Recorder(mode, fakes) if hasattr(mode.tracer, "module_stack") else None

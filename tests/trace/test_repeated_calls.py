@@ -1,0 +1,217 @@
+"""Copying the ops of calls that repeat gives the program that tracing all of them gives."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.trace import Traced, capture, repeated_calls, trace
+from tests import models
+
+
+def both(model: nn.Module, args, kwargs, monkeypatch, **how) -> tuple[Traced, Traced, int]:
+    """A model traced with copies and without, and how many calls were copied."""
+    count = 0
+    repeat = repeated_calls._repeat
+
+    def counted(*call):
+        nonlocal count
+        count += 1
+        return repeat(*call)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(repeated_calls, "_repeat", counted)
+        copied = trace(model, args, kwargs, **how)
+    with monkeypatch.context() as patches:
+        patches.setattr(capture, "RepeatedCalls", contextlib.nullcontext)
+        whole = trace(model, args, kwargs, **how)
+    return copied, whole, count
+
+
+def assert_same(copied: Traced, whole: Traced) -> None:
+    assert copied.program == whole.program
+    assert list(copied.program.values) == list(whole.program.values)
+    assert copied.constants.keys() == whole.constants.keys()
+    for name, constant in copied.constants.items():
+        assert torch.equal(constant, whole.constants[name])
+
+
+def halved(inputs):
+    return {name: x[: len(x) // 2] if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["deep_gpt2", "deep_bert", "deep_t5", "bart", "deep_vit", "mixtral", "unet", "crossing", "deep_half_frozen"]
+)
+def test_every_model_traces_the_same(name, monkeypatch):
+    model, inputs = models.make(name)
+    copied, whole, count = both(model, (), inputs, monkeypatch)
+    assert count > 20 or not name.startswith("deep")
+    assert_same(copied, whole)
+
+
+@pytest.mark.parametrize("name", ["deep_llama", "deep_batch_normed"])
+@pytest.mark.parametrize("training", [True, False])
+def test_another_shape_and_dtype_trace_the_same(name, training, monkeypatch):
+    model, inputs = models.make(name)
+    copied, whole, _ = both(model, (), halved(inputs), monkeypatch, training=training, dtype=torch.bfloat16)
+    assert_same(copied, whole)
+
+
+SEEN: list[torch.Tensor] = []
+
+
+class Block(nn.Module):
+    """One of several that are alike but for `index`; `rule` is what it computes."""
+
+    def __init__(self, rule, index):
+        super().__init__()
+        self.rule, self.index, self.calls = rule, index, 0
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        """[batch, 8] of [batch, 8]."""
+        self.calls += 1
+        return self.rule(self, self.linear(x))
+
+
+class Blocks(nn.Module):
+    """Four blocks, the last of which runs twice."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(rule, index) for index in range(4))
+
+    def forward(self, x):
+        """A number from [batch, 8]."""
+        SEEN.clear()
+        for block in (*self.blocks, self.blocks[3]):
+            x = block(x)
+        return x.sum() + sum(each.sum() for each in SEEN)
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def differs_by_attribute(block, x):
+    return x * block.index + (x.relu() if block.index % 2 else x.sigmoid())
+
+
+def differs_by_kind_of_number(block, x):
+    return x + (1, 1.0, True, -0.0)[block.index] + torch.full((8,), (0.0, -0.0, 0, False)[block.index])
+
+
+def counts_its_calls(block, x):
+    return x / block.calls
+
+
+def appends_to_a_list(block, x):
+    y = x.tanh()
+    SEEN.append(y)
+    return y + (SEEN[-2] if len(SEEN) > 2 else 0)
+
+
+def writes_to_results(block, x):
+    y = x.relu()
+    half = y[:, :4]
+    y += 1
+    half.mul_(2)
+    y[:, 0] = half[:, 1]
+    return y + half.sum()
+
+
+def writes_a_gradient_into_zeros(block, x):
+    y = torch.zeros(8, 8)
+    y[:, 2:4].copy_(x[:, 2:4])
+    y.transpose(0, 1)[1].add_(x[0])
+    return Doubled.apply(y) if y.requires_grad else y * 0
+
+
+def asks_for_gradients(block, x):
+    with torch.no_grad():
+        y = x.exp()
+    z = x.exp()
+    y = y * 3 if y.requires_grad or not z.requires_grad or z.is_leaf else y * 5
+    return y + z + z.detach().exp() + x.detach().requires_grad_().exp()
+
+
+def has_a_gradient_of_its_own(block, x):
+    return Doubled.apply(x.cos()) + Doubled.apply(x.cos())
+
+
+def writes_to_buffers(block, x):
+    block.seen += x.detach().mean()
+    return block.norm(x) * block.seen
+
+
+def draws_numbers(block, x):
+    return nn.functional.dropout(x, 0.5) + torch.rand(8, 8) + torch.rand_like(x).clone()
+
+
+def gives_several(block, x):
+    a, b = x.chunk(2, dim=1)
+    values, places = x.topk(3, dim=-1)
+    _, mean = torch.var_mean(x, dim=-1, keepdim=True)
+    first, *_ = x.unbind(1)
+    most = x.max(dim=1)
+    return torch.cat([b, a], 1) * mean + values.sum() + places.sum() + first[:, None] + most.values[:, None]
+
+
+def reads_one_or_two(block, x):
+    y = x.exp()
+    return (x * y if block.index % 2 else x * x) + torch.stack([x, y, x] if block.index % 2 else [x, x, y]).sum(0)
+
+
+def makes_constants(block, x):
+    return x * torch.tensor([float(block.index)] * 8) + torch.tensor([]).sum() + x[torch.tensor(block.index)]
+
+
+def strides_and_complex_numbers(block, x):
+    x = x.t() if block.index % 2 else x
+    turned = torch.view_as_complex(x.reshape(8, 4, 2).contiguous()) * torch.polar(torch.ones(4), torch.arange(4.0))
+    return (
+        torch.view_as_real(turned.conj().resolve_conj()).flatten(1)
+        + turned.imag.exp().repeat(1, 2)
+        + x.exp().reshape(-1).view(8, 8)
+    )
+
+
+def maps_over_rows(block, x):
+    return torch.vmap(torch.exp)(x) + torch.exp(x)
+
+
+def lower_precision(block, x):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(block.index % 2)):
+        y = x @ x
+    return y.float() + (x @ x).float()
+
+
+def checkpoints(block, x):
+    return torch.utils.checkpoint.checkpoint(lambda y: y.exp().sin(), x, use_reentrant=bool(block.index % 2))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        differs_by_attribute, differs_by_kind_of_number, counts_its_calls, appends_to_a_list, writes_to_results,
+        writes_a_gradient_into_zeros, asks_for_gradients, has_a_gradient_of_its_own, writes_to_buffers, draws_numbers,
+        gives_several, reads_one_or_two, makes_constants, strides_and_complex_numbers, maps_over_rows, lower_precision,
+        checkpoints,
+    ],
+)  # fmt: skip
+def test_blocks_that_are_not_quite_alike(rule, monkeypatch):
+    copied, whole, count = both(Blocks(rule), (torch.randn(8, 8, requires_grad=True),), {}, monkeypatch)
+    assert count > 3
+    assert_same(copied, whole)
