@@ -121,7 +121,7 @@ class RuleError(AutoparError):
 
 
 class SubmoduleError(AutoparError):
-    """A submodule of a parallelized model was called, or a hook registered on it."""
+    """A submodule of a parallelized model can't run so, or a hook was registered on it."""
 
 
 class MissingPriceError(AutoparError):

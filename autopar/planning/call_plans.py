@@ -90,6 +90,13 @@ class CallPlanner:
         self._finish = finish
         self._made: dict[tuple[bool, str], list[Executable]] = {}
 
+    def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """The submodule as it was, with these parameters and buffers, by their names in the model."""
+        original = self._twin.get_submodule(part)
+        named = (*original.named_parameters(), *original.named_buffers())
+        ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
+        return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
+
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str = "") -> Executable:
         """What runs calls as this one, of the model or of its submodule `part`.
 

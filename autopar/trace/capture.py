@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
+from autopar.references import redirect
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
@@ -154,7 +156,11 @@ def copy_with(model: nn.Module, members: Sequence[Tensor], swap: Callable[[Tenso
     """A copy of `model` in which every t of `members`, its parameters and buffers, is ``swap(t)``."""
     memo: dict[int, Any] = {id(tensor): swap(tensor) for tensor in members}
     try:
-        return copy.deepcopy(model, memo)
+        made = copy.deepcopy(model, memo)
+        for module in made.modules():  # deepcopy leaves functions as they are
+            functions = {name: x for name, x in vars(module).items() if isinstance(x, FunctionType)}
+            vars(module).update(redirect(functions, memo))
+        return made
     except Exception:  # noqa: BLE001  (modules hold anything: locks, process groups, generators ...)
         return torch_internals.clone_tree(model, swap)
 

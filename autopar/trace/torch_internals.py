@@ -26,6 +26,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.references import redirect
+
 __all__ = [
     "DATA_DEPENDENT",
     "TORCH_DIRECTORY",
@@ -396,7 +398,12 @@ def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:
         made._modules = {k: None if m is None else copy(m) for k, m in module._modules.items()}
         return made
 
-    return copy(model)
+    made = copy(model)
+    ids: dict[int, Any] = {**copies, **{id(t): swap(t) for t in (*model.parameters(), *model.buffers())}}
+    for module in copies.values():
+        own = {name: x for name, x in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+        vars(module).update(redirect(own, ids))
+    return made
 
 
 def argument_source(node: fx.Node) -> str:

@@ -91,12 +91,10 @@ def test_a_copy_of_a_submodule_does_not_run_on_the_parameters_of_the_model() -> 
     on_ranks(False, check, 0)
 
 
-def test_a_submodule_does_not_know_which_inputs_are_local() -> None:
+def test_with_local_inputs_a_submodule_takes_the_same_on_every_rank() -> None:
     def check(parallel: Any, single: Any, x: Tensor) -> None:
-        parallel.call_inputs = SimpleNamespace(is_local=True)
-        with pytest.raises(SubmoduleError, match=r"'image' is called alone, with inputs='local'.*global_inputs\(\)"):
-            parallel.embed(x)
-        with parallel.global_inputs():
-            torch.testing.assert_close(parallel.embed(x), single.embed(x))
+        parallel.call_inputs = SimpleNamespace(is_local=True, whole=lambda _, *call: call)
+        torch.testing.assert_close(parallel.embed(x), single.embed(x))
+        assert parallel.call_inputs.is_local
 
     on_ranks(False, check, 0)

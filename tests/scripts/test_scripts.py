@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.end_to_end.harness import launch, parallelize
+import autopar
+from tests.end_to_end.harness import launch, whole_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -34,12 +35,15 @@ def check_script(name: str, folder: Path, constraints: tuple[str, ...]) -> None:
     expected = torch.load(folder / "expected.pt", weights_only=False)
     tolerance = getattr(script(name), "TOLERANCE", 1e-9)
 
-    def prepare(model: Any, inputs: Any, /, **kwargs: Any) -> Any:
-        return parallelize(model, inputs, constraints=constraints, **kwargs)
+    def prepare(model: Any, example: Any, **kwargs: Any) -> Any:
+        return autopar.parallelize(model, whole_mesh(), example, profile=False, constraints=constraints, **kwargs)
 
     found = script(name).main(prepare, folder, dist.get_rank() == 0)
     assert found.keys() == expected.keys()
-    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
+    losses, wanted = (torch.tensor(each["losses"], dtype=torch.float64) for each in (found, expected))
+    torch.testing.assert_close(
+        losses, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{text} {losses} {wanted}"
+    )
     assert found["state"].keys() == expected["state"].keys()
     for key, value in expected["state"].items():
         torch.testing.assert_close(found["state"][key], value, rtol=100 * tolerance, atol=tolerance)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping
-from types import MethodType
+from collections.abc import Callable, Container
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError, PlanMismatchError, SubmoduleError
 from autopar.lower.compat import module_tables
+from autopar.references import redirect
 
 __all__ = ["canonical_names", "carry_attributes", "check_conversion", "copy_skeleton", "state_names"]
 
@@ -102,21 +103,8 @@ def carry_attributes(source: nn.Module, target: nn.Module, memo: dict[int, Any] 
         for name, value in vars(old).items() if new is not None else ():
             is_hooks = memo is not None and "_hooks" in name
             if (name not in vars(new) or is_hooks) and name not in _NOT_CARRIED:
-                vars(new)[name] = _replaced(value, ids) if memo is None else copy.deepcopy(value, memo)
-
-
-def _replaced(value: Any, ids: Mapping[int, Any]) -> Any:
-    """`value` itself, or its like with modules and tensors of the original replaced."""
-    if id(value) in ids:
-        return ids[id(value)]
-    untyped: Any = value
-    if type(value) in (list, tuple, set):
-        return type(untyped)(_replaced(item, ids) for item in untyped)
-    if type(value) is dict:
-        return {key: _replaced(item, ids) for key, item in untyped.items()}
-    if isinstance(value, MethodType) and id(value.__self__) in ids:
-        return MethodType(value.__func__, ids[id(value.__self__)])
-    return value
+                made = value if memo is None else copy.deepcopy(value, memo)
+                vars(new)[name] = redirect(made, ids) if memo is None or isinstance(value, FunctionType) else made
 
 
 def _submodule(original: nn.Module) -> nn.Module:

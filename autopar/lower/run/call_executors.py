@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import AutoparError, InputShapeError, PlanMismatchError, SubmoduleError
 from autopar.lower.run.execution import Executor
@@ -24,6 +24,10 @@ class CallPlanner(Protocol):
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str = "") -> Executable:
         """For calls of the model, or of its submodule `part`."""
+        ...
+
+    def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """The submodule as it was, with these parameters and buffers, by their names in the model."""
         ...
 
 
@@ -76,6 +80,12 @@ class CallExecutors:
         """All forms that are known: those of training first, of each mode the one that ran last first."""
         kinds = sorted(self._known, key=lambda kind: not kind[0])
         return tuple(call for kind in kinds for call, _ in self._known[kind])
+
+    def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """See `CallPlanner.submodule`."""
+        if self._planner is None:
+            raise _no_planner(part)
+        return self._planner.submodule(part, tensors)
 
     def find(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str = ""
@@ -138,7 +148,7 @@ class CallExecutors:
         what = f"{made.part} on " if made.part else ""
         text = f"planned for {what}{made.inputs} in {made.planning_s:.1f} s ({made.plan.strategies[0].axes} ...)"
         notes = [note for note in made.plan.notes if note not in self.first.executable.plan.notes]
-        _LOGGER.log(logging.WARNING if notes else logging.INFO, "%s", "\n  ".join([text, *notes]))
+        _LOGGER.log(logging.WARNING if notes and not made.part else logging.INFO, "%s", "\n  ".join([text, *notes]))
 
     def _mode(self, is_training: bool) -> bool:
         return is_training and self.first.executable.program.training
@@ -156,10 +166,7 @@ class CallExecutors:
         first = self.first
         if self._planner is None:
             if part:
-                raise SubmoduleError(
-                    f"{part!r} is part of a parallelized model that was lowered without a planner, and does not run "
-                    "alone: call the whole model"
-                )
+                raise _no_planner(part)
             if first.is_random or first.executable.program.updates:
                 raise AutoparError(
                     "this module was lowered for training only: it draws random numbers or updates "
@@ -184,3 +191,10 @@ class CallExecutors:
                     "of a batch stay in training mode under torch.no_grad(); for outputs load full_state_dict() into "
                     "the original model"
                 )
+
+
+def _no_planner(part: str) -> SubmoduleError:
+    return SubmoduleError(
+        f"{part!r} is part of a parallelized model that was lowered without a planner, and does not run alone: call "
+        "the whole model"
+    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import SubmoduleError
+from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
@@ -41,6 +41,8 @@ from autopar.lower.run.submodules import bind_submodules
 from autopar.step.data_split import data_split
 
 __all__ = ["LoweredProgram", "ParallelModule", "lower"]
+
+_ALIKE = ", whose inputs are the same on every rank"  # of calls of submodules, also with local inputs
 
 
 def lower(
@@ -171,19 +173,43 @@ class ParallelModule(ModuleInspection):
             raise
 
     def _run_part(self, part: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The forward of a submodule, on inputs that every rank passes whole."""
-        if self.call_inputs is not None and self.call_inputs.is_local:
-            raise SubmoduleError(
-                f"{part!r} is called alone, with inputs='local': which of its inputs hold rows is known for the whole "
-                "model only. Call that, or pass every rank the same inputs in `with model.global_inputs():`"
-            )
+        """The forward of a submodule, on inputs that every rank passes whole, also with local inputs.
+
+        With pipeline stages and without gradients every rank runs it on whole parameters, gathered for the call.
+        """
         self._first_steps.interrupt()
         args, kwargs = map_leaves(_plain, (tuple(args), dict(kwargs)))
-        return self._run(args, kwargs, part)
+        with self.global_inputs():
+            if not self._executor.stages.is_pipeline:
+                return self._run(args, kwargs, part)
+            if not torch.is_grad_enabled():
+                return self._run_on_whole(args, kwargs, part)
+            try:
+                return self._run(args, kwargs, part)
+            except (ConstraintError, PlanMismatchError) as error:
+                raise SubmoduleError(
+                    f"{part!r} alone can't be cut into the model's pipeline stages ({error}): call it under "
+                    "torch.no_grad(), let forward() return what it gives, or plan without stages ('pipeline=1')"
+                ) from error
+
+    def _own_part(self, name: str) -> Tensor | None:
+        table, last = self._store.slot(name)
+        return table[last]
+
+    def _run_on_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str) -> Any:
+        self._check_modes()
+        self._enter(f"{part!r}{_ALIKE} {{}}", lambda: (None, named_tensors(args, kwargs)))
+        names = [name for name in self._store.stored if name.startswith(f"{part}.")]
+        whole = {name: self._whole(name, self._own_part(name)) for name in names}
+        like = self.get_submodule(part)
+        made = self._executors.submodule(part, whole | {f"{part}.{n}": x for n, x in like.named_buffers()})
+        for module, own in zip(made.modules(), like.modules(), strict=True):
+            module.training = own.training
+        return made(*args, **kwargs)
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
-        kind += f" of {part!r}" if part else ""
+        kind += f" of {part!r}{_ALIKE}" if part else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
         if self.call_inputs is not None and not part:
