@@ -20,6 +20,7 @@ from autopar.trace import torch_internals, torch_recording
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.flex_attention import dense_flex_attention
+from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
@@ -180,6 +181,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             with ExitStack() as patches:
                 patches.enter_context(torch_internals.intercept_autograd_functions(call_as_op, note(_CHECKPOINTS)))
                 patches.enter_context(dense_flex_attention(note(_FLEX_ATTENTION)))
+                patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(torch_internals.written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))

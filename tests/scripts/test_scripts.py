@@ -6,6 +6,7 @@ A script is a file of this folder with
 - ``main(prepare, folder, master)``: the script.  ``prepare(model, example inputs, **arguments of parallelize)`` is its
   changed line, `folder` takes its files (one folder for all ranks), `master` says whether to write them.  It gives
   ``"losses"`` (numbers), ``"state"`` (whole tensors by name), and what else must be equal to the bit;
+- ``REQUIRES``, if it needs packages that the tests don't: without them it is skipped;
 - ``TOLERANCE``, if float64's 1e-9 is not right for it: of losses, relative (of the state 100 times that).
 """
 
@@ -57,14 +58,24 @@ def script(name: str) -> Any:
 
 @pytest.mark.parametrize("names", LAUNCHES, ids=",".join)
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_ranks(world: int, names: list[str], tmp_path: Path) -> None:
+def test_on_ranks(world: int, names: list[str], tmp_path: Path, subtests: pytest.Subtests) -> None:
     checks: list[partial[None]] = []
     for name in names:
-        (tmp_path / name).mkdir()
-        expected = script(name).main(lambda model, *_, **__: model, tmp_path / name, True)
-        for number, constraints in enumerate(script(name).PLANS[world]):
-            folder = tmp_path / f"{name}-{number}"
-            folder.mkdir()
-            torch.save(expected, folder / "expected.pt")
-            checks.append(partial(check_script, name, folder, constraints))
+        with subtests.test(name):
+            for package in getattr(script(name), "REQUIRES", ()):
+                pytest.importorskip(package)
+            checks += one_device(name, world, tmp_path)
     launch(world, *checks)
+
+
+def one_device(name: str, world: int, folder: Path) -> list[partial[None]]:
+    """Run a script on one device, and keep its results for its checks on ranks."""
+    (folder / name).mkdir()
+    expected = script(name).main(lambda model, *_, **__: model, folder / name, True)
+    checks: list[partial[None]] = []
+    for number, constraints in enumerate(script(name).PLANS[world]):
+        own = folder / f"{name}-{number}"
+        own.mkdir()
+        torch.save(expected, own / "expected.pt")
+        checks.append(partial(check_script, name, own, constraints))
+    return checks

@@ -1,8 +1,10 @@
 """Inputs and outputs of every structure, and the errors for those that don't fit."""
 
 import dataclasses
+import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -200,6 +202,18 @@ def test_numbers_that_are_only_logged_are_dropped_with_a_note():
     assert [note.split(": ")[0].rsplit(":", 1)[1] for note in program.notes] == [str(line), str(line + 1)]
     assert "is dropped, as nothing is computed from it" in program.notes[0]
     assert f"{torch.ones(1).sum().item():.1f}" == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("draw", "whose"), [(random.random, r"Python \(random\)"), (np.random.rand, r"NumPy \(np\.random\)")]
+)
+def test_random_numbers_of_the_host_are_refused(draw, whose):
+    class Draws(Module):
+        def forward(self, x):
+            return self.linear(x) * draw()
+
+    with pytest.raises(TraceError, match=rf"draws random numbers from the generator of {whose}, which.*torch\.rand"):
+        trace(Draws(), (X,), {})
 
 
 def test_gradients_inside_of_a_forward_are_refused():
