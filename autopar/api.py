@@ -122,7 +122,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             gradients are those of one device on the rows of all data ranks, in their order.
         outputs: what calls return beside the loss: plain whole tensors on every rank (``"whole"``), or what this rank
             has (``"local"``): DTensors, with pipeline stages None on the ranks of other stages.  None: whole in eval
-            mode; in training they are gathered when they are first read, which every rank must do.
+            mode, if they fit into memory beside what the plan needs; else, and in training, they are gathered when they
+            are first read, which every rank must do.
         shapes: other whole batches to plan training for now, like `example_inputs` (with `loss_fn` as dicts that have
             the ``"target"``, too).  What is not among them is planned when it first comes (`ParallelModule.plan_for`).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -129,3 +130,28 @@ def test_outputs_in_eval_mode_are_plain_and_whole_on_every_rank() -> None:
             assert type(logits) is Tensor
             torch.testing.assert_close(logits, expected.detach(), rtol=1e-11, atol=1e-12)
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-11, atol=0)
+
+
+def test_outputs_in_eval_mode_that_memory_does_not_hold_are_gathered_when_they_are_read() -> None:
+    model, inputs, _ = traced_model("plain_gpt")
+    expected, expected_loss = model(**inputs)
+
+    def evaluate(parallel: Any, inputs: Any) -> tuple[int, int, Tensor, Tensor]:
+        with torch.no_grad(), parallel.recording() as unread:
+            logits, loss = parallel.eval()(**inputs)
+        with parallel.recording() as read:
+            logits = logits.clone()
+        return len(unread), len(read), logits, loss
+
+    reads = 0
+    for plan in plans("plain_gpt"):
+        fits = on_ranks("plain_gpt", plan, evaluate)
+        small = replace(plan, memory_limit_bytes=expected.numel() * expected.element_size() - 1.0)
+        for found, (before, _, _, _) in zip(on_ranks("plain_gpt", small, evaluate), fits, strict=True):
+            unread, read, logits, loss = found
+            assert unread < before if read else unread == before
+            reads += read
+            assert type(logits) is Tensor
+            torch.testing.assert_close(logits, expected.detach(), rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-11, atol=0)
+    assert reads

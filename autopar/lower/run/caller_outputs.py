@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from autopar.lower.run.execution import Executor
+from autopar.lower.run.lowering import Executable
 from autopar.lower.run.output_tensor import OutputTensor
 
-__all__ = ["caller_outputs"]
+__all__ = ["caller_outputs", "do_outputs_fit"]
 
 Later = Callable[[str, Callable[[], Tensor]], Tensor]
 """``(name, gather)`` -> ``gather()``, when all ranks have come to read the output of that name."""
@@ -27,6 +28,17 @@ def caller_outputs(executor: Executor, values: Mapping[str, Tensor], later: Late
     names = executor.executable.program.outputs
     made = {name: _output(executor, name, values.get(name), later) for name in dict.fromkeys(names)}
     return [made[name] for name in names]
+
+
+def do_outputs_fit(executable: Executable) -> bool:
+    """Whether all outputs beside the loss fit whole into a device's memory, next to what the plan needs.
+
+    The same on all ranks.
+    """
+    program, plan = executable.program, executable.plan
+    others = {name for name in program.outputs if name != program.loss}
+    whole_bytes = sum(program.type_of(name).num_bytes for name in others)
+    return plan.peak_memory_bytes * (1 + plan.memory_error) + whole_bytes <= plan.memory_limit_bytes
 
 
 def _output(executor: Executor, name: str, value: Tensor | None, later: Later | None) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.call_executors import CallExecutors, CallPlanner, PlannedCall
 from autopar.lower.run.call_inputs import CallInputs
-from autopar.lower.run.caller_outputs import caller_outputs
+from autopar.lower.run.caller_outputs import caller_outputs, do_outputs_fit
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.module_inspection import ModuleInspection
@@ -88,8 +89,8 @@ class ParallelModule(ModuleInspection):
     Attributes:
         whole_outputs: True: all outputs are whole plain tensors on every rank.  False: those but the loss are DTensors
             that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other stages.
-            None, the default: whole in eval mode; in training they are gathered when they are first read, which every
-            rank must do.
+            None, the default: whole in eval mode, if they fit beside what the plan needs; else, and in training, they
+            are gathered when they are first read, which every rank must do.
         call_inputs: makes the inputs of calls whole, where ranks pass their own rows or DTensors.
     """
 
@@ -267,8 +268,9 @@ class ParallelModule(ModuleInspection):
         return give
 
     def _compute(self, executor: Executor, tensors: Sequence[Tensor]) -> Any:
-        executor.whole_outputs = not self.training if self.whole_outputs is None else self.whole_outputs
         executable = executor.executable
+        is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
+        executor.whole_outputs = not is_later if self.whole_outputs is None else self.whole_outputs
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
         values = run_step(executor, tensors, seed)
@@ -279,8 +281,8 @@ class ParallelModule(ModuleInspection):
             for value in values.values():
                 if value.requires_grad:
                     on_gradient(value, self._mark_gradients_later)
-        later = self._read_output if self.whole_outputs is None and self.training else None
-        outputs = caller_outputs(executor, values, later)
+        kind = "a training step" if self.training else "an evaluation"
+        outputs = caller_outputs(executor, values, partial(self._read_output, kind) if is_later else None)
         if self.call_inputs is not None and self.call_inputs.is_local:
             rows = executor.output_rows
             named = zip(executable.program.outputs, outputs, strict=True)
@@ -305,8 +307,8 @@ class ParallelModule(ModuleInspection):
             if inputs is not None:
                 inputs.is_local = before
 
-    def _read_output(self, name: str, gather: Callable[[], Tensor]) -> Tensor:
-        self._enter(f"reading output {name!r} of a training step ({{}})", lambda: (None, ()))
+    def _read_output(self, kind: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
+        self._enter(f"reading output {name!r} of {kind} ({{}})", lambda: (None, ()))
         calls = self._communicator.calls
         with nullcontext() if calls is None else calls.failing():
             return gather()
