@@ -48,11 +48,13 @@ class Functional:
 def decompose(exported: torch.export.ExportedProgram) -> Functional:
     """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole."""
     kinds = _kinds(exported)
-    bodies = _decompose_kinds(kinds) if kinds else None
-    if bodies is None:
+    changed = {key: kind for key, kind in kinds.items() if not torch_internals.stays(kind.node.target)}
+    bodies = _decompose_kinds(changed) if changed else {}
+    if not kinds or bodies is None:
         whole = torch_internals.run_decompositions(exported)
         signature = whole.graph_signature
         return Functional(whole.graph, signature.input_specs, signature.output_specs, whole.constants)
+    bodies |= {key: _as_it_is(kind) for key, kind in kinds.items() if key not in changed}
     graph, renamed = _replace_all(exported.graph, bodies)
     signature = exported.graph_signature
     outputs = [
@@ -93,7 +95,8 @@ def _kinds(exported: torch.export.ExportedProgram) -> dict[str, _Kind]:
         if not _is_pure(node):
             return {}
         results.setdefault(_key(node), _Kind(node, _operands(node)))
-    return results if 2 * len(results) <= len(ops) else {}
+    changed = sum(not torch_internals.stays(kind.node.target) for kind in results.values())
+    return results if 2 * changed <= len(ops) else {}
 
 
 def _is_op(node: fx.Node) -> bool:
@@ -189,6 +192,21 @@ def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
         ends = tuple(next(taken) for _ in _results(kind.node))
         bodies[key] = _Body(operands, tuple(sorted(_behind(operands, ends), key=order.__getitem__)), ends)
     return bodies
+
+
+def _as_it_is(kind: _Kind) -> _Body:
+    """What becomes of a kind that is functional ATen already."""
+    graph = fx.Graph()
+    operands = tuple(
+        graph.node_copy(each) if each.op == "placeholder" else graph.placeholder(each.name) for each in kind.operands
+    )
+    made = graph.node_copy(kind.node, dict(zip(kind.operands, operands, strict=True)).__getitem__)
+    if isinstance(kind.node.meta["val"], Tensor):
+        return _Body(operands, (made,), (made,))
+    parts = [graph.call_function(getitem, (made, index)) for index in range(len(_results(kind.node)))]
+    for part, value in zip(parts, _results(kind.node), strict=True):
+        part.meta["val"] = value
+    return _Body(operands, (made, *parts), tuple(parts))
 
 
 def _behind(operands: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:

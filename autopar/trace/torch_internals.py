@@ -17,6 +17,8 @@ from unittest.mock import patch
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._decomp import _should_decompose_because_unsafe_op
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,6 +53,7 @@ __all__ = [
     "overload",
     "run_captured",
     "run_decompositions",
+    "stays",
     "storage_key",
     "unflatten",
     "unread_masks",
@@ -242,6 +245,24 @@ def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.Ex
     it to find out how it splits; its pieces have rules.
     """
     return program.run_decompositions({torch.ops.aten._weight_norm.default: _weight_norm})
+
+
+def stays(target: Any) -> bool:
+    """Whether `run_decompositions` leaves a plain op that writes to nothing as it is, whatever it is called with."""
+    if target is torch.ops.aten._weight_norm.default or str(target).startswith("aten.lift_fresh"):
+        return False
+    if any(argument.alias_info is not None for argument in target._schema.arguments):
+        return str(target) in _VIEWS
+    if _is_cia_op(target):
+        return _is_preservable_cia_op(target)
+    written_in_python = target.py_kernels.keys() - {torch._C.DispatchKey.Meta}
+    return not written_in_python and not _should_decompose_because_unsafe_op(target)
+
+
+_VIEWS = frozenset({
+    "aten.view.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default", "aten.expand.default",
+    "aten.slice.Tensor", "aten.select.int", "aten.unbind.int", "aten.split.Tensor",
+})  # fmt: skip
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -1,10 +1,12 @@
 """Decomposing one op of each kind gives the program that decomposing all of it gives."""
 
 import pytest
-from torch import nn
+import torch
+from torch import fx, nn
 
 from autopar.trace import decomposition, torch_internals, trace
 from tests import models
+from tests.ops.samples import all_samples
 
 
 class Shifted(nn.Module):
@@ -37,3 +39,54 @@ def test_kinds_tell_literals_and_strides_apart(monkeypatch):
     by_kind = trace(Shifted(), (x,), {}).program
     monkeypatch.setattr(decomposition, "_kinds", lambda exported: {})
     assert by_kind == trace(Shifted(), (x,), {}).program
+
+
+class Calls(nn.Module):
+    """Every sample of an op that stays."""
+
+    def __init__(self):
+        super().__init__()
+        ops = [(torch_internals.overload(each.target), each) for each in all_samples()]
+        self.calls = [
+            (op, *torch_internals.flatten((each.args, each.kwargs)))
+            for op, each in ops
+            if op is not None and not torch_internals.writes(op) and torch_internals.stays(op)
+        ]
+
+    @property
+    def tensors(self):
+        return [x for _, leaves, _ in self.calls for x in leaves if isinstance(x, torch.Tensor)]
+
+    def forward(self, *tensors):
+        """Of `tensors`, in the order of the calls."""
+        rest = iter(tensors)
+        results = []
+        for op, leaves, structure in self.calls:
+            given = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
+            args, kwargs = torch_internals.unflatten(given, structure)
+            results += torch_internals.flatten(op(*args, **kwargs))[0]
+        return [x for x in results if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.slow
+def test_ops_that_stay_are_left_as_they_are_by_torch():
+    calls = Calls()
+    nodes = torch.export.export(calls, tuple(calls.tensors), strict=False).graph.nodes
+    kinds = {
+        node.name: decomposition._Kind(node, decomposition._operands(node))
+        for node in nodes
+        if decomposition._is_op(node) and decomposition._is_pure(node) and torch_internals.stays(node.target)
+    }
+    assert len({kind.node.target for kind in kinds.values()}) > 150
+    bodies = decomposition._decompose_kinds(kinds)
+    assert bodies is not None
+    for key, kind in kinds.items():
+        assert written(decomposition._as_it_is(kind)) == written(bodies[key])
+
+
+def written(body):
+    """A body as text: targets, arguments, and types of results."""
+    numbers = {node: slice(place) for place, node in enumerate((*body.operands, *body.nodes))}
+    types = [(tuple(x.meta["val"].shape), x.meta["val"].stride(), x.meta["val"].dtype) for x in body.results]
+    lines = [(node.target, *fx.map_arg((node.args, node.kwargs), numbers.__getitem__)) for node in body.nodes]
+    return repr((lines, types))
