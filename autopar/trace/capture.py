@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
+from autopar.trace.inner_gradients import traced_gradients
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
@@ -185,7 +186,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(torch_internals.written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))
-                patches.enter_context(torch_internals.intercept_gradients(_refuse_gradients))
+                patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
                 patches.enter_context(torch_internals.intercept_selections(select))
                 patches.enter_context(torch_recording.late_code())
                 exported = torch.export.export(wrapper, tuple(inputs), strict=False)
@@ -195,13 +196,6 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         raise
     except Exception as error:
         raise _explain(error, form) from error
-
-
-def _refuse_gradients(*args: Any, **kwargs: Any) -> NoReturn:
-    raise TraceError(
-        f"{user_line()}: the model computes gradients in its forward, as a gradient penalty does, which a traced "
-        "program can't hold. Write the gradient out if its formula is simple; else train with DistributedDataParallel"
-    )
 
 
 def _explain(error: BaseException, form: CallForm) -> AutoparError:

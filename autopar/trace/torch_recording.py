@@ -39,9 +39,12 @@ def plain_calls() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_torch_function(func: Any) -> bool:
-    """Whether it is one of torch's own, native or not, or an op."""
+    """Whether it is one of torch's own, native or not, or an op.
+
+    Not so a gradient, which depends on how its arguments were computed.
+    """
     module = str(getattr(func, "__module__", None) or "")
-    return isinstance(func, _NATIVE) or module == "torch" or module.startswith("torch.")
+    return isinstance(func, _NATIVE) or (f"{module}.".startswith("torch.") and not module.startswith("torch.autograd"))
 
 
 class _Computed(torch.autograd.Function):

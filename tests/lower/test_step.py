@@ -162,6 +162,21 @@ def test_backward_twice_without_says_what_to_do() -> None:
         assert "retain_graph=True" in message
 
 
+def test_gradients_of_gradients_are_refused_not_dropped() -> None:
+    """A penalty on what ``create_graph=True`` gave would add nothing to any gradient."""
+    model, inputs, traced = two_heads()
+
+    def penalize(parallel: ParallelModule) -> str:
+        x = inputs["x"].clone().requires_grad_()
+        with pytest.raises(AutoparError) as caught:
+            torch.autograd.grad(parallel(x=x)[0].sum(), x, create_graph=True)
+        return str(caught.value)
+
+    for message in run_ranks(model, traced, random_plan(traced.program, 2, 1), penalize):
+        assert "create_graph=True" in message
+        assert "parallelize that module" in message
+
+
 class Block(nn.Module):
     """A layer of `Loss`."""
 

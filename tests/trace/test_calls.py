@@ -216,18 +216,6 @@ def test_random_numbers_of_the_host_are_refused(draw, whose):
         trace(Draws(), (X,), {})
 
 
-def test_gradients_inside_of_a_forward_are_refused():
-    class Penalty(Module):
-        def forward(self, x):
-            y = self.linear(x.requires_grad_()).tanh().sum()
-            (gradient,) = torch.autograd.grad(y, x, create_graph=True)  # the gradient
-            return y + (gradient.norm(dim=-1) - 1).square().mean()
-
-    line = line_of("# the gradient")
-    with pytest.raises(TraceError, match=rf"test_calls\.py:{line}: the model computes gradients in its forward"):
-        trace(Penalty(), (X,), {})
-
-
 def test_attention_over_packed_sequences_splits_in_the_heads():
     from torch.nn.attention.varlen import varlen_attn
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.errors import AutoparError
 from autopar.lower.compat import backward_token, call_function, keeps_graph, local_part_of
@@ -222,9 +221,14 @@ class _Outputs(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise AutoparError(
+                "create_graph=True asks for gradients of a parallel model that have gradients themselves, which they "
+                "don't have. Take torch.autograd.grad(..., create_graph=True) in the forward of a module around the "
+                "model, let it return the loss, penalty included, and parallelize that module"
+            )
         ctx.incoming[:] = gradients
         return None, None, torch.zeros(())
