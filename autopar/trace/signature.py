@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import ExampleInputsError, InputShapeError, ModelError
-from autopar.trace.structure import Constant, Leaf, Structure, describe, rebuild, walk
+from autopar.trace.structure import Constant, Leaf, Structure, describe, holds_tensors, rebuild, walk
 
 __all__ = ["CallForm", "as_batch", "bind", "call_form", "check_model", "default_example_inputs", "signature_text"]
 
@@ -132,6 +132,7 @@ def call_form(
 ) -> tuple[CallForm, list[Tensor]]:
     """The form of an example call, and its tensors in order."""
     structure, tensors = describe(bind(model, args, kwargs), opaque_is_constant=True)
+    _refuse_opaque(structure)
     leaves = [end for end in walk(structure) if isinstance(end, Leaf)]
     form = CallForm(
         inspect.signature(model.forward),
@@ -145,6 +146,25 @@ def call_form(
     if not tensors:
         raise ExampleInputsError(f"the example inputs hold no tensor; the model is called as {form.signature_text}")
     return form, tensors
+
+
+def _refuse_opaque(structure: Structure) -> None:
+    """Raise ExampleInputsError for objects whose tensors a program would keep as they are in the example."""
+    for end in walk(structure):
+        if not isinstance(end, Constant):
+            continue
+        is_cache = any(kind.__module__ == "transformers.cache_utils" for kind in type(end.value).__mro__)
+        if is_cache or holds_tensors(end.value):
+            instead = (
+                "a cache of keys and values can't be carried from call to call, so leave it out, and pass the whole "
+                "text; generate() does so"
+                if is_cache
+                else "pass its tensors themselves, in tuples, lists, dicts or dataclasses"
+            )
+            raise ExampleInputsError(
+                f"argument {'.'.join(end.path)!r} is a {type(end.value).__name__}, which a program can't look into: "
+                f"{instead}"
+            )
 
 
 def _identifier(path: tuple[str, ...]) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.trace.flex_attention import BlockMaskForm, open_block_mask
 from autopar.trace.torch_internals import flatten_one_level, unflatten
 
-__all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "rebuild", "walk"]
+__all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "holds_tensors", "rebuild", "walk"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,25 @@ class _DataclassContext:
         for name, child in zip(self.names, children, strict=True):
             object.__setattr__(made, name, child)
         return made
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether there are tensors in the attributes of an object, or in those of what it holds."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            return True
+        if id(part) in seen or isinstance(part, _PLAIN):
+            continue
+        seen.add(id(part))
+        waiting.extend(getattr(cast("object", part), "__dict__", {}).values())
+        if isinstance(part, Mapping):
+            waiting.extend(cast("Mapping[Any, Any]", part).values())
+        elif isinstance(part, list | tuple | set):
+            waiting.extend(cast("Iterable[Any]", part))
+    return False
 
 
 def _open_block_mask(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:

@@ -92,11 +92,13 @@ def trace(
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data.
         ExampleInputsError: the arguments don't fit the model.
-        OutputError: the model returns no tensor.
+        OutputError: the model returns no tensor, or was asked for its cache.
     """
     form, tensors = call_form(model, args, kwargs, dtype)
     is_training = model.training if training is None else training
     captured = capture(model, form, tensors, training=is_training, dtype=dtype)
+    if kwargs.get("use_cache") is True and not is_training:
+        _refuse_cache(captured.outputs)
     graph = normalise(convert(captured, form.names))
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *_dropped_notes(captured.outputs)))
     graph, pieces = _merge_within_layers(graph, cut_layers(graph, captured.classes))
@@ -140,6 +142,15 @@ class _Unflatten:
         if len(entries) != expected:
             raise OutputError(f"{len(entries)} entries for a program with {expected} outputs")
         return rebuild(self.structure, entries)
+
+
+def _refuse_cache(outputs: Structure) -> None:
+    """Raise OutputError if a cache that was asked for would be None."""
+    if any(isinstance(end, Dropped) and end.path[-1:] == ("past_key_values",) for end in walk(outputs)):
+        raise OutputError(
+            "use_cache=True asks for past_key_values, which can't be carried out of a parallel program: leave it out, "
+            "and pass the whole text in each call, as generate() does"
+        )
 
 
 def _dropped_notes(outputs: Structure) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -214,6 +215,37 @@ def test_random_numbers_of_the_host_are_refused(draw, whose):
 
     with pytest.raises(TraceError, match=rf"draws random numbers from the generator of {whose}, which.*torch\.rand"):
         trace(Draws(), (X,), {})
+
+
+class Holder:
+    def __init__(self, x):
+        self.parts = [{"x": x}]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (Holder(X), "argument 'other' is a Holder, .* pass its tensors themselves"),
+        (transformers.DynamicCache(), "argument 'other' is a DynamicCache, .*leave it out, and pass the whole text"),
+        (Holder(1.0), None),
+    ],
+)
+def test_objects_with_tensors_inside_are_refused(argument, message):
+    class Takes(Module):
+        def forward(self, x, other):
+            return self.linear(x)
+
+    with pytest.raises(ExampleInputsError, match=message) if message else nullcontext():
+        trace(Takes(), (X, argument), {})
+
+
+def test_a_cache_that_is_asked_for_is_refused():
+    config = transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    call = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    with pytest.raises(OutputError, match=r"use_cache=True asks for past_key_values.*pass the whole text"):
+        trace(model, (), {**call, "use_cache": True}, training=False)
+    trace(model, (), call, training=False)
 
 
 def test_attention_over_packed_sequences_splits_in_the_heads():
