@@ -285,6 +285,23 @@ class Frozen(nn.Module):
         return self.bn(self.fc(x)).square().mean()
 
 
+def test_numbers_of_submodules_are_those_that_were_traced() -> None:
+    model, x = Frozen().double(), torch.randn(4, 4, dtype=torch.float64)
+    traced = trace(model, (x,), {})
+
+    def check(parallel: Any) -> None:
+        for part in (parallel, copy.deepcopy(parallel)):
+            part.bn.momentum = None  # as update_bn does
+            with pytest.raises(
+                SubmoduleError, match=r"momentum of submodule 'bn' .* now None.* with 0.1.* update_bn on"
+            ):
+                part(x)
+            part.bn.momentum = 0.1
+            part(x)
+
+    simulate(2, lambda c: check(build(model, traced, random_plan(traced.program, 2, 0), c)))
+
+
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_modes_of_submodules_are_those_that_were_traced(is_frozen: bool) -> None:
     model, x = Frozen().double(), torch.randn(4, 4, dtype=torch.float64)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -149,9 +149,24 @@ class ModuleState(nn.Module):
         self._parts: tuple[Any, ...] = tuple(nn.Module.modules(self))  # in a tuple: not registered
         own = tuple(part.training for part in self._parts)
         self._modes = {mode: own if mode == self.training else (mode,) * len(own) for mode in (True, False)}
+        named = cast("Iterable[tuple[str, nn.Module]]", self.named_modules())
+        self._numbers: tuple[tuple[Any, str, str, Any], ...] = tuple(
+            (part, path, name, vars(part)[name])
+            for path, part in named
+            for name in cast("Sequence[str]", getattr(part, "__constants__", ()))
+            if isinstance(vars(part).get(name, ""), int | float | None)
+        )
 
     def _check_modes(self) -> None:
-        """Raise SubmoduleError if a submodule is in another mode than the program was traced with."""
+        """Raise SubmoduleError if a submodule is in another mode, or has another number, than was traced."""
+        for part, path, name, value in self._numbers:
+            if getattr(part, name) != value:
+                raise SubmoduleError(
+                    f"{name} of submodule {path!r} ({type(part).__name__}) of a parallelized model is now "
+                    f"{getattr(part, name)}; its program was made with {value}. Set it before autopar.parallelize, "
+                    "and keep it; where torch's update_bn sets it, load full_state_dict() into the original model, "
+                    "and call update_bn on that"
+                )
         wanted = self._modes[self.training]
         if all(part.training == mode for part, mode in zip(self._parts, wanted, strict=True)):
             return
