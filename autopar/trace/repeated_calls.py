@@ -12,7 +12,6 @@ plain values, read tensors that aren't arguments, or are made under autocast or 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -23,13 +22,12 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopar.trace import torch_internals, torch_recording
-from autopar.trace.source_lines import is_users
+from autopar.trace.source_lines import user_lines
 from autopar.trace.torch_recording import Recorder, Result
 
 __all__ = ["RepeatedCalls"]
 
 _PLAIN = (int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format, type)
-_Line = tuple[str, int]
 
 
 class _UnfitError(Exception):
@@ -125,26 +123,11 @@ def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: R
 
     try:
         given = tuple(map(read, args)), tuple((name, read(value)) for name, value in kwargs.items())
-        key = (func, given, torch.is_grad_enabled(), torch.get_default_dtype(), _where())
+        key = (func, given, torch.is_grad_enabled(), torch.get_default_dtype(), user_lines())
         hash(key)
     except (_UnfitError, TypeError):  # symbolic sizes have no hash
         return None
     return _Call(key, tensors, tuple(nodes))
-
-
-def _where() -> tuple[_Line, _Line]:
-    """The user's innermost line under way, and the innermost in a forward, which torch notes for ops."""
-    frame = inspect.currentframe()
-    innermost: _Line | None = None
-    while frame is not None:
-        code = frame.f_code
-        if is_users(code.co_filename):
-            line = code.co_filename, frame.f_lineno
-            innermost = innermost or line
-            if code.co_name == "forward":
-                return innermost, line
-        frame = frame.f_back
-    return innermost or ("", 0), ("", 0)
 
 
 def _learn(call: _Call, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _Known | None:

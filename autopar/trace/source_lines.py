@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sysconfig
 import traceback
@@ -10,8 +11,9 @@ from functools import lru_cache
 
 from autopar.trace import torch_internals
 
-__all__ = ["frame_of_text", "is_users", "user_frame", "user_line"]
+__all__ = ["frame_of_text", "user_frame", "user_line", "user_lines"]
 
+Line = tuple[str, int]
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -22,16 +24,31 @@ def user_line() -> str:
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours, or ""."""
-    own = (frame for frame in reversed(frames) if is_users(frame.filename))
+    own = (frame for frame in reversed(frames) if _is_users(frame.filename))
     return next((f"{frame.filename}:{frame.lineno}" for frame in own), "")
 
 
 @lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
+def _is_users(file: str) -> bool:
     """Whether a file of source code is neither torch's, nor Python's, nor ours."""
     ours = str(__file__).rsplit("/", 1)[0]
     standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return not standard and not file.startswith((torch_internals.TORCH_DIRECTORY, ours, "<"))
+
+
+def user_lines() -> tuple[Line, Line]:
+    """The user's innermost line under way, and the innermost in a forward, which torch notes for ops."""
+    frame = inspect.currentframe()
+    innermost: Line | None = None
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            line = code.co_filename, frame.f_lineno
+            innermost = innermost or line
+            if code.co_name == "forward":
+                return innermost, line
+        frame = frame.f_back
+    return innermost or ("", 0), ("", 0)
 
 
 def frame_of_text(stack_trace: str) -> str:

@@ -19,6 +19,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._mode_utils import no_dispatch
 
+from autopar.trace.source_lines import user_lines
+
 __all__ = ["QUESTIONS", "Recorder", "Result", "is_torch_function", "late_code", "plain_calls", "recorder"]
 
 _NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
@@ -56,6 +58,7 @@ class _Computed(torch.autograd.Function):
         return tuple(made)
 
 
+_RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
 _ANCHOR = torch.zeros((), requires_grad=True)
 _APPLY = torch.autograd.Function.__dict__["apply"].__get__(None, _Computed)  # tracing replaces it for a while
 
@@ -87,6 +90,22 @@ class Recorder:
         self._tracer = mode.tracer
         self._fakes = fakes
         self._num_modes = torch._C._len_torch_dispatch_stack()
+        if getattr(self._tracer, "_record_forward_stack_traces_only", False):
+            self._note_lines()
+
+    def _note_lines(self) -> None:
+        """Of the stack of calls, note with each op the line that is looked for later only: texts of all take longer."""
+        create = self._tracer.create_node
+
+        def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+            node = create(*args, **kwargs)
+            if not node.stack_trace:
+                _, (file, line) = user_lines()
+                node.stack_trace = f'File "{file}", line {line}, in forward' if file else None
+            return node
+
+        self._tracer.record_stack_traces = False
+        self._tracer.create_node = create_node
 
     def is_current(self) -> bool:
         """Whether ops are recorded here now, and by nobody else: not under vmap, autocast or another mode."""
@@ -132,15 +151,13 @@ class Recorder:
             made.append(node)
         return made
 
-    @contextlib.contextmanager  # pyright: ignore[reportDeprecated]
-    def unrecorded(self) -> Iterator[None]:
+    def unrecorded(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, ops run on fake tensors and are not recorded."""
-        with proxy_tensor.disable_proxy_modes_tracing():
-            yield
+        return torch._C._ExcludeDispatchKeyGuard(_RECORDING)
 
     def new_tensors(self, wanted: Sequence[Result]) -> list[Tensor]:
         """Fake tensors with memory of their own; those that have a gradient are no leaves."""
-        with proxy_tensor.disable_proxy_modes_tracing(), no_dispatch():
+        with self.unrecorded(), no_dispatch():
             metas = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta") for each in wanted]
         made: list[Tensor] = [
             FakeTensor(self._fakes, meta, each.device) for meta, each in zip(metas, wanted, strict=True)
