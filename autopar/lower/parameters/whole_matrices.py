@@ -2,7 +2,8 @@
 
 Their steps on a slice of a parameter would be others than on all of it.  Which do is found by running an optimizer's
 step on a small parameter and on slices of it.  Before a step of such an optimizer, parameters that are cut take part
-as whole plain tensors, with whole gradients and states, equal on all ranks; after it each rank keeps its part.
+as whole plain tensors, with whole gradients and states, equal on all ranks; after it each rank keeps its part.  An
+optimizer whose kernels don't take DTensors (bitsandbytes) gets all parameters so.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ class OptimizerService:
         _SERVICES.append(ref(self, _SERVICES.remove))
         _watch_steps()
 
-    def cut_parameters(self) -> Iterator[tuple[int, _Slices]]:
-        """The ids of parameters that ranks share, and how."""
+    def parameters(self) -> Iterator[tuple[int, _Slices]]:
+        """The ids of the parameters, and how ranks share them."""
         for name, stored in self.store.stored.items():
             table, key = self.store.slot(name)
-            if table[key] is not None and any(placement.is_shard for placement in stored.layout):
+            if table[key] is not None:
                 yield id(table[key]), _Slices(stored.layout, self.store.mesh, self.communicator)
 
 
@@ -115,10 +116,10 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
-    cut = dict(pair for service in services for pair in service.cut_parameters())
+    shared = dict(pair for service in services for pair in service.parameters())
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
-            slices = cut.get(id(parameter))
+            slices = shared.get(id(parameter))
             if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
                 continue
             if any(callable(x) for x in (*args[1:], *kwargs.values())):
@@ -154,9 +155,13 @@ def _move_state(
     """Give the state of one parameter to another, with what has the parameter's shape changed."""
     if source in optimizer.state:
         optimizer.state[target] = {
-            name: change(x) if isinstance(x, Tensor) and x.dim() and x.shape == source.shape else x
-            for name, x in optimizer.state.pop(source).items()
+            name: change(x) if _is_like(x, source) else x for name, x in optimizer.state.pop(source).items()
         }
+
+
+def _is_like(x: Any, parameter: nn.Parameter) -> bool:
+    """Whether it has an entry for each of the parameter's, and can be cut: not so what is quantized in blocks."""
+    return type(x) in (Tensor, nn.Parameter, DTensor) and x.dim() > 0 and x.shape == parameter.shape
 
 
 def _works_on(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, dims: tuple[int, ...]) -> bool:
@@ -175,8 +180,30 @@ def _works_on(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramet
             made.state = defaultdict(dict, {x: dict(flags)} if flags else {})
             return made
 
-        known[key] = works_on_slices(make, torch.empty(shape, device=parameter.device), dims)
+        like = torch.empty(shape, device=parameter.device)
+        known[key] = _takes_dtensors(make, like, parameter) and works_on_slices(make, like, dims)
     return known[key]
+
+
+def _takes_dtensors(make: Callable[[nn.Parameter], Optimizer], like: Tensor, parameter: Any) -> bool:
+    """Whether an optimizer that can make a step on a tensor like `like` alone can on a DTensor of the same shape."""
+    if not isinstance(parameter, DTensor):
+        return True
+    mesh, ones = parameter.device_mesh, torch.ones_like(like, dtype=parameter.dtype)
+
+    def is_taken(wrap: Callable[[Tensor], Tensor]) -> bool:
+        trained = nn.Parameter(wrap(ones.clone()))
+        trained.grad = wrap(ones.clone())
+        try:
+            make(trained).step()
+        except Exception:  # noqa: BLE001  (somebody else's optimizer, which may also want a closure)
+            return False
+        return True
+
+    with generators_kept(like.device):
+        return not is_taken(lambda x: x) or is_taken(
+            lambda x: make_dtensor(x, mesh, (REPLICATE,) * mesh.ndim, like.shape)
+        )
 
 
 def works_on_slices(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dims: Iterable[int]) -> bool:
