@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator, get_scheduler
 
-PLANS = {2: (("data=2",),), 4: (("data=2", "tensor=2"),)}
+PLANS = {2: (("pipeline=2", "microbatches=1"),), 4: (("data=2", "tensor=2"),)}
 TOLERANCE = 1e-5  # the model computes its loss in float32
 
 
@@ -63,7 +63,7 @@ def main(prepare: Callable[[Any, Any], Any], folder: Path, master: bool) -> dict
     scheduler = get_scheduler(
         "cosine", optimizer=optimizer, num_warmup_steps=1, num_training_steps=epochs * steps_per_epoch
     )
-    found: dict[str, Any] = {"losses": [], "total": sum(p.numel() for p in model.parameters())}
+    found: dict[str, Any] = {"losses": [], "params": sum(p.numel() for p in model.parameters())}
 
     def train_epoch() -> None:
         model.train()
