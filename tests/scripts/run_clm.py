@@ -92,6 +92,6 @@ def main(prepare: Callable[[Any, Any], Any], folder: Path, master: bool) -> dict
     again = GPT2LMHeadModel.from_pretrained(folder / "checkpoint", dtype=torch.float64)
     found["losses"].append(evaluate(again, eval_loader, 6, len(eval_dataset))[0])
     outputs = model.eval()(**default_data_collator(eval_dataset[:3]), output_hidden_states=True)
-    found["losses"] += [float(x.sum()) for x in outputs.hidden_states] + [float(outputs.logits.sum())]
+    found["losses"] += [x.sum().item() for x in (*outputs.hidden_states, outputs.logits)]
     found["state"] = {name: value.clone() for name, value in again.state_dict().items()}
     return found
