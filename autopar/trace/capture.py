@@ -183,6 +183,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(torch_internals.intercept_autograd_functions(call_as_op, note(_CHECKPOINTS)))
                 patches.enter_context(dense_flex_attention(note(_FLEX_ATTENTION)))
                 patches.enter_context(refuse_host_draws())
+                patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(torch_internals.unread_masks())
                 patches.enter_context(torch_internals.written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))

@@ -55,6 +55,7 @@ __all__ = [
     "run_decompositions",
     "stays",
     "storage_key",
+    "unchecked_values",
     "unflatten",
     "unread_masks",
     "untraced",
@@ -288,6 +289,22 @@ def unread_masks() -> Iterator[None]:
         masking: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "fast_all"):
             patches.enter_context(patch.object(masking, "fast_all", lambda _: False))
+        yield
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def unchecked_values() -> Iterator[None]:
+    """Inside, torch's distributions and losses don't check that a scale is positive, or a probability one."""
+    loss = nn.functional.gaussian_nll_loss
+
+    def gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
+        with patch.object(torch, "any", lambda _: False):
+            return loss(*args, **kwargs)
+
+    with (
+        patch.object(torch.distributions.Distribution, "_validate_args", False),
+        patch.object(nn.functional, "gaussian_nll_loss", gaussian_nll_loss),
+    ):
         yield
 
 

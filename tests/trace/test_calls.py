@@ -248,6 +248,25 @@ def test_a_cache_that_is_asked_for_is_refused():
     trace(model, (), call, training=False)
 
 
+def test_distributions_and_losses_check_no_values():
+    """As of a variational model; by default these look at every scale and probability."""
+
+    class Variational(Module):
+        def forward(self, x):
+            mean, scale = torch.distributions.Normal(self.linear(x), 1.0).mean, self.linear(x).exp()
+            posterior, prior = torch.distributions.Normal(mean, scale), torch.distributions.Normal(0.0, 1.0)
+            chosen = torch.distributions.Categorical(logits=mean).log_prob(x.argmax(-1) % mean.shape[-1])
+            loss = torch.distributions.kl_divergence(posterior, prior).mean() - chosen.mean()
+            return loss + nn.GaussianNLLLoss()(mean, torch.zeros_like(mean), scale)
+
+    program = trace(Variational(), (X,), {}).program
+    assert program.loss
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, torch.tensor(-1.0))
+    with pytest.raises(ValueError, match="negative"):
+        nn.GaussianNLLLoss()(X, X, -X.abs())
+
+
 def test_attention_over_packed_sequences_splits_in_the_heads():
     from torch.nn.attention.varlen import varlen_attn
 
