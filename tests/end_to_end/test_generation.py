@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.errors import ModelError
 from tests.end_to_end.harness import launch, make, parallelize
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,10 @@ def check_generation(name: str, constraint: str) -> None:
     forms = {(call.part, call.inputs) for call in parallel.plans}
     # Of training, and one for each batch size with and without a mask; an encoder runs by itself, with and without one.
     assert len(forms) == len(parallel.plans) <= 5 + 2 * (name == "bart"), parallel.plans
+    with pytest.raises(
+        ModelError, match=r"generate\(assistant_model=...\) needs a cache.*full_state_dict\(\) into the"
+    ):
+        parallel.generate(text, assistant_model=single)
     parallel.train()
     parallel(**inputs).loss.backward()
 

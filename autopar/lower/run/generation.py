@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.errors import ModelError
 from autopar.lower.kernels.random import follow_first_rank
 
 __all__ = ["generation_methods"]
@@ -36,6 +37,14 @@ def generation_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's ``generate``; every rank must call it, and gets the same tokens."""
         root = self.__dict__.get("_parallel_root", lambda: self)()
+        is_behind_encoder = getattr(self.config, "is_encoder_decoder", False)
+        needs_cache = () if is_behind_encoder else ("inputs_embeds",)
+        asked = [name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None]
+        if asked:
+            raise ModelError(
+                f"generate({asked[0]}=...) needs a cache of keys and values, which a parallelized model has not: pass "
+                "input_ids alone, or load full_state_dict() into the original model, and call its generate()"
+            )
         if kwargs.get("use_cache", True) and not getattr(root, "_said_no_cache", False):
             root._said_no_cache = True
             _LOGGER.warning(
@@ -62,6 +71,8 @@ def generation_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any
             outputs.logits = outputs.logits[:, : self.__dict__["_text_length"]]
         return kind._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
 
+    # generate() looks there for what the model can begin with.
+    prepare.__signature__ = inspect.signature(kind.prepare_inputs_for_generation)  # pyright: ignore
     return {
         "generate": generate,
         "prepare_inputs_for_generation": prepare,
