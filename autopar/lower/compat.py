@@ -31,6 +31,7 @@ __all__ = [
     "DispatchMode",
     "ModuleTables",
     "after_backward",
+    "ambient_autocast",
     "before_backward",
     "call_function",
     "can_part",
@@ -320,6 +321,12 @@ def run_twice(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) ->
     """``run(*inputs)``, run again in backward, all of it; generators of random numbers are left alone."""
     untyped: Any = checkpoint
     return untyped.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+
+
+def ambient_autocast(device_type: str) -> torch.dtype | None:
+    """The dtype of the ``torch.autocast`` that this is called in; None outside of any."""
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 class ModuleTables(NamedTuple):

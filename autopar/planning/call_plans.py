@@ -88,7 +88,7 @@ class CallPlanner:
         self._request = request
         self._dtype = dtype
         self._finish = finish
-        self._made: dict[tuple[bool, str], list[Executable]] = {}
+        self._made: dict[tuple[bool, str, torch.dtype | None], list[Executable]] = {}
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
@@ -97,34 +97,46 @@ class CallPlanner:
         ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
         return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str = "") -> Executable:
+    def __call__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        is_training: bool,
+        part: str = "",
+        autocast: torch.dtype | None = None,
+    ) -> Executable:
         """What runs calls as this one, of the model or of its submodule `part`.
+
+        Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes on a CPU.
 
         Raises:
             InputShapeError: the model takes no such arguments.
             TraceError: it can't be traced on such inputs.
             InfeasibleError: no plan fits with the parameters stored as they are.
         """
-        made = self._made.setdefault((is_training, part), [])
+        made = self._made.setdefault((is_training, part, autocast), [])
         for executable in made:
             with suppress(InputShapeError):
                 executable.read_inputs(args, kwargs)
                 return executable
-        traced = self._finish(self._trace(args, kwargs, is_training, part))
-        plan = self._plan(traced.program, self._of_mode(is_training), part)
+        with torch.autocast("cpu", enabled=False):  # which this is called in
+            traced = self._finish(self._trace(args, kwargs, is_training, part, autocast))
+        plan = self._plan(traced.program, self._of_mode(is_training), made, part)
         executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
         made.insert(0, executable)
         del made[MOST_FORMS:]
         return executable
 
-    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str) -> Traced:
+    def _trace(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str, autocast: Any
+    ) -> Traced:
         model = as_model(self._twin, part)
         positional, named = map_leaves(_shape_of, (tuple(args), dict(kwargs)))
         try:
             bind(model, positional, named)
         except ExampleInputsError as error:
             raise InputShapeError(str(error)) from error
-        traced = trace(model, positional, named, training=is_training, dtype=self._dtype)
+        traced = trace(model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast)
         return require_target(model, traced) if is_training else traced
 
     def _of_mode(self, is_training: bool) -> SearchRequest:
@@ -133,13 +145,13 @@ class CallPlanner:
         training = replace(self._request.training, is_training=False)
         return replace(self._request, training=training, constraints=(), max_microbatches=1)
 
-    def _plan(self, program: Program, request: SearchRequest, part: str) -> Plan:
+    def _plan(self, program: Program, request: SearchRequest, like: Sequence[Executable], part: str) -> Plan:
         first_program, first = self._first
         for decisions in first.other_calls:
             if decisions.fingerprint == program.fingerprint:
                 known = check_known(replace(first, decisions=decisions), program, self._prices, request)
                 return replace(known, other_calls=())
-        made = [(each.program, each.plan) for each in self._made[program.training, part]]
+        made = [(each.program, each.plan) for each in like]
         # What the user asked for comes first; what was found for other calls may have left a constraint unmet.
         known = [[self._first] if first_program.training == program.training and not part else [], made]
         for plans in known:

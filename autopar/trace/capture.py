@@ -65,8 +65,9 @@ class Captured:
 class _Wrapper(nn.Module):
     """Calls the user's module on a flat list of tensors and returns one; export sees nothing else."""
 
-    def __init__(self, module: nn.Module, form: CallForm) -> None:
+    def __init__(self, module: nn.Module, form: CallForm, autocast: torch.dtype | None) -> None:
         super().__init__()
+        self._autocast = autocast
         self.add_module(WRAPPED, module)
         self._form = form
         self.records = _Records()
@@ -75,12 +76,19 @@ class _Wrapper(nn.Module):
         """The tensors that the module returns."""
         args, kwargs = self._form.arguments(tensors)
         with RepeatedCalls():
-            returned = self.get_submodule(WRAPPED)(*args, **kwargs)
+            returned = self._call(*args, **kwargs)
         self.records.outputs, result = describe(returned)
         if not result:
             refuse_output(returned)
             raise OutputError(_no_tensors(self.records.outputs))
         return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.get_submodule(WRAPPED)
+        if self._autocast is None:
+            return module(*args, **kwargs)
+        with torch.autocast("cpu", dtype=self._autocast):
+            return module(*args, **kwargs)
 
 
 @dataclass
@@ -101,7 +109,13 @@ class _Records:
 
 
 def capture(
-    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], *, training: bool, dtype: torch.dtype | None
+    model: nn.Module,
+    form: CallForm,
+    tensors: Sequence[Tensor],
+    *,
+    training: bool,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None = None,
 ) -> Captured:
     """Export a copy of `model` made of fake CPU tensors.
 
@@ -119,7 +133,7 @@ def capture(
             fakes[id(tensor)] = _fake_member(mode, tensor, dtype)
         return fakes[id(tensor)]
 
-    wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form)
+    wrapper = _Wrapper(copy_with(model, list(own.values()), swap), form, autocast)
     wrapper.training = training
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains

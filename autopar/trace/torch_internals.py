@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._decomp import _should_decompose_because_unsafe_op
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+from torch._higher_order_ops.wrap import WrapWithAutocast
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -246,8 +247,20 @@ def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.Ex
     it to find out how it splits; its pieces have rules.
     """
     # Checks of inputs would be generated, and dropped afterwards.
-    with patch("torch.export._unlift._ok_to_generate_guards_fn", lambda: False, create=True):
+    with (
+        patch("torch.export._unlift._ok_to_generate_guards_fn", lambda: False, create=True),
+        patch.object(WrapWithAutocast, "__call__", _interpret_autocast),
+    ):
         return program.run_decompositions({torch.ops.aten._weight_norm.default: _weight_norm})
+
+
+def _interpret_autocast(
+    _: Any, device_type: str, dtype: torch.dtype, enabled: bool, cache: bool, body: fx.GraphModule, *args: Any
+) -> Any:
+    """The body of an autocast region node by node, so that what becomes of a node keeps its modules and lines."""
+    with torch.autocast(device_type, dtype, enabled, cache):
+        untyped: Any = fx.Interpreter(body)
+        return untyped.run(*args)
 
 
 def stays(target: Any) -> bool:

@@ -78,6 +78,7 @@ def trace(
     *,
     training: bool | None = None,
     dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Traced:
     """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is
     computed.
@@ -88,6 +89,7 @@ def trace(
         kwargs: its keyword arguments.
         training: trace in training mode; by default the model's own.
         dtype: take floating parameters and floating inputs as of this dtype (mixed precision).
+        autocast: with the casts that ``torch.autocast("cpu", autocast)`` around the call makes.
 
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data.
@@ -96,7 +98,7 @@ def trace(
     """
     form, tensors = call_form(model, args, kwargs, dtype)
     is_training = model.training if training is None else training
-    captured = capture(model, form, tensors, training=is_training, dtype=dtype)
+    captured = capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
     if kwargs.get("use_cache") is True and not is_training:
         _refuse_cache(captured.outputs)
     graph = normalise(convert(captured, form.names))

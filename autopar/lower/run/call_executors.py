@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, InputShapeError, PlanMismatchError, SubmoduleError
+from autopar.lower.compat import ambient_autocast
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
@@ -22,8 +24,15 @@ __all__ = ["MOST_FORMS", "CallExecutors", "CallPlanner", "PlannedCall"]
 class CallPlanner(Protocol):
     """Finds what runs calls, with the parameters stored as they are."""
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str = "") -> Executable:
-        """For calls of the model, or of its submodule `part`."""
+    def __call__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        is_training: bool,
+        part: str = "",
+        autocast: torch.dtype | None = None,
+    ) -> Executable:
+        """For calls of the model, or of its submodule `part`, inside of ``torch.autocast`` to that dtype."""
         ...
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -70,8 +79,8 @@ class CallExecutors:
         self.first = first
         self._planner = planner
         self._compile_layers = compile_layers
-        # By mode and submodule, the one that was used last in front.
-        self._known: dict[tuple[bool, str], list[tuple[PlannedCall, Executor]]] = {}
+        # By mode, submodule and autocast's dtype, the one that was used last in front.
+        self._known: dict[tuple[bool, str, torch.dtype | None], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
         self._remember(first, mode, "", planning_s=sum(seconds for _, seconds in first.executable.plan.planning_s))
 
@@ -80,6 +89,11 @@ class CallExecutors:
         """All forms that are known: those of training first, of each mode the one that ran last first."""
         kinds = sorted(self._known, key=lambda kind: not kind[0])
         return tuple(call for kind in kinds for call, _ in self._known[kind])
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What calls here are autocast to: their programs have its casts."""
+        return ambient_autocast(self.first.communicator.device.type) if self._planner else None
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         """See `CallPlanner.submodule`."""
@@ -106,7 +120,7 @@ class CallExecutors:
     def _look_up(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str
     ) -> tuple[PlannedCall, Executor, Sequence[Tensor]] | None:
-        known = self._known.setdefault((self._mode(is_training), part), [])
+        known = self._known.setdefault((self._mode(is_training), part, self.autocast), [])
         for place, (call, executor) in enumerate(known):
             try:
                 tensors = executor.executable.read_inputs(args, kwargs)
@@ -158,7 +172,8 @@ class CallExecutors:
     ) -> list[tuple[PlannedCall, Executor]]:
         program, plan = executor.executable.program, executor.executable.plan
         text = ", ".join(f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in program.inputs)
-        known = self._known.setdefault((mode, part), [])
+        text += f", autocast to {self.autocast}" if self.autocast else ""
+        known = self._known.setdefault((mode, part, self.autocast), [])
         known.insert(0, (PlannedCall(text, mode, plan, planning_s, part=part), executor))
         return known
 
@@ -173,7 +188,7 @@ class CallExecutors:
                     "buffers, so eval() needs a planner"
                 )
             return first
-        executable = self._planner(args, kwargs, mode, part)
+        executable = self._planner(args, kwargs, mode, part, self.autocast)
         self._check_places(executable, "training" if mode else "eval")
         return Executor(executable, first.store, first.communicator, self._compile_layers)
 

@@ -211,6 +211,8 @@ class ParallelModule(ModuleInspection):
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
         kind = "training step {}" if self.training else "evaluation {}"
         kind += f" of {part!r}{_ALIKE}" if part else ""
+        autocast = self._executors.autocast
+        kind += f" with autocast to {autocast}" if autocast else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
         if self.call_inputs is not None and not part:
@@ -219,10 +221,11 @@ class ParallelModule(ModuleInspection):
         if executor is not self._executor:
             self._first_steps.interrupt()
         calls = self._communicator.calls
-        if calls is None:
-            return self._compute(executor, tensors)
-        with calls.failing():
-            outputs = self._compute(executor, tensors)
+        with torch.autocast(self._communicator.device.type, enabled=False) if autocast else nullcontext():
+            if calls is None:
+                return self._compute(executor, tensors)
+            with calls.failing():
+                outputs = self._compute(executor, tensors)
         calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, OutputTensor)])
         return outputs
 
