@@ -19,6 +19,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._mode_utils import no_dispatch
 
+from autopar.trace import torch_internals
 from autopar.trace.source_lines import user_lines
 
 __all__ = ["QUESTIONS", "Recorder", "Result", "is_torch_function", "late_code", "plain_calls", "recorder"]
@@ -41,11 +42,13 @@ def plain_calls() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_torch_function(func: Any) -> bool:
-    """Whether it is one of torch's own, native or not, or an op.
+    """Whether it is one of torch's own, native or not, or an op, or what `intercept_selections` puts in its place.
 
     Not so a gradient, which depends on how its arguments were computed.
     """
     module = str(getattr(func, "__module__", None) or "")
+    if module == torch_internals.__name__:
+        return True
     return isinstance(func, _NATIVE) or (f"{module}.".startswith("torch.") and not module.startswith("torch.autograd"))
 
 

@@ -134,17 +134,20 @@ def writes_to_results(block, x):
 
 def writes_a_gradient_into_zeros(block, x):
     y = torch.zeros(8, 8)
-    y[:, 2:4].copy_(x[:, 2:4])
+    y[:, :4].copy_(x[:, 2:6])
     y.transpose(0, 1)[1].add_(x[0])
     return Doubled.apply(y) if y.requires_grad else y * 0
 
 
 def asks_for_gradients(block, x):
+    def exp(y):
+        return y.exp()
+
     with torch.no_grad():
-        y = x.exp()
-    z = x.exp()
-    y = y * 3 if y.requires_grad or not z.requires_grad or z.is_leaf else y * 5
-    return y + z + z.detach().exp() + x.detach().requires_grad_().exp()
+        first = exp(x)
+    second, third = exp(x), exp(x.detach())
+    answers = first.requires_grad, second.requires_grad, third.requires_grad, second.is_leaf
+    return (first + second + third) * (2 if answers == (False, True, False, False) else 3)
 
 
 def has_a_gradient_of_its_own(block, x):
