@@ -155,3 +155,31 @@ def test_outputs_in_eval_mode_that_memory_does_not_hold_are_gathered_when_they_a
             torch.testing.assert_close(logits, expected.detach(), rtol=1e-11, atol=1e-12)
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-11, atol=0)
     assert reads
+
+
+class _Penalised(nn.Module):
+    """Returns a scalar beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make("plain_gpt")[0]
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits, loss = self.inner(ids, targets)
+        penalty = logits.square().mean()
+        return loss + penalty, penalty
+
+
+def test_a_scalar_beside_the_loss_is_read_on_every_stage() -> None:
+    model, inputs = _Penalised(), make("plain_gpt")[1]
+    traced = trace(model, (), inputs)
+    expected = float(model(**inputs)[1].detach())
+    plan = with_stages(random_plan(traced.program, 2, 0), 2, "gpipe", 2, random.Random(0))
+
+    def read(parallel: Any) -> tuple[bool, float]:
+        _, penalty = parallel(**inputs)
+        return type(penalty) is Tensor, float(penalty.detach())
+
+    found = simulate(4, lambda c: read(build(model, traced, plan, c)))
+    assert [value for _, value in found] == pytest.approx([expected] * 4, rel=1e-12)
+    assert not all(is_plain for is_plain, _ in found)

@@ -63,5 +63,5 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
             whole = None if value is None else executor.join_devices(name, value)
             return executor.share_across_groups(name, whole)
 
-    like = torch.empty(1, dtype=dtype, device=executor.communicator.device).expand(wanted.shape)
+    like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(wanted.shape)
     return OutputTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))

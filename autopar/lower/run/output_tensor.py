@@ -41,7 +41,7 @@ class OutputTensor(Tensor):
 
     def then(self, view: Callable[[Tensor], Tensor]) -> Self:
         """``view(...)`` of the whole tensor, once that is read."""
-        like = torch.empty(1, dtype=self.dtype, device=self.device).expand(self.shape)
+        like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
         return self.of(view(like).requires_grad_(self.requires_grad), lambda: view(self.whole()))
 
     def whole(self) -> Tensor:
