@@ -183,10 +183,19 @@ def _decode(text: str) -> Plan:
             raise ValueError(f"other_calls[{number}]: {problem}")
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
-    cast("dict[str, Any]", predicted).setdefault("speedups", {})
+    _complete(cast("dict[str, Any]", predicted))
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")
     is_whole = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
     return replace(plan, prediction=prediction) if is_whole else plan
+
+
+def _complete(predicted: dict[str, Any]) -> None:
+    """Add what earlier versions did not predict."""
+    predicted.setdefault("speedups", {})
+    costs = predicted.get("costs")
+    for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
+        if isinstance(cost, dict):
+            cast("dict[str, Any]", cost).setdefault("split_bytes", 0.0)
 
 
 def _format_plan(plan: Plan) -> str:

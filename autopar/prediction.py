@@ -14,10 +14,11 @@ __all__ = ["LayerCost", "Prediction"]
 class LayerCost:
     """Predicted cost of one layer on one device for one whole step (all microbatches).
 
-    The first six fields are seconds and add up to the layer's share of the step.  The last three say when parts of
+    The first six fields are seconds and add up to the layer's share of the step.  The next three say when parts of
     them are spent: of the communication, what belongs to the forwards of microbatches (`forward_comm_s`) and what runs
     once a step (`step_comm_s`); of what is left, which all belongs to the backwards, what gives gradients of parameters
-    alone (`weight_s`).  Bytes are per device, `saved_bytes` for one microbatch in flight.
+    alone (`weight_s`).  Bytes are per device, `saved_bytes` for one microbatch in flight, `split_bytes` for one between
+    the two parts of a backward in two parts: gradients that the second part reads.
     """
 
     forward_s: float = 0.0
@@ -34,6 +35,7 @@ class LayerCost:
     forward_comm_s: float = 0.0
     step_comm_s: float = 0.0
     weight_s: float = 0.0
+    split_bytes: float = 0.0
 
     def __add__(self, other: LayerCost) -> LayerCost:
         """The cost of both, on the same device."""

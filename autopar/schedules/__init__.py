@@ -1,6 +1,7 @@
 """Pipeline schedules: one record each (`autopar.schedules.torch_schedules`), found by its name."""
 
 from autopar.schedules.lookup import (
+    Flight,
     Shape,
     find_schedule,
     register_schedule,
@@ -12,6 +13,7 @@ from autopar.schedules.lookup import (
 from autopar.schedules.record import PipelineSchedule
 
 __all__ = [
+    "Flight",
     "PipelineSchedule",
     "Shape",
     "find_schedule",

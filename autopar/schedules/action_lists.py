@@ -180,7 +180,7 @@ def peak_held(
     Args:
         actions: the schedule.
         held_bytes: per stage, what one microbatch keeps from its F on.
-        weight_bytes: per stage, the part of this that only W gives up; the rest goes with I (B gives up all).
+        weight_bytes: per stage, what W gives up: the part of this that I leaves, and what I adds (B gives up all).
     """
     changes = {
         "F": held_bytes,

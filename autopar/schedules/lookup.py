@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource
 from autopar.schedules.record import PipelineSchedule
 from autopar.schedules.torch_schedules import RECORDS
 
 __all__ = [
+    "Flight",
     "Shape",
     "find_schedule",
     "register_schedule",
@@ -84,6 +86,15 @@ def _unknown(name: str) -> str:
     return f"there is no schedule {name!r:.40}; there are {', '.join(_records)}"
 
 
+class Flight(NamedTuple):
+    """How many microbatches are between forward and the end of backward, and how many of them between the two parts of
+    a backward in two parts.
+    """
+
+    in_flight: int = 1
+    split: int = 0
+
+
 @dataclass(frozen=True)
 class Shape:
     """A schedule, by name, with its numbers of device groups, stages and microbatches."""
@@ -108,6 +119,15 @@ class Shape:
         """What `count_flights` finds in the schedule's lists, or more."""
         counts = self.record.in_flight(self.num_groups, self.num_stages, self.num_microbatches)
         return tuple(min(self.num_microbatches, count) for count in counts)
+
+    @property
+    def flights(self) -> tuple[Flight, ...]:
+        """Of each stage, `in_flight` with how many of these wait between the two parts of their backward, or more."""
+        if not self.record.splits_backward:
+            return tuple(map(Flight, self.in_flight))
+        # The schedules that split it delay W on group g by g backwards (as counted in their lists).
+        waits = (group + 1 for group in self.groups)
+        return tuple(Flight(count, min(count, wait)) for count, wait in zip(self.in_flight, waits, strict=True))
 
     def actions(self, source: ScheduleSource) -> ScheduleActions:
         """The schedule's lists."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedules import Shape
+from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleActions, StageCost, peak_held
 from autopar.search.chain_dp import Chain, ChainLayer, Skip
 from autopar.step.stage_costs import CostColumns, stage_costs
@@ -40,9 +40,9 @@ class LayerCosts(CostColumns):
         """Seconds of a whole step."""
         return num_microbatches * (self.forward_s + self.backward_s) + self.step_s
 
-    def held_bytes(self, in_flight: int) -> Array:
+    def held_bytes(self, flight: Flight) -> Array:
         """Bytes with so many microbatches between forward and backward."""
-        return self.static_bytes + in_flight * self.saved_bytes
+        return self.static_bytes + flight.in_flight * self.saved_bytes + flight.split * self.split_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +113,12 @@ class CostTables:
             if skip.reader == start or (skip.producer == stop - 1 and skip.reader >= stop):
                 yield skip
 
-    def chain(self, in_flight: int) -> Chain:
+    def chain(self, flight: Flight) -> Chain:
         """All layers on one group, each with so many microbatches in flight; without the tied parameters."""
         count = self.num_microbatches
         layers = {
             id(layer): ChainLayer(
-                layer.total_s(count), layer.held_bytes(in_flight), layer.transient_bytes, layer.state_in,
+                layer.total_s(count), layer.held_bytes(flight), layer.transient_bytes, layer.state_in,
                 layer.state_out,
             )
             for layer in self.layers
@@ -230,7 +230,8 @@ def _peak_bounds(
     """
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     held = tuple(float(layers.saved_bytes[own].sum()) + float(r) for own, r in zip(spans, relayed_bytes, strict=True))
-    peaks = list(peak_held(actions, held, held))
+    until_weights = tuple(h + float(layers.split_bytes[own].sum()) for own, h in zip(spans, held, strict=True))
+    peaks = list(peak_held(actions, held, until_weights))
     for group in range(shape.num_groups):
         own = [span for span, owner in zip(spans, shape.groups, strict=True) if owner == group]
         peaks[group] += sum(float(layers.static_bytes[span].sum()) for span in own)
@@ -239,7 +240,7 @@ def _peak_bounds(
 
 
 def useful_candidates(
-    tables: CostTables, paths: Indices, flights: Sequence[int]
+    tables: CostTables, paths: Indices, flights: Sequence[Flight]
 ) -> tuple[CostTables, tuple[Indices, ...]]:
     """The tables of the most useful candidates alone, and their old indices per layer.
 
@@ -256,7 +257,7 @@ def useful_candidates(
     return tables.keep(rows), tuple(rows[id(costs)] for costs in tables.layers)
 
 
-def _best_at_prices(costs: LayerCosts, num_microbatches: int, used: Indices, flights: Sequence[int]) -> set[int]:
+def _best_at_prices(costs: LayerCosts, num_microbatches: int, used: Indices, flights: Sequence[Flight]) -> set[int]:
     """Indices of the candidates on the lower hulls of seconds over bytes, between boundary states of those used."""
     pairs = {(int(costs.state_in[row]), int(costs.state_out[row])) for row in used}
     seconds = costs.total_s(num_microbatches)

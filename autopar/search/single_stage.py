@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from autopar.errors import ConstraintError
 from autopar.plan import Decisions
+from autopar.schedules import Flight
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.chain_dp import Chain, ChainLayer, path_costs
 from autopar.search.lagrangian import PathPool, fastest_paths, pareto_indices
@@ -126,7 +127,7 @@ def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     """Fast paths by sums of seconds, and by what is left of them less what is overlapped by estimate."""
     shared = candidates.shared_costs.values()
     chain = replace(
-        candidates.tables.chain(1),
+        candidates.tables.chain(Flight()),
         fixed_s=sum(cost.step_s for cost in shared),
         fixed_bytes=sum(cost.memory.persistent_bytes for cost in shared),
     )

@@ -170,7 +170,7 @@ def running_costs(
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,
             parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
-            forward_comm_s=ahead_s, weight_s=weight_s,
+            forward_comm_s=ahead_s, weight_s=weight_s, split_bytes=memory.branch_bytes,
         )  # fmt: skip
     return found
 

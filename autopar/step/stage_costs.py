@@ -29,7 +29,8 @@ class CostColumns:
     """Costs of several layers, or of several candidates for one, as arrays: an entry each.
 
     Seconds of one microbatch's forward and whole backward, the part of the latter for parameters' gradients (where a
-    schedule can split it off), seconds once per step; bytes always, of one microbatch in flight, and while it runs.
+    schedule can split it off), seconds once per step; bytes always, of one microbatch in flight, while it runs, and
+    what is added to those of a microbatch between the two parts of its backward.
     """
 
     forward_s: Array
@@ -39,6 +40,7 @@ class CostColumns:
     static_bytes: Array
     saved_bytes: Array
     transient_bytes: Array
+    split_bytes: Array
 
     @classmethod
     def of(cls, costs: Sequence[LayerCost], splits: Sequence[bool], num_microbatches: int) -> CostColumns:
@@ -52,6 +54,7 @@ class CostColumns:
             static_bytes=np.array([cost.static_bytes for cost in costs]),
             saved_bytes=np.array([cost.saved_bytes for cost in costs]),
             transient_bytes=np.array([cost.transient_bytes for cost in costs]),
+            split_bytes=np.array([cost.split_bytes * split for cost, split in zip(costs, splits, strict=True)]),
         )
 
 

@@ -23,7 +23,7 @@ def make_tables(
     seed: int, num_layers: int, num_candidates: int, num_microbatches: int, *, limit_bytes: float = np.inf
 ) -> CostTables:
     """Random layers, a value from each to the next, one that skips layers, and a parameter of the two ends."""
-    random = np.random.default_rng(seed)
+    random, shares = np.random.default_rng(seed), np.random.default_rng(1000 + seed)
     tables: list[LayerCosts] = []
     for _ in range(num_layers):
         saved = random.uniform(1.0, 8.0, num_candidates).round(1)
@@ -38,6 +38,7 @@ def make_tables(
                 random.uniform(1.0, 10.0, num_candidates),
                 saved,
                 random.uniform(0.0, 3.0, num_candidates),
+                shares.uniform(0.0, 0.4, num_candidates) * saved,
                 random.integers(0, NUM_STATES, num_candidates),
                 random.integers(0, NUM_STATES, num_candidates),
             )

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedules import Shape, schedule_names, schedule_problem
-from autopar.schedules.action_lists import count_flights
+from autopar.schedules.action_lists import ScheduleActions, count_flights
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 
@@ -83,6 +83,17 @@ def test_closed_forms_agree_with_the_action_lists(schedule: str) -> None:
             counted = count_flights(actions, shape.num_stages)
             assert all(real <= said for real, said in zip(counted, shape.in_flight, strict=True)), shape
             assert count % groups or counted == shape.in_flight, shape
+            flights = zip(shape.flights, count_splits(actions, shape.num_stages), counted, strict=True)
+            assert all(said.split >= real and said.in_flight >= whole for said, real, whole in flights), shape
+
+
+def count_splits(actions: ScheduleActions, num_stages: int) -> list[int]:
+    """Per stage, the most microbatches between I and W."""
+    now, most = [0] * num_stages, [0] * num_stages
+    for stage, kind, _ in itertools.chain(*actions):
+        now[stage] += {"I": 1, "W": -1}.get(kind, 0)
+        most[stage] = max(most[stage], now[stage])
+    return most
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], t
     assert plan.optimality_gap >= 0
     broadcast_s = PRICES.collective_s("broadcast", Axis(plan.num_groups, plan.group_size), 4.0)
     held: list[float] = []
+    until_weights: list[float] = []
     for index, (stage, found) in enumerate(zip(plan.stages, plan.prediction.stages, strict=True)):
         costs, count = costs_of(plan, stage), plan.num_microbatches
         is_first = stage.group not in [each.group for each in plan.stages[:index]]
@@ -72,7 +73,8 @@ def test_a_plan_is_what_its_stages_and_costs_say(constraints: tuple[str, ...], t
         total_s = sum(cost.total_s for cost in costs)
         assert total_s == pytest.approx(count * (found.forward_s + found.backward_s) + once_s - broadcast_s * is_first)
         held.append(sum(cost.saved_bytes for cost in costs))
-    for group, peak in enumerate(peak_held(actions, tuple(held), tuple(held))):
+        until_weights.append(held[-1] + sum(cost.split_bytes for cost in costs))
+    for group, peak in enumerate(peak_held(actions, tuple(held), tuple(until_weights))):
         own = [stage for stage in plan.stages if stage.group == group]
         costs = [cost for stage in own for cost in costs_of(plan, stage)]
         static = sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
@@ -246,3 +248,21 @@ def test_stages_that_nobody_asked_for_must_gain_more_than_predictions_are_off(by
     assert (staged.step_time_s < flat.step_time_s) == (gain != "none")
     notes = [note for note in free.notes if "pipeline=2 asks for them" in note]
     assert len(notes) == (gain == "small"), notes
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv"])
+def test_what_a_backward_in_two_parts_keeps_between_them_is_counted(schedule: str) -> None:
+    """Gradients that wait for W: the walk through the step finds no more than the search counts."""
+    program = model(8)
+    free = run(program, "pipeline=4", f"schedule={schedule}", "microbatches=4")
+    actions = schedule_actions(free.schedule, free.num_groups, len(free.stages), free.num_microbatches)
+    assert any(cost.split_bytes > 0 for cost in free.costs)
+    held = [sum(cost.saved_bytes for cost in costs_of(free, stage)) for stage in free.stages]
+    until_weights = [
+        own + sum(cost.split_bytes for cost in costs_of(free, stage))
+        for own, stage in zip(held, free.stages, strict=True)
+    ]
+    for group, peak in enumerate(peak_held(actions, tuple(held), tuple(until_weights))):
+        costs = [cost for stage in free.stages if stage.group == group for cost in costs_of(free, stage)]
+        counted = peak + sum(cost.static_bytes for cost in costs) + max(cost.transient_bytes for cost in costs)
+        assert free.group_peak_bytes(group) <= counted * 1.02  # what is sent and handed on apart

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from autopar.schedules import Flight
 from autopar.search.chain_dp import Chain, ChainLayer
 from autopar.search.cost_tables import CostTables
 from autopar.search.lagrangian import fastest_path, fastest_paths
@@ -26,7 +27,7 @@ _MAX_PRICES = 12
 _MAX_CAPS = 3
 _ROUNDS = 2  # in which groups adapt to their neighbours: a group sees only those next to it; each round solves all
 
-Stages = tuple[tuple[int, int, int], ...]  # as `PipelineCuts.stages_of`
+Stages = tuple[tuple[int, int, Flight], ...]  # as `PipelineCuts.stages_of`
 
 
 @dataclass(eq=False)
@@ -35,7 +36,7 @@ class GroupSolver:
 
     tables: CostTables
     known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict[tuple[object, ...], tuple[int, ...]])
-    chains: dict[int, Chain] = field(default_factory=dict[int, Chain])
+    chains: dict[Flight, Chain] = field(default_factory=dict[Flight, Chain])
 
     def solve(self, cuts: PipelineCuts, guide: Sequence[int]) -> tuple[int, ...]:
         """The candidate of every layer; where nothing fits, those that take the least memory."""
@@ -114,5 +115,5 @@ class GroupSolver:
             for start, stop, flight in stages:
                 reads = any(start <= reader < stop for reader in send.readers)
                 if send.producer < start and not reads and max(send.readers) >= stop:
-                    size += flight * float(send.num_bytes[state])
+                    size += flight.in_flight * float(send.num_bytes[state])
         return size

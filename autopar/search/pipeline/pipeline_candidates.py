@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.plan import Decisions, Stage
-from autopar.schedules import Shape
+from autopar.schedules import Flight, Shape
 from autopar.schedules.action_lists import ScheduleSource, StageCost
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
@@ -197,20 +197,21 @@ def _guide_paths(tables: CostTables, shapes: list[Shape]) -> tuple[Indices, floa
         pool = fastest_paths(
             tables.chain(flight), max_prices=_GUIDE_PRICES, max_caps=_GUIDE_CAPS, mixes=False, aim_bytes=aim
         )
-        if flight == 1:
+        if flight == Flight():
             lower_bound_s = pool.lower_bound_s(aim) / groups
         paths.append(np.unique(np.stack(pool.paths), axis=0))
     return np.unique(np.concatenate(paths), axis=0), lower_bound_s
 
 
-def _typical_flights(shapes: list[Shape]) -> list[int]:
-    """1, and what is usual in these shapes, neighbours no nearer than a quarter."""
-    usual: set[int] = set()
+def _typical_flights(shapes: list[Shape]) -> list[Flight]:
+    """One microbatch, and what is usual in these shapes, neighbours no nearer than a quarter."""
+    usual: set[Flight] = set()
     for shape in shapes:
-        flights = shape.in_flight
-        usual |= {max(flights), round(sum(flights) / len(flights))}
-    typical = [1]
+        counts, splits = zip(*shape.flights, strict=True)
+        mean = Flight(round(sum(counts) / len(counts)), round(sum(splits) / len(splits)))
+        usual |= {Flight(max(counts), splits[counts.index(max(counts))]), mean}
+    typical = [Flight()]
     for flight in sorted(usual):
-        if flight > 1.25 * typical[-1]:
+        if sum(flight) > 1.25 * sum(typical[-1]):
             typical.append(flight)
     return typical

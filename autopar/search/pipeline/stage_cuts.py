@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.schedules import Shape
+from autopar.schedules import Flight, Shape
 from autopar.search.cost_tables import CostTables
 from autopar.search.pipeline.schedule_estimates import fill_share
 
@@ -46,9 +46,9 @@ class PipelineCuts:
     shape: Shape
     bounds: tuple[int, ...]
 
-    def stages_of(self, group: int) -> tuple[tuple[int, int, int], ...]:
+    def stages_of(self, group: int) -> tuple[tuple[int, int, Flight], ...]:
         """(first layer, one more than the last, microbatches in flight) of the stages of a device group."""
-        stages = zip(itertools.pairwise(self.bounds), self.shape.in_flight, self.shape.groups, strict=True)
+        stages = zip(itertools.pairwise(self.bounds), self.shape.flights, self.shape.groups, strict=True)
         return tuple((start, stop, flight) for (start, stop), flight, owner in stages if owner == group)
 
 
@@ -58,8 +58,8 @@ class SpanCosts:
 
     Args:
         paths: ``[path, layer]``, the candidate.
-        sums: ``[3, path, layer + 1]``, running sums of: seconds of one microbatch with its share of what is done once
-            per step, static bytes, saved bytes.
+        sums: ``[4, path, layer + 1]``, running sums of: seconds of one microbatch with its share of what is done once
+            per step, static bytes, saved bytes, bytes between the parts of a backward.
         largest: ``[path, first layer, width - 1]``, the largest transient of so many layers.
         tied_bytes: ``[first layer, width - 1]``, shared parameters that so many layers read.
     """
@@ -84,9 +84,10 @@ class SpanCosts:
         """``[path, first layer, width - 1]``: of one microbatch."""
         return self._over_spans(0)
 
-    def size(self, in_flight: int) -> Array:
+    def size(self, flight: Flight) -> Array:
         """``[path, first layer, width - 1]``: bytes of a stage with so many microbatches in flight."""
-        return self._over_spans(1) + in_flight * self._over_spans(2) + self.largest + self.tied_bytes
+        held = flight.in_flight * self._over_spans(2) + (flight.split * self._over_spans(3) if flight.split else 0.0)
+        return self._over_spans(1) + held + self.largest + self.tied_bytes
 
     def _over_spans(self, which: int) -> Array:
         """A sum over so many layers, infinite behind the last one."""
@@ -98,13 +99,13 @@ class SpanCosts:
 
 def largest_first(tables: CostTables, paths: Indices) -> Indices:
     """The paths in the order of ever less memory, about as many microbatches being in flight as is usual."""
-    _, static, saved, _ = _along_paths(tables, paths)
+    _, static, saved, *_ = _along_paths(tables, paths)
     return paths[np.argsort(static.sum(axis=1) + saved.sum(axis=1) * tables.num_microbatches**0.5)[::-1]]
 
 
 def span_costs(tables: CostTables, paths: Indices, num_stages: int) -> SpanCosts:
     """What these paths (`largest_first`) cost over all spans of layers that may be one of `num_stages` stages."""
-    unit_s, static, saved, transient = _along_paths(tables, paths)
+    unit_s, static, saved, transient, split = _along_paths(tables, paths)
     num_layers = paths.shape[1]
     widest = num_layers - num_stages + 1
     if num_layers > _FEW_LAYERS:
@@ -112,8 +113,8 @@ def span_costs(tables: CostTables, paths: Indices, num_stages: int) -> SpanCosts
         most_s = _WIDEST * fastest[-1] / num_stages
         reach = [bisect.bisect_left(fastest, before_s + most_s) - start for start, before_s in enumerate(fastest[:-1])]
         widest = min(widest, max(reach) + 1)
-    sums = np.zeros((3, len(paths), num_layers + 1))
-    np.cumsum(np.stack([unit_s, static, saved]), axis=2, out=sums[:, :, 1:])
+    sums = np.zeros((4, len(paths), num_layers + 1))
+    np.cumsum(np.stack([unit_s, static, saved, split]), axis=2, out=sums[:, :, 1:])
     largest = np.full((len(paths), num_layers, widest), np.inf)
     running = transient
     for width in range(widest):
@@ -123,20 +124,21 @@ def span_costs(tables: CostTables, paths: Indices, num_stages: int) -> SpanCosts
     return SpanCosts(paths, sums, largest, _tied_bytes(tables, num_layers, widest))
 
 
-def _along_paths(tables: CostTables, paths: Indices) -> tuple[Array, Array, Array, Array]:
-    """``[path, layer]``: seconds of one microbatch with its share of the rest; static, saved, transient bytes."""
-    unit_s, static, saved, transient = (np.zeros(paths.shape) for _ in range(4))
+def _along_paths(tables: CostTables, paths: Indices) -> tuple[Array, Array, Array, Array, Array]:
+    """``[path, layer]``: seconds of one microbatch with a share of the rest; static, saved, transient, split bytes."""
+    unit_s, static, saved, transient, split = (np.zeros(paths.shape) for _ in range(5))
     for layer, costs in enumerate(tables.layers):
         rows = paths[:, layer]
         unit_s[:, layer] = costs.total_s(tables.num_microbatches)[rows] / tables.num_microbatches
         static[:, layer] = costs.static_bytes[rows]
         saved[:, layer] = costs.saved_bytes[rows]
         transient[:, layer] = costs.transient_bytes[rows]
+        split[:, layer] = costs.split_bytes[rows]
     for transfer in tables.all_transfers:
         source = tables.layers[transfer.producer].state_out[paths[:, transfer.producer]]
         target = tables.layers[transfer.reader].state_in[paths[:, transfer.reader]]
         unit_s[:, transfer.reader] += (transfer.forward_s + transfer.backward_s)[source, target]
-    return unit_s, static, saved, transient
+    return unit_s, static, saved, transient, split
 
 
 def _tied_bytes(tables: CostTables, num_layers: int, widest: int) -> Array:
@@ -155,13 +157,13 @@ def choose_cuts(tables: CostTables, spans: SpanCosts, shape: Shape) -> list[tupl
 
     If nothing seems to fit, the one whose largest stage is smallest.
     """
-    rounds, in_flight = shape.num_stages // shape.num_groups, shape.in_flight
+    rounds, flights = shape.num_stages // shape.num_groups, shape.flights
     budget = tables.limit_bytes / rounds
-    by_flight = {count: _unit_seconds(spans, count, budget) for count in set(in_flight)}
-    seconds = np.stack([by_flight[count] for count in in_flight])
+    by_flight = {flight: _unit_seconds(spans, flight, budget) for flight in set(flights)}
+    seconds = np.stack([by_flight[flight] for flight in flights])
     least, _ = _divide(seconds, np.inf, sums=False)
     if not np.isfinite(least):
-        sizes = np.stack([spans.size(count).min(axis=0) for count in in_flight])
+        sizes = np.stack([spans.size(flight).min(axis=0) for flight in flights])
         return [(np.inf, PipelineCuts(shape, _divide(sizes, np.inf, sums=False)[1]))]
     step_s: dict[tuple[int, ...], float] = {}
     for slack in _SLACK:
@@ -175,9 +177,9 @@ def choose_cuts(tables: CostTables, spans: SpanCosts, shape: Shape) -> list[tupl
     return [(value, PipelineCuts(shape, bounds)) for bounds, value in ranked]
 
 
-def _unit_seconds(spans: SpanCosts, in_flight: int, budget: float) -> Array:
+def _unit_seconds(spans: SpanCosts, flight: Flight, budget: float) -> Array:
     """``[first layer, width - 1]``: the least seconds that seem to fit."""
-    seconds, size = spans.seconds, spans.size(in_flight)
+    seconds, size = spans.seconds, spans.size(flight)
     least_s = np.where(size <= budget, seconds, np.inf).min(axis=0)
     if len(spans.paths) > 1:
         with np.errstate(divide="ignore", invalid="ignore"):
