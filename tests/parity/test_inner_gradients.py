@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.func import functional_call
+from torch.func import grad as func_grad
 from torch.nn import functional
 
 from autopar.errors import TraceError
@@ -125,9 +126,14 @@ def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> 
 
 
 REFUSED: dict[str, tuple[Call, list[nn.Module], str]] = {
-    "dropout": (penalty, [nn.Dropout(0.5)], r"through aten\.native_dropout.*other random numbers"),
+    "dropout": (penalty, [nn.Dropout(0.5)], r"through aten\.native_dropout.*, which would draw other random numbers"),
     "batch norm": (penalty, [nn.BatchNorm1d(16)], "through what updates a buffer"),
     "backward": (lambda net, x, y: net.body(x).sum().backward(), [], r"calls backward\(\)"),
+    "functional": (
+        lambda net, x, y: func_grad(lambda x: net.body(x).sum())(x).sum(),
+        [],
+        r"takes a gradient by torch\.func",
+    ),
     "written": (lambda net, x, y: grad((x.mul_(2) * net.body(y)).sum(), x)[0].sum(), [], "writes to in place"),
 }
 

@@ -176,7 +176,10 @@ def test_control_flow_on_data_names_the_users_line():
                 return h
             return -h
 
-    with pytest.raises(TraceError, match=rf"test_calls\.py:{line_of('# the line at fault')}: .*torch\.where"):
+    with pytest.raises(
+        TraceError,
+        match=rf"test_calls\.py:{line_of('# the line at fault')}: .*so the model is not one graph.*torch\.where",
+    ):
         trace(Branch(), (X,), {})
 
 
@@ -185,7 +188,8 @@ def test_numbers_from_data_name_the_users_line():
         def forward(self, x):
             return self.linear(x) * x.sum().item()  # the item
 
-    with pytest.raises(TraceError, match=rf"test_calls\.py:{line_of('# the item')}: .*\.item\(\)"):
+    told = r"gives a number that depends on data; .*\.item\(\)"
+    with pytest.raises(TraceError, match=rf"test_calls\.py:{line_of('# the item')}: .*{told}"):
         trace(Item(), (X,), {})
 
 
@@ -261,8 +265,6 @@ def test_distributions_and_losses_check_no_values():
 
     program = trace(Variational(), (X,), {}).program
     assert program.loss
-    with pytest.raises(ValueError, match="scale"):
-        torch.distributions.Normal(0.0, torch.tensor(-1.0))
     with pytest.raises(ValueError, match="negative"):
         nn.GaussianNLLLoss()(X, X, -X.abs())
 
