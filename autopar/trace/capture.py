@@ -22,6 +22,7 @@ from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.host_draws import refuse_host_draws
 from autopar.trace.inner_gradients import traced_gradients
+from autopar.trace.instance_norms import written_instance_norms
 from autopar.trace.repeated_calls import RepeatedCalls
 from autopar.trace.selections import refuse_output, select
 from autopar.trace.signature import CallForm
@@ -199,7 +200,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(torch_internals.unread_masks())
-                patches.enter_context(torch_internals.written_instance_norms())
+                patches.enter_context(written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
                 patches.enter_context(torch_internals.intercept_selections(select))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._decomp import decomposition_table
 from torch.fx.experimental import proxy_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -69,7 +68,7 @@ def _average_pool_backward(
 # gradient, which its second derivative needs.
 _SPELLED_OUT = ("_backward", "native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")
 _DECOMPOSITIONS = {
-    **{op: function for op, function in decomposition_table.items() if any(part in str(op) for part in _SPELLED_OUT)},
+    **torch_internals.written_out(_SPELLED_OUT),
     torch.ops.aten.convolution_backward.default: _convolution_backward,
     torch.ops.aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
     torch.ops.aten.avg_pool2d_backward.default: _average_pool_backward,
@@ -236,7 +235,7 @@ class _Backward:
         return fx.Interpreter(fx.GraphModule(nn.Module(), graph), garbage_collect_values=False)
 
 
-_ENGINE: Any = torch.autograd.graph._engine_run_backward  # tracing replaces it where torch calls it
+_ENGINE = torch_internals.gradient_engine()
 
 
 def _check_op(node: fx.Node) -> None:

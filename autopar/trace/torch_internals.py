@@ -9,15 +9,15 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._decomp import _should_decompose_because_unsafe_op
+from torch._decomp import _should_decompose_because_unsafe_op, decomposition_table
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._higher_order_ops.wrap import WrapWithAutocast
 from torch._subclasses.fake_tensor import (
@@ -43,6 +43,7 @@ __all__ = [
     "fake_tensor",
     "flatten",
     "flatten_one_level",
+    "gradient_engine",
     "inline_grad_regions",
     "intercept_autograd_functions",
     "intercept_gradients",
@@ -62,7 +63,7 @@ __all__ = [
     "untraced",
     "values_to_print",
     "writes",
-    "written_instance_norms",
+    "written_out",
 ]
 
 TORCH_DIRECTORY = str(Path(torch.__file__).parent)
@@ -396,35 +397,14 @@ def intercept_gradients(run: Callable[..., Any]) -> contextlib.AbstractContextMa
     return patch.object(torch.autograd, "_engine_run_backward", run)
 
 
-def written_instance_norms() -> contextlib.AbstractContextManager[Any]:
-    """Inside, instance norm updates its running statistics where tracing sees it: its kernel does so unseen."""
-    return patch.object(torch, "instance_norm", partial(_instance_norm, torch.instance_norm))
+def gradient_engine() -> Callable[..., Any]:
+    """Autograd's engine; tracing replaces it where torch calls it."""
+    return torch.autograd.graph._engine_run_backward
 
 
-class _InstanceNorm(NamedTuple):
-    """The arguments of torch.instance_norm."""
-
-    input: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    use_input_stats: bool
-    momentum: float
-    eps: float
-    cudnn_enabled: bool
-
-
-def _instance_norm(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    call = _InstanceNorm(*args, **kwargs)
-    if not call.use_input_stats:
-        return torch.batch_norm(*call[:5], False, *call[6:])
-    if call.running_mean is not None and call.running_var is not None:
-        with torch.no_grad():
-            var, mean = torch.var_mean(call.input, tuple(range(2, call.input.ndim)))
-            for running, statistic in ((call.running_mean, mean), (call.running_var, var)):
-                running.mul_(1 - call.momentum).add_(statistic.mean(0).to(running.dtype), alpha=call.momentum)
-    return kernel(*call._replace(running_mean=None, running_var=None))
+def written_out(parts: Sequence[str]) -> dict[Any, Callable[..., Any]]:
+    """Torch's decompositions of the ops with one of these `parts` in their names."""
+    return {op: function for op, function in decomposition_table.items() if any(part in str(op) for part in parts)}
 
 
 def clone_tree(model: nn.Module, swap: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -21,7 +21,10 @@ LONG = "llama gpt (?<!num)(?<!mem)bert mixtral mistral qwen gemma deepseek falco
 SHORT = "vit deit swin t5 mt5 phi2 phi3 bart bloom dbrx unet"
 FAMILY = re.compile(rf"{LONG.replace(' ', '|')}|(?<![a-z])(?:{SHORT.replace(' ', '|')})(?![a-z])", re.IGNORECASE)
 # Where private interfaces of torch may be used: one place for each stage that needs them.
-COMPAT = {PACKAGE / name for name in ("trace/torch_internals.py", "trace/torch_recording.py", "lower/compat.py")}
+COMPAT = {
+    PACKAGE / name
+    for name in ("trace/torch_internals.py", "trace/torch_recording.py", "trace/flex_attention.py", "lower/compat.py")
+}
 
 
 def relative(path: Path) -> str:
