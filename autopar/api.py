@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +41,7 @@ from autopar.planning.arguments import (
 from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.given_plan import load_plan, with_prediction
+from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.precision import with_speedup
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
@@ -54,18 +54,14 @@ from autopar.suggestions import suggest_path
 from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
 
 __all__ = [
-    "ExampleInputs", "build", "call_planner", "load_profile", "mesh_prices", "mesh_ranks", "parallelize", "plan",
+    "ExampleInputs", "build", "call_planner", "load_profile", "mesh_prices", "parallelize", "plan",
     "trace_model",
 ]  # fmt: skip
 
 _CACHE = CACHE_DIR
 
 
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-@shown(here=_is_first_rank)
+@shown(here=is_first_rank)
 def parallelize(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     mesh: DeviceMesh,
@@ -204,7 +200,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     return made
 
 
-@shown(here=_is_first_rank)
+@shown(here=is_first_rank)
 def plan(  # noqa: PLR0913  (what a user may say)
     model: nn.Module,
     cluster: Cluster | DeviceMesh,
@@ -413,32 +409,6 @@ def _describe_arguments(plan: object, profile: object, setup: Setup, *, compiled
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
     return f"a plan {how}, prices {prices}, compile={compiled}, {setup.training}, constraints={setup.constraints}"
-
-
-def mesh_ranks(mesh: Any) -> list[int]:
-    """The processes of `mesh` in its order.
-
-    Raises:
-        MeshError: it is no DeviceMesh, or names a process that there is not, or one twice.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"mesh is a {type(mesh).__name__}: pass a DeviceMesh, for instance "
-            "torch.distributed.device_mesh.init_device_mesh('cuda', (8,))"
-        )
-    if mesh.device_type == "cuda" and not torch.cuda.is_available():
-        raise MeshError(
-            f"the mesh is of 'cuda' devices, but torch {torch.__version__} sees none here: install a torch that is "
-            "built for CUDA on a machine with GPUs, or use init_device_mesh('cpu', ...)"
-        )
-    ranks = [int(rank) for rank in mesh.mesh.flatten()]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if dist.is_initialized() and (max(ranks) >= world or len(set(ranks)) < len(ranks)):
-        raise MeshError(
-            f"the mesh has the ranks {ranks}, but there are {world} processes, 0 to {world - 1}, each to be "
-            "named once: start as many processes as the mesh has devices, or make a smaller mesh"
-        )
-    return ranks
 
 
 def build(

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.api import mesh_prices, mesh_ranks
+from autopar.api import mesh_prices
 from autopar.backend.options import Options
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError, BackendError
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.torch_groups import open_group
 from autopar.plan import Plan
+from autopar.planning.mesh_ranks import mesh_ranks
 
 __all__ = ["Session", "made_plans", "session_of"]
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.api import mesh_ranks
 from autopar.backend.dynamo_graph import CapturedGraph, Expected
 from autopar.errors import BackendError
 from autopar.lower.compat import from_torch_placement
 from autopar.placement import REPLICATE, Layout, Placement
+from autopar.planning.mesh_ranks import mesh_ranks
 
 __all__ = ["Stored", "as_expected", "stored_parameters", "with_whole_inputs"]
 

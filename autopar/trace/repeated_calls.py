@@ -35,7 +35,7 @@ class _UnfitError(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RecordedCall:
     """A call: what tells its kind, the tensors that it takes, and the ops that they come from, each once."""
 
     key: Any
@@ -98,7 +98,7 @@ class RepeatedCalls(TorchFunctionMode):
         return result
 
 
-def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: Recorder) -> _Call | None:
+def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: Recorder) -> _RecordedCall | None:
     """The call, unless it can't be compared with others."""
     tensors: list[Tensor] = []
     nodes: dict[fx.Node, int] = {}
@@ -127,10 +127,10 @@ def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: R
         hash(key)
     except (_UnfitError, TypeError):  # symbolic sizes have no hash
         return None
-    return _Call(key, tensors, tuple(nodes))
+    return _RecordedCall(key, tensors, tuple(nodes))
 
 
-def _learn(call: _Call, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _Known | None:
+def _learn(call: _RecordedCall, nodes: Sequence[fx.Node], returned: Any, recorder: Recorder) -> _Known | None:
     """What is to be done for a call like this; None if it is to be traced again."""
     results, structure = torch_internals.flatten(returned)
     sources = {*call.operands, *nodes}
@@ -159,7 +159,7 @@ def _is_copyable(node: fx.Node) -> bool:
 
 
 def _repeat(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: _Call, known: _Known, recorder: Recorder
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: _RecordedCall, known: _Known, recorder: Recorder
 ) -> Any:
     """What `func` gives, when a call like this one is known."""
     if known.gives_views:

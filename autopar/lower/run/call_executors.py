@@ -18,10 +18,10 @@ from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
 from autopar.plan import Plan
 
-__all__ = ["MOST_FORMS", "CallExecutors", "CallPlanner", "PlannedCall"]
+__all__ = ["MOST_FORMS", "CallExecutors", "ExecutablePlanner", "PlannedCall"]
 
 
-class CallPlanner(Protocol):
+class ExecutablePlanner(Protocol):
     """Finds what runs calls, with the parameters stored as they are."""
 
     def __call__(
@@ -74,7 +74,7 @@ class CallExecutors:
         first: that of the calls that the module was parallelized for.
     """
 
-    def __init__(self, first: Executor, planner: CallPlanner | None, compile_layers: bool) -> None:
+    def __init__(self, first: Executor, planner: ExecutablePlanner | None, compile_layers: bool) -> None:
         """`planner` is asked for what is not known; None: other calls are refused."""
         self.first = first
         self._planner = planner
@@ -96,7 +96,7 @@ class CallExecutors:
         return ambient_autocast(self.first.communicator.device.type) if self._planner else None
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """See `CallPlanner.submodule`."""
+        """See `ExecutablePlanner.submodule`."""
         if self._planner is None:
             raise _no_planner(part)
         return self._planner.submodule(part, tensors)

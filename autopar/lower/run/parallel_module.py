@@ -27,7 +27,7 @@ from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
-from autopar.lower.run.call_executors import CallExecutors, CallPlanner, PlannedCall
+from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs, do_outputs_fit
 from autopar.lower.run.execution import Executor, check_plan
@@ -53,7 +53,7 @@ def lower(
     communicator: Communicator,
     mesh: DeviceMesh,
     draws: Draws | None = None,
-    planner: CallPlanner | None = None,
+    planner: ExecutablePlanner | None = None,
     compile_layers: bool = False,
     predictions: Predictions | None = None,
 ) -> ParallelModule:
@@ -104,7 +104,7 @@ class ParallelModule(ModuleInspection):
         draws: Draws | None,
         communicator: Communicator,
         mesh: DeviceMesh,
-        planner: CallPlanner | None,
+        planner: ExecutablePlanner | None,
         compile_layers: bool,
         predictions: Predictions | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class ParallelModule(ModuleInspection):
         executable: Executable,
         store: ParameterStore,
         communicator: Communicator,
-        planner: CallPlanner | None,
+        planner: ExecutablePlanner | None,
         compile_layers: bool,
         predictions: Predictions | None,
     ) -> None:
