@@ -40,6 +40,7 @@ from autopar.planning.arguments import (
 )
 from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, trace_model
 from autopar.planning.caller_inputs import call_inputs
+from autopar.planning.compiling import check_compiler, read_compile, search_compiled
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.precision import with_speedup
@@ -75,7 +76,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
     constraints: str | Sequence[str] | None = None,
-    compile: bool = False,
+    compile: bool | None = None,
     profile: Profile | str | Path | Literal[False] | None = None,
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["whole", "local"] | None = None,
@@ -108,7 +109,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             the module that is returned.
         precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
         constraints: what the search must respect: texts such as ``"tensor=2"`` or ``"lm_head: replicate"``, or one.
-        compile: compile each distinct layer program once with ``torch.compile``.
+        compile: whether each distinct layer program is compiled, once, with ``torch.compile``.  None: as `plan` says;
+            where one is searched for, on GPUs if it is predicted to be faster, on CPUs not.
         profile: measured prices, or the path of a file of them; None: what was measured on this machine before, by
             ``python -m autopar.profile`` or an earlier run, and measure what is missing (seconds; kept for the next
             run); False: estimate.
@@ -155,25 +157,31 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
     is_local, whole_outputs = agree(group, lambda: (are_inputs_local(inputs), read_outputs(outputs)))
-    arguments = f"{_describe_arguments(plan, profile, setup, compiled=compile)}, inputs={inputs}, outputs={outputs}"
+    asked = agree(group, lambda: read_compile(compile))
+    training = replace(setup.training, gathers_outputs=bool(whole_outputs))
+    setup = replace(setup, training=training, compile=asked)
+    arguments = f"{_describe_arguments(plan, profile, setup)}, inputs={inputs}, outputs={outputs}"
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
     agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
+        setup = replace(setup, compile=agree(group, lambda: check_compiler(asked, mesh.device_type)))
         with generators_kept(communicator.device):  # ranks measure, and draw, differently
             prices = mesh_prices(loaded, communicator, mesh, setup.dtype)
             setup = setup.priced(prices)
             if profile is None:
-                plan = _search_and_time(traced, communicator, setup, prices, compiled=compile)
+                plan = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
     else:
-        own = plan
+        own = plan if asked in (None, plan.compiled) else plan.with_decisions(compiled=asked)
+        agree(group, lambda: check_compiler(own.compiled, mesh.device_type))
         agree(group, lambda: check_fit(own, traced.program, communicator.world_size))
         plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
         agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
     chosen = plan
+    setup = replace(setup, training=setup.training.running(compiled=plan.compiled))
     watch_optimizers(model.parameters())
     made = agree(
         group,
@@ -185,7 +193,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             mesh,
             setup,
             planner=call_planner(model, traced.program, chosen, setup),
-            compile_layers=compile,
+            compile_layers=chosen.compiled,
         ),
     )
     made.call_inputs = agree(
@@ -212,6 +220,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     precision: str | torch.dtype | None = None,
     constraints: str | Sequence[str] | None = None,
+    compile: bool | None = None,
     profile: Profile | str | Path | Literal[False] | None = None,
 ) -> Plan:
     """Find the fastest plan that fits, without any process group; the model may be on the meta device.
@@ -226,6 +235,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
         optimizer: as in `parallelize`.
         precision: as in `parallelize`.
         constraints: as in `parallelize`.
+        compile: as in `parallelize`.
         profile: measured prices of this device, or the path of a file of them; without them prices are estimates, and
             the plan says so.
 
@@ -241,6 +251,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     constraints = check_constraints(model, constraints, where.world_size)
     measured = load_profile(profile) if profile else None
     setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
+    setup = replace(setup, compile=read_compile(compile))
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
 
@@ -256,6 +267,7 @@ class Setup:
         prices: of the devices at hand; None where nothing is searched for.
         trace_s: seconds that tracing took.
         draws: the values of what is on the meta device.
+        compile: whether layers are compiled; None: as the search finds best.
     """
 
     dtype: torch.dtype | None = None
@@ -265,6 +277,7 @@ class Setup:
     prices: Prices | None = None
     trace_s: float = 0.0
     draws: Draws | None = None
+    compile: bool | None = None
 
     def priced(self, prices: Prices) -> Setup:
         """The same for the devices that have these prices."""
@@ -295,9 +308,14 @@ def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tenso
 
 
 def _search(program: Program, world_size: int, setup: Setup) -> Plan:
-    assert setup.prices is not None
+    prices = setup.prices
+    assert prices is not None
     with phase(f"searching for a plan for {world_size} devices"):
-        return _finish(search(program, world_size, setup.prices, _request(setup)), program, setup)
+        found = search_compiled(
+            setup.compile, lambda request: search(program, world_size, prices, request), program, prices,
+            _request(setup),
+        )  # fmt: skip
+    return _finish(found, program, setup)
 
 
 def _finish(found: Plan, program: Program, setup: Setup) -> Plan:
@@ -318,20 +336,22 @@ def _search_and_time(
     communicator: ProcessGroupCommunicator,
     setup: Setup,
     prices: ClusterPrices,
-    *,
-    compiled: bool,
 ) -> Plan:
     """Search on the first rank, whose profile then has the layers that were timed for it; every rank calls it.
 
     Layers are timed on that rank's device alone.
     """
     known = dict(prices.profile.layers) if prices.profile else {}
-    timer = LayerTimer(traced.program, communicator.device, traced.constants, compiled, dict(known))
+    timer = LayerTimer(traced.program, communicator.device, traced.constants, dict(known))
 
     def search_here() -> Plan:
         request = _request(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
-            result = search_with_timed_layers(traced.program, communicator.world_size, prices, request, timer)
+            result = search_compiled(
+                setup.compile,
+                lambda own: search_with_timed_layers(traced.program, communicator.world_size, prices, own, timer),
+                traced.program, prices, request,
+            )  # fmt: skip
         new = {key: layer for key, layer in timer.known.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
@@ -404,11 +424,11 @@ def _digest_state(model: nn.Module, traced: Traced) -> str:
     return digest_tensors((*model.named_parameters(), *model.named_buffers(), *traced.constants.items()))
 
 
-def _describe_arguments(plan: object, profile: object, setup: Setup, *, compiled: bool) -> str:
+def _describe_arguments(plan: object, profile: object, setup: Setup) -> str:
     """What ranks must have alike before they can go on together."""
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
-    return f"a plan {how}, prices {prices}, compile={compiled}, {setup.training}, constraints={setup.constraints}"
+    return f"a plan {how}, prices {prices}, compile={setup.compile}, {setup.training}, constraints={setup.constraints}"
 
 
 def build(

@@ -34,7 +34,8 @@ class LayerStrategy:
             gradients reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as
             2, and parameters are gathered anew for each use, forward and backward.
         recompute: how it keeps activations (`autopar.step.activation_policies`): ``"none"``, ``"selective"`` (outputs
-            of cheap ops are computed again in backward), ``"full"`` (the layer keeps its inputs only) ...
+            of cheap ops are computed again in backward), ``"full"`` (the layer keeps its inputs only), ``"rerun:a,b"``
+            (the ops a and b of the first layer of the kind are) ...
         labels: per axis, the usual name of what it does, for people.
     """
 
@@ -55,6 +56,14 @@ class LayerStrategy:
         labels = self.labels or ("?",) * len(self.mesh)
         parts = [f"{size} {label}" for size, label in zip(self.mesh, labels, strict=True) if size > 1]
         return " x ".join(parts) or "one device"
+
+    @property
+    def recompute_name(self) -> str:
+        """How it keeps activations, for people: ``"full"``, ``"12 ops"``, ``"12 ops+offload"``, ..."""
+        if not self.recompute.startswith("rerun:"):
+            return self.recompute
+        ops, offload, _ = self.recompute.partition("+")
+        return f"{len(ops.removeprefix('rerun:').split(','))} ops{offload and '+offload'}"
 
     @property
     def storage_name(self) -> str:
@@ -101,6 +110,7 @@ class Decisions:
             caller keeps.
         stages: the pipeline stages in order; ``()`` without a pipeline.
         schedule: one of `autopar.schedules.schedule_names()`; "" without a pipeline.
+        compiled: whether each distinct layer program is compiled.
     """
 
     fingerprint: str
@@ -112,6 +122,7 @@ class Decisions:
     shared_storage: tuple[tuple[str, Layout], ...]
     stages: tuple[Stage, ...] = ()
     schedule: str = ""
+    compiled: bool = False
 
     @property
     def num_groups(self) -> int:

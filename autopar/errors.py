@@ -6,6 +6,7 @@ A message says what happened, with which values, and what to do.
 __all__ = [
     "AutoparError",
     "BackendError",
+    "CompilerError",
     "ConstraintError",
     "ExampleInputsError",
     "GradientNormError",
@@ -90,6 +91,10 @@ class MeshError(AutoparError):
 
 class ConstraintError(AutoparError):
     """A constraint can't be read, matches nothing, or contradicts another."""
+
+
+class CompilerError(AutoparError):
+    """Compiled layers are asked for where there is no compiler."""
 
 
 class InfeasibleError(AutoparError):

@@ -99,6 +99,7 @@ class Plan:
     shared_storage = _From[tuple[tuple[str, Layout], ...]]("decisions")
     stages = _From[tuple[Stage, ...]]("decisions")
     schedule = _From[str]("decisions")
+    compiled = _From[bool]("decisions")
     num_groups = _From[int]("decisions")
     group_size = _From[int]("decisions")
     device = _From[str]("prediction")
@@ -174,6 +175,10 @@ def _decode(text: str) -> Plan:
         )
     given = cast("dict[str, Any]", data)
     given.setdefault("other_calls", [])
+    others: Any = given["other_calls"]
+    for each in (given.get("decisions"), *(cast("list[Any]", others) if isinstance(others, list) else ())):
+        if isinstance(each, dict):  # earlier versions did not decide it
+            cast("dict[str, Any]", each).setdefault("compiled", False)
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
     for problem in decision_problems(plan.decisions):
@@ -191,11 +196,15 @@ def _decode(text: str) -> Plan:
 
 def _complete(predicted: dict[str, Any]) -> None:
     """Add what earlier versions did not predict."""
+    for each in ("optimizer_gathers_s", "output_gathers_s", "output_reads_s"):
+        predicted.setdefault(each, 0.0)
     predicted.setdefault("speedups", {})
+    predicted.setdefault("host_memory_bytes", 0.0)
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):
-            cast("dict[str, Any]", cost).setdefault("split_bytes", 0.0)
+            for name in ("split_bytes", "leave_s", "return_s", "host_bytes"):
+                cast("dict[str, Any]", cost).setdefault(name, 0.0)
 
 
 def _format_plan(plan: Plan) -> str:
@@ -223,8 +232,9 @@ def _heading(plan: Plan) -> str:
     passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
     speedups = (f"precision={name!r} is {times:.2g}x faster by estimate" for name, times in plan.prediction.speedups)
+    compiled = ", compiled" if plan.compiled else ""
     precision = "".join(f"; computes in float32: {text}" for text in speedups)
-    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{precision}"
+    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{compiled}{precision}"
 
 
 def _new_table() -> Table:
@@ -297,7 +307,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
-    return strategy.axes, strategy.storage_name, strategy.recompute
+    return strategy.axes, strategy.storage_name, strategy.recompute_name
 
 
 def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
@@ -337,6 +347,7 @@ def _predicted(plan: Plan) -> list[str]:
     lines = [
         f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
         *_overlapped(plan),
+        *_gathered(plan.prediction),
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
         f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB{_error(plan.memory_error)} per device "
         f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
@@ -372,6 +383,16 @@ def _overlapped(plan: Plan) -> list[str]:
     return [f"overlapped           {hidden} of communication, {share:.0%} of the step without overlap"]
 
 
+def _gathered(prediction: Prediction) -> list[str]:
+    """What the caller's script causes: collectives for its optimizer and for the outputs that it reads."""
+    lines = (
+        ("optimizer gathers", prediction.optimizer_gathers_s, "of the step, for whole parameters"),
+        ("output gathers", prediction.output_gathers_s, "of the step, for whole outputs"),
+        ("output reads", prediction.output_reads_s, "more in a step whose outputs are all read"),
+    )
+    return [f"{name:20} {_format_seconds(seconds)} {what}" for name, seconds, what in lines if seconds]
+
+
 def _error(share: float) -> str:
     return f" +- {share * 100:.2g} %" if share else ""
 
@@ -387,6 +408,7 @@ def _shares(plan: Plan) -> str:
         "activation communication": sum(cost.activation_comm_s for cost in plan.costs),
         "parameter communication": sum(cost.parameter_comm_s for cost in plan.costs),
         "optimizer": sum(cost.optimizer_s for cost in plan.costs),
+        "copies to the host": sum(cost.offload_s for cost in plan.costs),
     }
     total = sum(parts.values()) or 1.0
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)

@@ -186,6 +186,11 @@ class Op:
         """The values it reads, one entry per mention, positional arguments first."""
         return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
 
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether a special kernel that an option names communicates."""
+        return any(option.collectives for option in self.options)
+
     def map_args(self, change: Callable[[Arg], Arg]) -> Op:
         """The op with ``change(arg)`` in place of each argument and each entry of arguments that are tuples."""
 
@@ -242,6 +247,8 @@ class Program:
         notes: what a user should know about this trace (dropped outputs, ops that run whole ...).
         fingerprint: identifies model structure and input shapes; a plan names it.
         training: whether the model was traced in training mode.
+        carried: those of `inputs` and `outputs` that go from call to call (keys and values of tokens): devices keep
+            their parts of them in between.
     """
 
     values: Mapping[str, Value] = field(hash=False)
@@ -256,6 +263,7 @@ class Program:
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
     training: bool = True
+    carried: frozenset[str] = frozenset()
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:

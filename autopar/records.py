@@ -43,6 +43,7 @@ _CODECS: dict[Any, Codec] = {
     int: (_same, _same),
     float: (_same, _same),
     str: (_same, _same),
+    bool: (_same, _same),
     tuple[int, ...]: (tuple, list),
     tuple[str, ...]: (tuple, list),
     tuple[Layout, ...]: (

@@ -13,9 +13,9 @@ from typing import Any
 
 __all__ = ["CATEGORIES", "MEMORY_KINDS", "STREAMS", "Event", "MemoryPoint", "StepTimeline"]
 
-STREAMS = ("compute", "communication", "pipeline")
-"""Ops and the optimizer; collectives inside a device group; what the group sends to others.  The first two do one thing
-at a time; sends to different groups may overlap."""
+STREAMS = ("compute", "communication", "pipeline", "host")
+"""Ops and the optimizer; collectives inside a device group; what the group sends to others; copies between a device
+and its host's memory.  All but the third do one thing at a time; sends to different groups may overlap."""
 
 CATEGORIES = (
     "forward",
@@ -28,10 +28,12 @@ CATEGORIES = (
     "reduce",
     "send",
     "broadcast",
+    "offload",
+    "fetch",
 )
 """What an event is: compute (``weight``: gradients of parameters, where they run separately), collectives of
 activations, gathers of parameters, reductions of their gradients, sends between stages, what all groups are told at
-the end."""
+the end; copies to the host's memory and back."""
 
 MEMORY_KINDS = (
     "parameters",

@@ -20,6 +20,8 @@ def pytest_configure():
     import torch
 
     torch.set_num_threads(1)
+    # As often as Python does it by itself, looking for garbage is a fifth of all that tests of traces and plans take.
+    gc.set_threshold(50_000, 20, 10)
 
 
 def pytest_collection_finish():

@@ -458,3 +458,17 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> Model:
     model, inputs = (ZOO | PIPELINE_ZOO | _OTHERS)[name]()
     cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     return model.to(dtype).train(), cast
+
+
+class Gated(nn.Module):
+    """Root mean square norm, two products, a gate, a product, a residual."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5) * self.scale
+        return (x + self.down(functional.silu(self.gate(y)) * self.up(y))).sum()

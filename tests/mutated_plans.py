@@ -12,6 +12,7 @@ from typing import Any
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.schedules import schedule_names
+from autopar.step.activation_policies import policy_names
 
 __all__ = ["mutated"]
 
@@ -75,7 +76,7 @@ def _other_text(old: str, name: str, factors: list[str], rng: random.Random) -> 
         parts = old.split(" ")
         parts[rng.randrange(len(parts))] = rng.choice([*factors, "-", "~"])
         return rng.choice([" ".join(parts), " ".join(parts), " ".join(parts), rng.choice(_WORDS)])
-    like = schedule_names() if name == "schedule" else ("none", "selective", "full") if name == "recompute" else _WORDS
+    like = schedule_names() if name == "schedule" else policy_names() if name == "recompute" else _WORDS
     return rng.choice([*like, rng.choice(_WORDS)])
 
 

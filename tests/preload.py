@@ -4,6 +4,7 @@ Nothing here may start a thread: threads don't survive a fork.
 """
 
 # ruff: noqa: F401
+import gc
 import threading
 
 import torch
@@ -26,3 +27,6 @@ tqdm.tqdm.monitor_interval = 0  # torch.export's progress bar would start a thre
 # What a first trace loads and sets up is most of what it takes.
 autopar.api.trace_model(*tests.models.make("flat"))
 assert threading.active_count() == 1
+
+gc.freeze()  # what is here is looked through for garbage by no rank
+gc.set_threshold(50_000, 20, 10)

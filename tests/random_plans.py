@@ -16,6 +16,7 @@ from autopar.program import Layer, Op, Option, Program
 from autopar.schedules import schedule_names, schedule_problem, stage_group
 from autopar.search.layout_choices import mesh_shapes, storage_layout
 from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.step.activation_policies import can_rerun, policy_names, rerun_policy_name
 
 Mesh = tuple[int, ...]
 
@@ -141,8 +142,15 @@ def _random_strategy(
         copies=copies,
         storage=tuple(_storage(program, name, by_name, mesh, axes) for name in layer.state),
         zero=zero,
-        recompute=rng.choice(("none", "none", "selective", "full")),
+        recompute=rng.choice(("none", "none", _random_reruns(layer, rng), *policy_names())),
     )
+
+
+def _random_reruns(layer: Layer, rng: random.Random) -> str:
+    """A way that computes any ops of the layer again that can be."""
+    able = [op.name for op in layer.ops if can_rerun(op)]
+    chosen = [name for name in able if rng.random() < 0.5]
+    return rerun_policy_name(chosen, offloads=rng.random() < 0.3) if chosen else "full"
 
 
 def _storage(program: Program, name: str, copies: Mapping[str, Layout], mesh: Mesh, axes: tuple[int, ...]) -> Layout:

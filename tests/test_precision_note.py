@@ -33,7 +33,7 @@ def heading(found: Plan) -> str:
 def test_a_plan_in_float32_that_nobody_asked_for_says_what_bf16_would_bring() -> None:
     found = plan()
     said = re.fullmatch(
-        r"Plan for 2 x H100-80GB; computes in float32: precision='bf16' is ([0-9.]+)x faster by estimate",
+        r"Plan for 2 x H100-80GB, compiled; computes in float32: precision='bf16' is ([0-9.]+)x faster by estimate",
         heading(found),
     )
     assert said, heading(found)

@@ -9,7 +9,7 @@ option          meaning
 ``precision``   dtype to compute in, as in `autopar.parallelize`
 ``constraints`` what the search must respect, such as ``["tensor=2"]``; nothing about pipelines, microbatches or ZeRO
 ``profile``     prices measured before; None: measure; False: estimate
-``compile``     compile each distinct layer program with inductor
+``compile``     compile each distinct layer program with inductor, as in `autopar.parallelize`
 ``plans``       a folder of plans, one file per graph: what is there is run, what is not is searched for and saved
 ==============  ========================================================================================
 """
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cost import Profile
 from autopar.errors import BackendError
 from autopar.planning.arguments import read_constraints
+from autopar.planning.compiling import check_compiler, read_compile
 from autopar.search.constraints import spell_out
 from autopar.suggestions import suggest
 
@@ -47,13 +48,13 @@ class Options:
     precision: str | torch.dtype | None = None
     constraints: tuple[str, ...] = ()
     profile: Profile | Literal[False] | None = None
-    compile: bool = False
+    compile: bool | None = None
     plans: Path | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
         """What plans for one graph depend on."""
-        return self.memory, str(self.optimizer), str(self.precision), self.constraints, id(self.profile)
+        return self.memory, str(self.optimizer), str(self.precision), self.constraints, id(self.profile), self.compile
 
 
 def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
@@ -62,6 +63,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
     Raises:
         BackendError: an option is unknown, missing or of the wrong kind; it says what to type instead.
         ConstraintError: the constraints are no texts.
+        CompilerError: nothing is there that could compile layers as asked.
     """
     given = dict(options or {})
     names = [each.name for each in fields(Options)]
@@ -86,6 +88,7 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
                 f"constraint {text!r} can't be met by backend='autopar', where parameters stay whole and a graph runs "
                 f"in one piece: leave it out, or use autopar.parallelize(model, mesh, inputs, constraints=[{text!r}])"
             )
+    given["compile"] = check_compiler(read_compile(given.get("compile")), mesh.device_type)
     if given.get("plans") is not None:
         given["plans"] = Path(given["plans"])
     return Options(**given)

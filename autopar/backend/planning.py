@@ -22,6 +22,7 @@ from autopar.lower.communication.digests import digest_tensors
 from autopar.placement import REPLICATE, refine_layout
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.compiling import search_compiled
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.step.plan_check import check_fit
@@ -136,10 +137,12 @@ def _decide(
     path = options.plans / f"{program.fingerprint}.json" if options.plans else None
     if path is not None and path.exists():
         plan = Plan.load(path)
+        if options.compile not in (None, plan.compiled):
+            plan = plan.with_decisions(compiled=options.compile)
         check_fit(plan, program, world)
         _check_edit(plan, request.stored, str(path))
         return plan
-    result = search(program, world, prices, request)
+    result = search_compiled(options.compile, lambda own: search(program, world, prices, own), program, prices, request)
     result = replace(result, planning_s=(("trace", trace_s), *result.planning_s))
     session.num_searches += 1
     if path is not None:

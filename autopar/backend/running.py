@@ -40,7 +40,7 @@ class RunningGraph:
         executable = Executable(
             traced.program, planned.plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
         )
-        self._executor = Executor(executable, _store(planned, session), session.communicator, options.compile)
+        self._executor = Executor(executable, _store(planned, session), session.communicator, planned.plan.compiled)
 
     @property
     def program(self) -> Program:

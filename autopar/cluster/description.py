@@ -126,8 +126,9 @@ class Cluster:
     def _of_cpu(cls, world: int, per_node: int) -> Self:
         plain = cls.of("cpu", _num_nodes(world, per_node), per_node)
         source = "published: the operating system's physical memory, shared by the node's processes"
-        sources = {**plain.device.sources, "memory_bytes": source}
-        device = replace(plain.device, memory_bytes=_physical_memory_bytes() / per_node, sources=sources)
+        sources = {**plain.device.sources, "memory_bytes": source, "host_memory_bytes": source}
+        each = _physical_memory_bytes() / per_node
+        device = replace(plain.device, memory_bytes=each, host_memory_bytes=each, sources=sources)
         return replace(plain, device=device, cores_per_node=os.cpu_count() or 0)
 
     def has(self, device_name: str) -> bool:

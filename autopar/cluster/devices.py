@@ -13,6 +13,8 @@ _TFLOPS = 1e12
 _SHEET = "published: the vendor's data sheet, dense"
 _SEEN = "published: the size that the driver reports to programs"
 _CALIBRATED = "calibrated: published training runs, see docs/accuracy.md"
+_HOST = "published: host memory of the vendor's system of 8 devices"
+_PCIE5 = "published: PCIe 5.0 x16, 63 GB/s one way (PCI-SIG); estimate: 0.8 of it, with packet headers, pinned memory"
 _SHARE = "estimate: context 0.5 GB, communicator buffers and library workspaces 2 GB"
 
 
@@ -29,6 +31,8 @@ def _gpu_sources(matmul: str, attention: str, copy: str, new_attention: str = ""
         "launch_s": "estimate: gap between dependent kernels of an eager program that keeps its queue full",
         "reserved_memory_bytes": _SHARE,
         "usable_memory_fraction": "estimate: 6 % for fragmentation",
+        "host_bytes_per_s": _PCIE5,
+        "host_memory_bytes": f"{_HOST}, 2 TB",
     }
 
 
@@ -47,13 +51,20 @@ def _a100(gib: float, bytes_per_s: float) -> Device:
         launch_s=4e-6,
         sustained_fraction=0.85,
         reserved_memory_bytes=2.5e9,
+        host_bytes_per_s=12.5e9,
+        host_memory_bytes=(1 if gib < 50 else 2) * 1e12 / 8,
         sources=_gpu_sources(
             "published: best shape 271.2 of 312 TFLOP/s (HW-0255), 0.90 without writing the result; "
             "estimate: 0.84 over usual shapes",
             "published: 195 of 312 TFLOP/s as the sequence grows, head dim 128, causal (FlashAttention-2, "
             "figure 4)",
             "published: a copy moves 1581.5 GB/s (HW-0251)",
-        ),
+        )
+        | {
+            "host_bytes_per_s": "published: PCIe 4.0 x16, 31.5 GB/s one way (PCI-SIG), the uplink of two devices in "
+            "the vendor's system; estimate: 0.8 of half",
+            "host_memory_bytes": f"{_HOST}, 1 TB (40 GB devices) or 2 TB",
+        },
     )  # fmt: skip
 
 
@@ -61,6 +72,8 @@ _H_FLOPS = {
     "bfloat16": 989 * _TFLOPS, "float16": 989 * _TFLOPS, "float32": 67 * _TFLOPS, "float64": 67 * _TFLOPS,
     "float8_e4m3fn": 1979 * _TFLOPS, "float8_e5m2": 1979 * _TFLOPS,
 }  # fmt: skip
+_PCIE5_BYTES_PER_S = 50e9
+_HOST_BYTES = 2e12 / 8
 _H_MATMUL = (
     "published: best shape 794.5 of 989 TFLOP/s (HW-0258), 0.82 without the time to write the result; "
     "estimate: 0.76 over usual shapes"
@@ -83,6 +96,8 @@ _H100 = Device(
     sustained_fraction=0.85,
     reserved_memory_bytes=2.5e9,
     new_attention_efficiency=0.55,
+    host_bytes_per_s=_PCIE5_BYTES_PER_S,
+    host_memory_bytes=_HOST_BYTES,
     sources=_gpu_sources(_H_MATMUL, _H_ATTENTION, "published: a copy moves 2520 GB/s (HW-0252)", _H_NEW_ATTENTION),
 )
 _H200 = Device(
@@ -97,6 +112,8 @@ _H200 = Device(
     sustained_fraction=0.85,
     reserved_memory_bytes=2.5e9,
     new_attention_efficiency=0.55,
+    host_bytes_per_s=_PCIE5_BYTES_PER_S,
+    host_memory_bytes=_HOST_BYTES,
     sources=_gpu_sources(_H_MATMUL, _H_ATTENTION, "estimate: as H100", _H_NEW_ATTENTION),
 )
 _H100_500W = replace(
@@ -127,6 +144,8 @@ _B200 = Device(
     launch_s=4e-6,
     sustained_fraction=0.7,
     reserved_memory_bytes=3e9,
+    host_bytes_per_s=_PCIE5_BYTES_PER_S,
+    host_memory_bytes=_HOST_BYTES,
     sources=_gpu_sources(
         "published: best shape 1745 of 2250 TFLOP/s (HW-0260); 0.84 without writing the result; "
         "estimate: 0.78 over usual shapes",
@@ -146,8 +165,13 @@ _GB200 = replace(
         "float8_e4m3fn": 5000 * _TFLOPS, "float8_e5m2": 5000 * _TFLOPS, "float4_e2m1fn_x2": 10000 * _TFLOPS,
     },
     matmul_efficiency=0.76,
+    host_bytes_per_s=180e9,
+    host_memory_bytes=480e9 / 2,
     sources={
         **_B200.sources,
+        "host_bytes_per_s": "published: NVLink-C2C, 450 GB/s one way for the two devices of a superchip (vendor's data "
+        "sheet); estimate: 0.8 of half",
+        "host_memory_bytes": "published: 480 GB for the two devices of a superchip (vendor's data sheet)",
         "matmul_efficiency": "published: best shape 1822 of 2500 TFLOP/s (HW-0262), 0.80 without writing the result; "
         "estimate: 0.76 over usual shapes",
     },
@@ -174,6 +198,8 @@ _MI300X = Device(
     launch_s=6e-6,
     sustained_fraction=0.7,
     reserved_memory_bytes=3e9,
+    host_bytes_per_s=_PCIE5_BYTES_PER_S,
+    host_memory_bytes=_HOST_BYTES,
     sources=_gpu_sources(
         "published: best shape 668.4 TFLOP/s (HW-0265); estimate: 0.48 over usual shapes",
         "calibrated: 200 TFLOP/s, together with sustained_fraction (3 rows)",
@@ -194,6 +220,8 @@ _CPU = Device(
     launch_s=5e-6,
     reserved_memory_bytes=0.4e9,
     usable_memory_fraction=0.9,
+    host_bytes_per_s=3.5e9,
+    host_memory_bytes=8e9,
     sources={name.name: "estimate: one core of a usual server; measure_profile measures the real one"
              for name in fields(Device) if name.name not in ("name", "sources")},
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import MeshError
 
-__all__ = ["Device", "Link", "OpTime"]
+__all__ = ["Device", "HostLink", "Link", "OpTime"]
 
 _LEAST, _MOST = 1e-12, 1e21
 """What is positive and finite is between these, so that a price, which divides by two such numbers, is finite too."""
@@ -33,6 +33,9 @@ class Device:
             (FlashAttention-3, cuDNN's); 0 if there are none.
         reserved_memory_bytes: taken before the program starts: context, communicators, workspaces.
         usable_memory_fraction: part of the rest that a plan may fill; the remainder is for fragmentation.
+        host_bytes_per_s: what a copy between the device and pinned host memory moves, one way, while the other devices
+            of the node do so as well; 0: not known, and nothing can be offloaded.
+        host_memory_bytes: the device's share of its node's memory.
         sources: where each number comes from, by field name.
     """
 
@@ -48,6 +51,8 @@ class Device:
     new_attention_efficiency: float = 0.0
     reserved_memory_bytes: float = 0.0
     usable_memory_fraction: float = 0.94
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +65,13 @@ class Device:
             "sustained_fraction",
             "usable_memory_fraction",
         )
-        others = ("launch_s", "reserved_memory_bytes", "new_attention_efficiency")
+        others = (
+            "launch_s",
+            "reserved_memory_bytes",
+            "new_attention_efficiency",
+            "host_bytes_per_s",
+            "host_memory_bytes",
+        )
         _check_numbers(self, positive=positive, fractions=fractions, others=others)
         wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not _LEAST <= rate <= _MOST}
         if wrong:
@@ -75,6 +86,38 @@ class Device:
     def usable_memory_bytes(self) -> float:
         """Bytes that a plan may fill."""
         return max(0.0, self.memory_bytes - self.reserved_memory_bytes) * self.usable_memory_fraction
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """What joins a device to its host's memory.
+
+    Args:
+        bytes_per_s: of a copy, one way; 0: there are none.
+        latency_s: of each copy.
+        memory_bytes: of the host's memory, what the programs of one device may fill.
+        taken: part of a device's speed that a copy takes from what computes at the same time: 0 to 1.
+    """
+
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    memory_bytes: float = 0.0
+    taken: float = 0.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a device computes while it copies."""
+        return self.bytes_per_s > 0 and self.taken < 1
+
+    def copy_s(self, num_bytes: float, num_tensors: int) -> float:
+        """Seconds to copy tensors one way, infinite without a link."""
+        if not num_bytes:
+            return 0.0
+        return num_tensors * self.latency_s + num_bytes / self.bytes_per_s if self.bytes_per_s else float("inf")
+
+    def exposed_s(self, copying_s: float, computing_s: float) -> float:
+        """What such a copy adds to so much computing beside it (`autopar.step.overlap_estimate`)."""
+        return copying_s - min((1 - self.taken) * copying_s, computing_s) if copying_s else 0.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autopar.cluster import Cluster, OpTime
+from autopar.cluster import Cluster, HostLink, OpTime
 from autopar.cost.collective_prices import CollectiveTerms, check_kind, collective_terms, traffic_share
 from autopar.cost.layer_corrections import LayerCorrections, TimedLayer
 from autopar.cost.op_curves import OpCurves, ProductCurves
@@ -48,6 +48,11 @@ DEFAULT_INTERFERENCE = 0.2
 """Part of a device's speed that a collective takes from kernels that run at the same time.  Calibrated on published
 training runs (one value for all); NCCL's default of up to 24 blocks on the 108 to 132 cores of these devices is 0.18 to
 0.22."""
+
+_COPY_INTERFERENCE = 0.02
+"""Estimate: a copy over PCIe takes 50 GB/s of a device's 2500 GB/s, and none of its cores."""
+_USABLE_HOST = 0.6
+"""Estimate: torch rounds pinned buffers up to powers of two, by a third on average; loaders need the rest."""
 
 _OPTIMIZER_KERNELS = 12
 """Estimate: kernels of a ``foreach`` AdamW step over a list of tensors, one for each of its operations."""
@@ -159,6 +164,13 @@ class ClusterPrices:
         if measured is not None:
             return min(1.0, max(0.0, measured))
         return 1.0 if self.cluster.device.name == "cpu" else DEFAULT_INTERFERENCE
+
+    @property
+    def host(self) -> HostLink:
+        """How a device copies to its host's memory: engines of its own do, but of a CPU the cores that compute."""
+        device = self.cluster.device
+        taken = 1.0 if device.name == "cpu" else _COPY_INTERFERENCE
+        return HostLink(device.host_bytes_per_s, device.launch_s, _USABLE_HOST * device.host_memory_bytes, taken)
 
     @property
     def notes(self) -> tuple[str, ...]:

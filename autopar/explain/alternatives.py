@@ -31,7 +31,7 @@ class Alternative:
 
 def _alternative(planner: Planner, name: str, question: Question) -> Alternative:
     try:
-        return Alternative(name, planner.answer(question).plan)
+        return Alternative(name, planner.answer(question, is_alternative=True).plan)
     except AutoparError as error:
         return Alternative(name, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
 

@@ -109,6 +109,9 @@ def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
     results = {
         name: sum(getattr(cost, field) for cost in plan.costs) / plan.num_groups for name, field in _SECONDS.items()
     }
+    gathers_s = plan.prediction.optimizer_gathers_s
+    results["optimizer"] -= gathers_s
+    results["optimizer gathers"] = gathers_s
     rest = plan.step_time_s - sum(results.values())
     if plan.stages and rest >= 0:
         results["waiting in the pipeline"] = rest
@@ -128,7 +131,7 @@ def kind_rows(plan: Plan) -> Iterable[KindRow]:
             tuple(plan.layers[index].name for index in own),
             strategy.axes,
             strategy.storage_name,
-            strategy.recompute,
+            strategy.recompute_name,
             tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _SECONDS.items()),
             tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _BYTES.items()),
         )

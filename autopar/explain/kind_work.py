@@ -9,6 +9,7 @@ from autopar.explain.planner import Answer
 from autopar.ops import Work, count_work
 from autopar.plan import PlannedLayer
 from autopar.step.local_layer import SharedStorage, place
+from autopar.step.op_seconds import fused_kernels, op_seconds
 from autopar.step.plan_collectives import plan_collectives
 from autopar.step.planned_layers import own_strategy
 from autopar.step.training import is_differentiable
@@ -111,11 +112,17 @@ def _priced_ops(answer: Answer, index: int) -> Iterator[_PricedOp]:
     layer = program.layers[number]
     strategy = own_strategy(program, layer, plan.strategies[index])
     placed = place(program, layer, strategy, plan.num_microbatches, _shared(answer))
-    for op, state in zip(layer.ops, placed.states, strict=True):
-        both = is_differentiable(program, op, training)
-        time = answer.prices.op_s(op, state.operand_types, state.result_types, both)
+    kernels = fused_kernels(placed, training)
+    joined = {index for kernel in kernels for index in kernel.ops}
+    for index, (op, time) in enumerate(zip(layer.ops, op_seconds(placed, answer.prices, training), strict=True)):
+        state = placed.states[index]
         work = count_work(op, state.operand_types, state.result_types)
-        yield _PricedOp(work, time.forward_s + time.backward_s, time.source, both)
+        if index in joined and not work.is_counted_in_flops:
+            work = Work("bytes", work.dtype)
+        yield _PricedOp(work, time.forward_s + time.backward_s, time.source, is_differentiable(program, op, training))
+    for kernel in kernels:
+        work = Work("bytes", "uint8", read_bytes=kernel.read_bytes, write_bytes=kernel.write_bytes)
+        yield _PricedOp(work, 0.0, "estimate", False)  # its seconds are those of its ops
 
 
 def _shared(answer: Answer) -> SharedStorage:

@@ -13,6 +13,7 @@ from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.compiling import search_compiled
 from autopar.planning.precision import with_speedup
 from autopar.program import Program
 from autopar.progress import phase
@@ -52,8 +53,8 @@ class Planner:
         default_factory=dict[tuple["int | None", "int | None"], ModelTarget]
     )
 
-    def answer(self, question: Question) -> Answer:
-        """The fastest plan.
+    def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
+        """The fastest plan; of an alternative to another one nobody asks what other precisions would bring.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -68,11 +69,16 @@ class Planner:
 
         request = replace(request, on_considered=considered.append, on_final=keep)
         with phase(f"searching for a plan for {question.cluster.world_size} devices"):
-            plan = search(program, question.cluster.world_size, prices, request)
-        if question.precision is None:
+            plan = search_compiled(
+                question.compile,
+                lambda own: search(program, question.cluster.world_size, prices, own),
+                program, prices, request,
+            )  # fmt: skip
+        if question.precision is None and not is_alternative:
             plan = with_speedup(plan, program, prices, request.training)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
-        return Answer(question, plan, program, prices, request.training, tuple(considered))
+        training = request.training.running(compiled=plan.compiled)
+        return Answer(question, plan, program, prices, training, tuple(considered))
 
     def model(self, question: Question) -> ModelTarget:
         """The target, loaded once per shape.

@@ -29,6 +29,7 @@ class Question:
         constraints: as `autopar.plan` takes them.
         optimizer: as `autopar.plan` takes it.
         precision: as `autopar.plan` takes it.
+        compile: as `autopar.plan` takes it.
     """
 
     cluster: Cluster
@@ -38,6 +39,7 @@ class Question:
     constraints: tuple[str, ...] = ()
     optimizer: str = "adamw"
     precision: str | None = None
+    compile: bool | None = None
 
     @property
     def shapes(self) -> tuple[int | None, int | None]:
@@ -74,7 +76,8 @@ def change(question: Question, text: str) -> Question:
     Args:
         question: the question so far.
         text: ``memory=40GiB``, ``nodes=16``, ``batch=128``, ``seq=4096``, ``device=h200``, ``link.inter=100GB/s``,
-            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, or a constraint such as ``tensor=2``.
+            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, ``compile=no``, or a constraint such as
+            ``tensor=2``.
 
     Raises:
         QuestionError: it is none of these.
@@ -97,13 +100,21 @@ def change(question: Question, text: str) -> Question:
         return replace(question, cluster=_other_cluster(question.cluster, text, name, value))
     if name.startswith("link."):
         return replace(question, cluster=_other_link(question.cluster, text, name.removeprefix("link."), value))
-    if name == "precision":
-        return replace(question, precision=value)
-    if name == "optimizer":
-        return replace(question, optimizer=value)
-    if near := difflib.get_close_matches(name, ("memory", "batch", "seq", "nodes", "device", "optimizer"), 1, 0.75):
+    if name in ("precision", "optimizer"):
+        return replace(question, **{name: value})
+    if name == "compile":
+        return replace(question, compile=_yes_or_no(text, value))
+    if near := difflib.get_close_matches(
+        name, ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile"), 1, 0.75
+    ):
         raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
     return replace(question, constraints=(*question.constraints, text))
+
+
+def _yes_or_no(text: str, value: str) -> bool:
+    if value not in ("yes", "no"):
+        raise QuestionError(f"{text!r}: write compile=yes or compile=no")
+    return value == "yes"
 
 
 def _whole(text: str, value: str) -> int:

@@ -58,6 +58,7 @@ __all__ = [
     "module_tables",
     "named_tensors",
     "on_gradient",
+    "register_container",
     "run_backward",
     "run_backward_from",
     "run_twice",
@@ -254,6 +255,14 @@ def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same containers, with ``function(leaf)`` at each end."""
     return pytree.tree_map(function, tree)
+
+
+def register_container(kind: Any, take: Callable[[Any], list[Any]], make: Callable[[list[Any]], Any]) -> None:
+    """Have torch look into objects of this class: ``make(take(x))`` is as good as x."""
+    pytree.register_pytree_node(
+        kind, lambda x: (take(x), None), lambda given, _: make(list(given)),
+        flatten_with_keys_fn=lambda x: (list[Any]((pytree.GetAttrKey(f"{i}"), y) for i, y in enumerate(take(x))), None),
+    )  # fmt: skip
 
 
 def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:

@@ -23,9 +23,15 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
 
 
 FAMILIES = (
-    OpFamily(aten({"full zeros ones": "# -> *"}), size_args=(0,), count_work=_work),
+    OpFamily(aten({"full zeros ones": "# -> *"}), size_args=(0,), count_work=_work, fuses=True),
     OpFamily(aten({"empty.memory_format": "# -> *"}), size_args=(0,), count_work=_work, is_uninitialized=True),
-    OpFamily(aten({"zeros_like ones_like full_like": "* -> *"}), count_work=_work, num_differentiable=0, place=new),
+    OpFamily(
+        aten({"zeros_like ones_like full_like": "* -> *"}),
+        count_work=_work,
+        num_differentiable=0,
+        place=new,
+        fuses=True,
+    ),
     OpFamily(aten({"empty_like": "* -> *"}), count_work=_work, num_differentiable=0, place=new, is_uninitialized=True),
     OpFamily(
         aten({"new_zeros new_ones new_full new_empty": _new}), size_args=(1,), count_work=_work, num_differentiable=0

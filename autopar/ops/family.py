@@ -94,6 +94,7 @@ class OpFamily:
         may_copy: a view that becomes a copy where the operand's order in memory doesn't allow one.
         num_choices: of operands that index something: into how many, by the first operand's shape.
         row_dim: the dim of the first operand along which it works row by row.
+        fuses: a compiler makes one kernel of it and of elementwise ops beside it; those always are.
         is_attention: results are [..., heads, queries, head size].
     """
 
@@ -116,6 +117,7 @@ class OpFamily:
     may_copy: bool = False
     num_choices: Callable[[Op, tuple[int, ...]], int] | None = None
     row_dim: Callable[[Op], int] = lambda op: -1
+    fuses: bool = False
     is_attention: bool = False
 
     @cached_property

@@ -78,6 +78,12 @@ def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel
     return Buffers(forward=wide, backward=wide if wide > logits.num_bytes else 0)
 
 
+def _ctc(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """ctc_loss(log_probs [T, N, C], targets, input_lengths, target_lengths, blank, zero_infinity) -> [N]."""
+    is_padded = len(operand_types[1].shape) == 2  # else the targets of all rows follow each other
+    return "_ b _, b _, b, b -> b" if is_padded else "..., ..., ..., ... -> ..."
+
+
 def _elementwise(reduction_at: int) -> Rule:
     """A loss of elements: reduction 0 (none), 1 (mean, of the whole batch at once), 2 (sum)."""
 
@@ -104,6 +110,7 @@ FAMILIES = (
         buffers=_buffers,
         num_choices=lambda op, shape: shape[_class_dim(op)],
         row_dim=_class_dim,
+        fuses=True,
     ),
     OpFamily(aten({"cross_entropy_loss": None}), count_work=_work),
     OpFamily(
@@ -112,6 +119,12 @@ FAMILIES = (
         saves=lambda op, operands, results: ((), 0),
         num_differentiable=0,
         num_choices=lambda op, shape: 2,
+        fuses=True,
+    ),
+    OpFamily(
+        {"autopar_traced.ctc_loss.default": _ctc},
+        saves=lambda op, operands, results: ((0, 1, 2, 3), 0),
+        is_cheap=False,
     ),
     OpFamily(
         aten(
@@ -121,6 +134,7 @@ FAMILIES = (
                 "binary_cross_entropy_with_logits": _elementwise(4),
                 "poisson_nll_loss": _elementwise(5),
             }
-        )
+        ),
+        fuses=True,
     ),
 )

@@ -83,7 +83,8 @@ FAMILIES = (
                 "_fused_rms_norm": _trailing(2),
                 "instance_norm": "n c ..., c, c, _, _ -> n c ...",
             }
-        )
+        ),
+        fuses=True,
     ),
     OpFamily(
         aten(

@@ -110,7 +110,7 @@ FAMILIES = (
         buffers=another_result,
     ),
     OpFamily(aten({"contiguous": "* -> * | plus 0"}), place=new),
-    OpFamily(aten({"type_as": "*, ... -> *", "bucketize.Tensor": "*, _ -> *", "prelu": _prelu})),
+    OpFamily(aten({"type_as": "*, ... -> *", "bucketize.Tensor": "*, _ -> *", "prelu": _prelu}), fuses=True),
     OpFamily(aten({"alias lift_fresh_copy": "* -> * | plus 0"}), is_view=True, place=same),
     OpFamily(aten({"detach": "* -> * | plus 0"}), is_view=True, place=same, num_differentiable=0),
 )

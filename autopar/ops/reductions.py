@@ -18,19 +18,22 @@ _TABLE = {
     "amax amin argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
     "prod.dim_int": "*, @ -> *-@",
     "max.dim min.dim median.dim nanmedian.dim var_mean.correction std_mean.correction": "*, @ -> *-@, *-@",
-    "kthvalue": "*, #, @-1 -> *-@, *-@",
-    "mode": "*, @-1 -> *-@, *-@",
     "max min all any prod": "... -> ()",
     "count_nonzero norm.Scalar": "... -> ()",
     "linalg_vector_norm linalg_norm norm.ScalarOpt_dim": "*, #, @ -> *-@",
     "softmax.int log_softmax.int _safe_softmax _softmax _log_softmax special_softmax": "*, @ -> *",
+    "glu": "*, @-1 -> *",
+}
+
+_SCANS = {
+    "mode": "*, @-1 -> *-@, *-@",
+    "kthvalue": "*, #, @-1 -> *-@, *-@",
     "cumsum": "*, @ -> * | plus 0",
     "cumprod logcumsumexp": "*, @ -> *",
     "cummax cummin": "*, @ -> *, *",
     "topk": "*, #, @-1 -> *, *",
     "sort sort.stable": "*, @-1 -> *, *",
     "argsort argsort.stable": "*, @-1 -> *",
-    "glu": "*, @-1 -> *",
     "diff": "*, #, @-1, *, * -> *",
     "histc": "... -> _",
     "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft": "*, #, @-1 -> *",
@@ -43,7 +46,8 @@ def _distance(op: Op, operand_types: Types, result_types: Types) -> str:
 
 
 FAMILIES = (
-    OpFamily(aten(_TABLE)),
+    OpFamily(aten(_TABLE), fuses=True),
+    OpFamily(aten(_SCANS)),
     OpFamily(
         aten(
             {
@@ -52,6 +56,7 @@ FAMILIES = (
             }
         ),
         buffers=another_result,
+        fuses=True,
     ),
     OpFamily(aten({"pairwise_distance": _distance})),
 )

@@ -22,7 +22,7 @@ from autopar.ops.work import Work
 from autopar.program import Op, Option
 
 __all__ = [
-    "RuleMatch", "count_work", "family_of", "is_cheap", "options_for", "own_families", "register_rule",
+    "RuleMatch", "count_work", "family_of", "is_cheap", "is_fused", "options_for", "own_families", "register_rule",
     "registered_targets", "result_order",
 ]  # fmt: skip
 
@@ -136,7 +136,13 @@ def is_cheap(op: Op) -> bool:
     Never what a special kernel would communicate for again, nor what draws numbers: to draw again takes the
     generator's state.
     """
-    return family_of(op.target).is_cheap and not (op.is_random or any(option.collectives for option in op.options))
+    return family_of(op.target).is_cheap and not (op.is_random or op.has_collectives)
+
+
+def is_fused(op: Op) -> bool:
+    """Whether a compiler makes one kernel of `op` and of others like it beside it; what draws numbers stays apart."""
+    family = family_of(op.target)
+    return (family.fuses or family.is_pointwise or op.is_view) and not op.is_random
 
 
 def count_work(op: Op, operands: Types, results: Types) -> Work:

@@ -45,4 +45,4 @@ def _pad(op: Op, operand_types: Types, result_types: Types) -> str | None:
     return f"{dims} -> {dims}" if num_dims <= rank else None
 
 
-FAMILIES = (OpFamily(aten(_TABLE | {"pad constant_pad_nd": _pad})),)
+FAMILIES = (OpFamily(aten(_TABLE)), OpFamily(aten({"pad constant_pad_nd": _pad}), fuses=True))

@@ -271,7 +271,7 @@ FAMILIES = (
     _permutation("mT adjoint", _swap_last),
     _permutation("t numpy_T", _reverse),
     _permutation("movedim.int movedim.intlist moveaxis.int moveaxis.intlist", _move),
-    OpFamily(aten({"cat concat concatenate": _cat, "stack": _stack}), gradient="parts"),
+    OpFamily(aten({"cat concat concatenate": _cat, "stack": _stack}), gradient="parts", fuses=True),
     OpFamily(
         aten(
             {

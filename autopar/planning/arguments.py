@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import ConstraintError, MaterializationError
-from autopar.planning.optimizer_state import state_bytes_per_element
+from autopar.planning.optimizer_state import state_bytes_per_element, whole_states
 from autopar.search import TrainingSpec
 from autopar.search.constraints import check_patterns, parse_constraints
 
@@ -143,6 +143,7 @@ def training_spec(model: nn.Module, optimizer: str | Callable[..., torch.optim.O
         optimizer_state_bytes_per_element=state_bytes_per_element(model, optimizer),
         gradient_itemsize_bytes=itemsize,
         storage_itemsize_bytes=itemsize,
+        whole_states=whole_states(optimizer),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from autopar.errors import ExampleInputsError, InputShapeError
 from autopar.lower.compat import map_leaves
+from autopar.lower.parameters.store import storage_layouts
 from autopar.lower.run.call_executors import MOST_FORMS
+from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
+from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
@@ -122,7 +126,13 @@ class CallPlanner:
         with torch.autocast("cpu", enabled=False):  # which this is called in
             traced = self._finish(self._trace(args, kwargs, is_training, part, autocast))
         plan = self._plan(traced.program, self._of_mode(is_training), made, part)
-        executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
+        keeps_copies = not traced.program.carried.isdisjoint(traced.program.inputs) and self._have_room(plan)
+        if traced.program.carried and not keeps_copies:
+            stored = replace(self._of_mode(is_training), stored=self._stored)
+            plan = plan_like(traced.program, *self._first, self._prices, stored)
+        executable = Executable(
+            traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies
+        )
         made.insert(0, executable)
         del made[MOST_FORMS:]
         return executable
@@ -144,6 +154,19 @@ class CallPlanner:
             return self._request
         training = replace(self._request.training, is_training=False)
         return replace(self._request, training=training, constraints=(), max_microbatches=1)
+
+    def _have_room(self, plan: Plan) -> bool:
+        """Whether parameters fit as `plan` reads them beside all that training needs."""
+        first = self._first[1]
+        needed = (plan.peak_memory_bytes + first.peak_memory_bytes) * (1 + first.memory_error)
+        return not first.stages and needed <= first.memory_limit_bytes
+
+    @cached_property
+    def _stored(self) -> tuple[tuple[str, tuple[int, ...], Layout], ...]:
+        """Where parameters are: where they are gathered for little work, that decides."""
+        program, plan = self._first
+        mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+        return tuple((name, mesh, layout) for name, layout in storage_layouts(program, plan, mesh).items())
 
     def _plan(self, program: Program, request: SearchRequest, like: Sequence[Executable], part: str) -> Plan:
         first_program, first = self._first
@@ -177,4 +200,6 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 def _shape_of(x: Any) -> Any:
+    if isinstance(x, CarriedTensor):
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
     return x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

@@ -36,7 +36,6 @@ class LayerTimer:
         program: whose layers.
         device: where to time them.
         constants: values of the program's constants.
-        compiled: whether the run will be compiled.
         known: what was timed before, by `layer_key`; new ones are added.
         budget_s: seconds to spend, about.
     """
@@ -44,12 +43,11 @@ class LayerTimer:
     program: Program
     device: torch.device
     constants: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    compiled: bool = False
     known: dict[str, LayerTime] = field(default_factory=dict[str, LayerTime])
     budget_s: float = 4.0
 
-    def time(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int) -> LayerTime | None:
-        """Lower the layer and time it.
+    def time(self, layer: Layer, strategy: LayerStrategy, num_microbatches: int, *, compiled: bool) -> LayerTime | None:
+        """Lower the layer and time it, compiled if the run will be.
 
         None if it doesn't run on inputs that are made up, or takes more memory than is free.  With integers
         that may index something nothing is tried on a GPU: an index out of range would end the process there.
@@ -59,7 +57,7 @@ class LayerTimer:
             return None
         try:
             lone = LoneLayer(
-                self.program, layer, strategy, num_microbatches, self.device, compiled=self.compiled,
+                self.program, layer, strategy, num_microbatches, self.device, compiled=compiled,
                 constants=self.constants,
             )  # fmt: skip
             backward = lone.backward if lone.is_differentiable else None
@@ -90,7 +88,7 @@ def search_with_timed_layers(
     for _ in range(_ROUNDS):
         finals: list[Plan] = []
         plan = search(program, world_size, current, replace(request, on_final=finals.append))
-        uses = {use.key: use for found in (plan, *finals) for use in _uses(program, found, timer.compiled)}
+        uses = {use.key: use for found in (plan, *finals) for use in _uses(program, found)}
         left_s = _time_missing(uses, timer, timed, prices, left_s)
         is_new = any(timed.get(key) != current.timed.get(key) for key in uses)
         if not is_new or time.perf_counter() - started > _LONG_S:
@@ -112,6 +110,7 @@ class _Use:
     num_microbatches: int
     placed: PlacedLayer
     ops: tuple[LocalOp, ...]
+    compiled: bool
 
     def summed_s(self, prices: ClusterPrices) -> float:
         """Seconds of one microbatch by prices of ops."""
@@ -123,7 +122,7 @@ class _Use:
         return total
 
 
-def _uses(program: Program, plan: Plan, compiled: bool) -> Iterator[_Use]:
+def _uses(program: Program, plan: Plan) -> Iterator[_Use]:
     firsts = {layer.kind: layer for layer in program.kinds}
     for kind, number in sorted({(planned.kind, planned.strategy) for planned in plan.layers}):
         layer = firsts[kind]
@@ -133,7 +132,8 @@ def _uses(program: Program, plan: Plan, compiled: bool) -> Iterator[_Use]:
             LocalOp(state.operand_types, state.result_types, tuple(o.kernel for o in state.options if o.kernel))
             for state in placed.states
         )
-        yield _Use(layer_key(layer, ops, compiled=compiled), layer, strategy, plan.num_microbatches, placed, ops)
+        key = layer_key(layer, ops, compiled=plan.compiled)
+        yield _Use(key, layer, strategy, plan.num_microbatches, placed, ops, plan.compiled)
 
 
 def _time_missing(
@@ -148,7 +148,7 @@ def _time_missing(
             if _RUNS * use.summed_s(prices) > left_s or counts[use.layer.kind] > _MOST_OF_A_KIND:
                 continue
             started = time.perf_counter()
-            known = timer.time(use.layer, use.strategy, use.num_microbatches)
+            known = timer.time(use.layer, use.strategy, use.num_microbatches, compiled=use.compiled)
             left_s -= time.perf_counter() - started
             if known is None:
                 continue

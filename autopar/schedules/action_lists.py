@@ -24,6 +24,7 @@ __all__ = [
     "count_flights",
     "parse_action",
     "peak_held",
+    "schedule_s",
     "simulate_schedule",
 ]
 
@@ -143,20 +144,29 @@ def simulate_schedule(
     Raises:
         ValueError: the lists wait for each other for ever.
     """
-    wiring = _wire(actions)
-    costs = [s for times in stages for s in _seconds(times)]
-    starts, stops = _run(wiring, costs, seconds, begins_s or [0.0] * wiring.num_groups)
+    starts, stops = _run(_wire(actions), stages, seconds, begins_s)
     timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
     return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
 
 
+def schedule_s(actions: ScheduleActions, stages: tuple[StageCost, ...]) -> float:
+    """When the last action ends (`Timeline.step_s` of `simulate_schedule`), without a timeline.
+
+    Raises:
+        ValueError: the lists wait for each other for ever.
+    """
+    _, stops = _run(_wire(actions), stages)
+    return max(stops)
+
+
 def _run(
-    wiring: _Wiring, costs: Sequence[float], seconds: Sequence[float], begins_s: Sequence[float]
+    wiring: _Wiring, stages: tuple[StageCost, ...], seconds: Sequence[float] = (), begins_s: Sequence[float] = ()
 ) -> tuple[list[float], list[float]]:
     """When every action starts and stops."""
+    costs = [s for times in stages for s in _seconds(times)]
     starts = [0.0] * (wiring.num_actions + 1)  # the last one is what nobody waits for
     stops = [0.0] * (wiring.num_actions + 1)
-    clocks = list(begins_s)
+    clocks = list(begins_s) or [0.0] * wiring.num_groups
     free = [0.0] * wiring.num_links
     for event, index, actor, cost, read in wiring.events:
         if event == _COMPUTE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.schedules.action_lists import ScheduleActions, ScheduleSource
@@ -109,18 +110,18 @@ class Shape:
         """The schedule."""
         return find_schedule(self.schedule)
 
-    @property
+    @cached_property
     def groups(self) -> tuple[int, ...]:
         """The device group of each stage."""
         return tuple(stage_group(self.schedule, stage, self.num_groups) for stage in range(self.num_stages))
 
-    @property
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """What `count_flights` finds in the schedule's lists, or more."""
         counts = self.record.in_flight(self.num_groups, self.num_stages, self.num_microbatches)
         return tuple(min(self.num_microbatches, count) for count in counts)
 
-    @property
+    @cached_property
     def flights(self) -> tuple[Flight, ...]:
         """Of each stage, `in_flight` with how many of these wait between the two parts of their backward, or more."""
         if not self.record.splits_backward:

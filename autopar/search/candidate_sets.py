@@ -23,7 +23,7 @@ from autopar.search.layer_candidates import LayerCandidate, layer_candidates
 from autopar.search.layer_problem import StepSettings
 from autopar.search.layout_choices import Policy, arrival_layout
 from autopar.search.search_context import SearchContext, input_rows
-from autopar.step.activation_policies import splits_backward
+from autopar.step.activation_policies import renamed_policy, splits_backward
 from autopar.step.boundary_values import BoundaryValue, MeshLayout, boundary_values, transfer_matrices
 from autopar.step.local_layer import SharedStorage
 from autopar.step.parameter_costs import SharedCost, shared_costs
@@ -80,6 +80,7 @@ class CandidateSet:
             shared_storage=tuple((program.parameters[n], layout) for n, (_, layout) in settings.shared.items()),
             stages=stages,
             schedule=schedule,
+            compiled=settings.training.compiled,
         )
 
     def _named_strategy(self, candidate: LayerCandidate) -> LayerStrategy:
@@ -89,7 +90,9 @@ class CandidateSet:
             names = dict(zip(_value_names(layer), _value_names(program.kinds[layer.kind]), strict=True))
             copies = tuple((names[name], layout) for name, layout in strategy.copies)
             labels = axis_labels(program, layer, strategy)
-            self._named[id(candidate)] = replace(strategy, copies=copies, labels=labels)
+            ops = {op.name: first.name for op, first in zip(layer.ops, program.kinds[layer.kind].ops, strict=True)}
+            recompute = renamed_policy(strategy.recompute, ops)
+            self._named[id(candidate)] = replace(strategy, copies=copies, recompute=recompute, labels=labels)
         return self._named[id(candidate)]
 
     @cached_property
@@ -121,7 +124,7 @@ def make_candidate_set(
     """The candidates with `count` microbatches, or None if some layer has none that meets what is settled."""
     settings = StepSettings(
         context.program, context.prices, context.request.training, count, factors, shared,
-        context.memory_price_s_per_byte, min(count, context.num_groups),
+        context.memory_price_s_per_byte, min(count, context.num_groups), context.op_shares, context.reruns,
     )  # fmt: skip
     by_class = {first: _class_candidates(context, settings, first) for first in dict.fromkeys(context.classes)}
     if not all(by_class.values()):
@@ -195,7 +198,7 @@ def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
 
 def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
     states, own = candidates.states, candidates.by_class[first]
-    splits = [splits_backward(each.strategy) for each in own]
+    splits = [splits_backward(each.strategy, compiled=candidates.settings.training.compiled) for each in own]
     costs = CostColumns.of([each.cost for each in own], splits, candidates.settings.num_microbatches)
     return LayerCosts(
         **vars(costs),

@@ -15,6 +15,7 @@ readers adapt to producers, then producers to readers.  `autopar.search.lagrangi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,46 @@ class Chain:
     fixed_s: float = 0.0
     fixed_bytes: float = 0.0
 
+    @cached_property
+    def distinct_layers(self) -> tuple[tuple[ChainLayer, Indices], ...]:
+        """The distinct layers, and where each of them stands."""
+        places: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            places.setdefault(id(layer), []).append(index)
+        return tuple((self.layers[own[0]], np.array(own)) for own in places.values())
+
+    @cached_property
+    def crossings(self) -> tuple[tuple[Array, ChainLayer, ChainLayer, Indices], ...]:
+        """The distinct moves between distinct neighbours that cost anything, these neighbours, and where the second of
+        them stand."""
+        places: dict[tuple[int, int, int], list[int]] = {}
+        for index, moves_s in enumerate(self.moves_s, 1):
+            key = (id(moves_s), id(self.layers[index - 1]), id(self.layers[index]))
+            places.setdefault(key, []).append(index)
+        return tuple(
+            (self.moves_s[own[0] - 1], self.layers[own[0] - 1], self.layers[own[0]], np.array(own))
+            for own in places.values()
+            if self.moves_s[own[0] - 1].any()
+        )
+
+    @cached_property
+    def transient_levels(self) -> Array:
+        """The distinct transients of candidates in bytes, ascending; every path has at least the first."""
+        layers = [layer for layer, _ in self.distinct_layers]
+        levels = np.unique(np.concatenate([layer.transient_bytes for layer in layers]))
+        return levels[levels >= max(float(layer.transient_bytes.min()) for layer in layers)]
+
+    @cached_property
+    def ways(self) -> dict[int, Indices]:
+        """By the id of a layer, per candidate the place of (state behind, state before) in a matrix of all pairs."""
+        return {id(layer): layer.state_out * self.num_states + layer.state_in for layer, _ in self.distinct_layers}
+
+    @cached_property
+    def moves_to_s(self) -> tuple[Array, ...]:
+        """`moves_s` by (state behind, state before): a minimum along rows is the fast one."""
+        distinct = {id(moves): np.ascontiguousarray(moves.T) for moves in self.moves_s}
+        return tuple(distinct[id(moves)] for moves in self.moves_s)
+
 
 def path_costs(chain: Chain, paths: Indices) -> Array:
     """Seconds, persistent bytes and largest transient bytes of paths, one row each.
@@ -68,24 +109,14 @@ def path_costs(chain: Chain, paths: Indices) -> Array:
     """
     costs = np.tile(np.array([chain.fixed_s, chain.fixed_bytes, 0.0]), (len(paths), 1))
     # Equal layers are looked up together, and so are moves between such layers.
-    places: dict[int, list[int]] = {}
-    crossed: dict[tuple[int, int, int], list[int]] = {}
-    for index, layer in enumerate(chain.layers):
-        places.setdefault(id(layer), []).append(index)
-        if index:
-            key = (id(chain.moves_s[index - 1]), id(chain.layers[index - 1]), id(layer))
-            crossed.setdefault(key, []).append(index)
-    for indices in places.values():
-        layer, chosen = chain.layers[indices[0]], paths[:, indices]
+    for layer, places in chain.distinct_layers:
+        chosen = paths[:, places]
         costs[:, 0] += layer.time_s[chosen].sum(axis=1)
         costs[:, 1] += layer.persistent_bytes[chosen].sum(axis=1)
         costs[:, 2] = np.maximum(costs[:, 2], layer.transient_bytes[chosen].max(axis=1))
-    for indices in crossed.values():
-        first = indices[0]
-        moves_s = chain.moves_s[first - 1]
-        if moves_s.any():
-            source = chain.layers[first - 1].state_out[paths[:, [index - 1 for index in indices]]]
-            costs[:, 0] += moves_s[source, chain.layers[first].state_in[paths[:, indices]]].sum(axis=1)
+    for moves_s, before, layer, places in chain.crossings:
+        source = before.state_out[paths[:, places - 1]]
+        costs[:, 0] += moves_s[source, layer.state_in[paths[:, places]]].sum(axis=1)
     for skip in chain.skips:
         source = chain.layers[skip.producer].state_out[paths[:, skip.producer]]
         costs[:, 0] += skip.moves_s[source, chain.layers[skip.reader].state_in[paths[:, skip.reader]]]
@@ -138,25 +169,21 @@ def _skip_costs(chain: Chain, path: Indices, readers_adapt: bool) -> Extra:
 
 def _shortest(chain: Chain, price: float, cap: float, extra: Extra) -> tuple[float, Indices]:
     """Dynamic programming over the layers: the least value, without the chain's fixed part, and its path."""
-    cheapest: dict[int, tuple[Array, Indices]] = {}
     # By (state behind, state before): a minimum along rows is the fast one.
-    through_s: dict[int, Array] = {}
-    distinct = {id(moves): moves for moves in chain.moves_s}
-    moves_s = {key: np.ascontiguousarray(moves.T) for key, moves in distinct.items()}
-    for layer in chain.layers:
-        if id(layer) not in cheapest:
-            cheapest[id(layer)] = _cheapest(chain.num_states, layer, price, cap)
-            through_s[id(layer)] = np.ascontiguousarray(cheapest[id(layer)][0].T)
+    cheapest = {
+        id(layer): _cheapest(chain.num_states, layer, chain.ways[id(layer)], price, cap)
+        for layer, _ in chain.distinct_layers
+    }
     reached = np.zeros(chain.num_states)
     came: list[tuple[Indices, Indices]] = []
     states = np.arange(chain.num_states)
     for index, layer in enumerate(chain.layers):
         source = states
         if index:
-            source, reached = _arrive(moves_s[id(chain.moves_s[index - 1])], reached, states)
+            source, reached = _arrive(chain.moves_to_s[index - 1], reached, states)
         if index in extra:
             reached = reached + extra[index][0]
-        entry, reached = _arrive(through_s[id(layer)], reached, states)
+        entry, reached = _arrive(cheapest[id(layer)][0], reached, states)
         if index in extra:
             reached = reached + extra[index][1]
         came.append((source, entry))
@@ -165,7 +192,7 @@ def _shortest(chain: Chain, price: float, cap: float, extra: Extra) -> tuple[flo
     path = np.zeros(len(chain.layers), dtype=np.intp)
     for index in range(len(chain.layers) - 1, -1, -1):
         source, entry = came[index]
-        path[index] = cheapest[id(chain.layers[index])][1][entry[state], state]
+        path[index] = cheapest[id(chain.layers[index])][1][state, entry[state]]
         state = int(source[entry[state]])
     return value, path
 
@@ -177,13 +204,13 @@ def _arrive(matrix: Array, reached: Array, states: Indices) -> tuple[Indices, Ar
     return best, total[states, best]
 
 
-def _cheapest(num_states: int, layer: ChainLayer, price: float, cap: float) -> tuple[Array, Indices]:
-    """Per (state before, state behind) the least value of a candidate, and which it is."""
+def _cheapest(num_states: int, layer: ChainLayer, ways: Indices, price: float, cap: float) -> tuple[Array, Indices]:
+    """Per (state behind, state before) the least value of a candidate, and which it is; `ways` is the candidates'."""
     value = layer.time_s + price * layer.persistent_bytes
     value = np.where(layer.transient_bytes <= cap, value, np.inf)
     order = np.argsort(value, kind="stable")[::-1]  # where an index repeats, the last assignment stays
-    least = np.full((num_states, num_states), np.inf)
-    which = np.zeros((num_states, num_states), dtype=np.intp)
-    least[layer.state_in[order], layer.state_out[order]] = value[order]
-    which[layer.state_in[order], layer.state_out[order]] = order
-    return least, which
+    least = np.full(num_states * num_states, np.inf)
+    which = np.zeros(num_states * num_states, dtype=np.intp)
+    least[ways[order]] = value[order]
+    which[ways[order]] = order
+    return least.reshape(num_states, num_states), which.reshape(num_states, num_states)

@@ -57,5 +57,5 @@ def _describe(decisions: Decisions) -> str:
 
 
 def _describe_strategy(strategy: LayerStrategy) -> str:
-    recompute = "" if strategy.recompute == "none" else f", {strategy.recompute} recompute"
+    recompute = "" if strategy.recompute == "none" else f", {strategy.recompute_name} recompute"
     return f"{strategy.axes}, ZeRO-{strategy.zero}{recompute}"

@@ -6,7 +6,10 @@ text                               meaning
 ``data=4``                         mesh axes that split the batch, which must divide by it, multiply to 4; so
                                    ``tensor=``, ``sequence=``, which leave layers alone that can't (the plan says which)
 ``zero=3``                         every layer has this ZeRO level
-``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``
+``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``; ``ops``: the search
+                                   names the ops of each layer that run again
+``offload=activations``            what every layer keeps for backward is in the host's memory until then; ``none``: on
+                                   the device
 ``microbatches=8``                 the batch runs in 8 microbatches
 ``mesh=2x4``                       every layer has this mesh, outermost axis first
 ``pipeline=2``                     the devices form 2 groups, each with its own stages; 1: no stages.  Degrees and
@@ -15,7 +18,7 @@ text                               meaning
 ``cuts=3,6``                       the stages but the first begin at layers 3 and 6: numbers, or names of layers
 ``schedule=1f1b``                  the pipeline runs so: one of `autopar.schedules.schedule_names()`
 ``model.layers.*: zero=3``         so for the layers that hold a parameter, or an op of a module, of
-                                   this name; a degree, ``zero`` or ``recompute``
+                                   this name; a degree, ``zero``, ``recompute``, ``offload``
 ``lm_head: replicate``             no parameter that matches is cut, neither in compute nor in storage
 ``batch_norm: per_microbatch``     what matches (ops, or all in a module) may use the statistics of each microbatch: not
                                    exact, but microbatches are possible; for batch norm in training
@@ -41,14 +44,17 @@ from autopar.step.activation_policies import policy_names
 from autopar.suggestions import suggest
 
 __all__ = [
-    "DEGREES", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns", "demands_on",
+    "DEGREES", "OPS", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns", "demands_on",
     "parse_constraints", "spell_out",
 ]  # fmt: skip
 
 DEGREES = ("data", "tensor", "sequence")
-_SCOPED = (*DEGREES, "zero", "recompute", "replicate", PER_MICROBATCH)
+OPS = "ops"
+"""The value of ``recompute=`` that lets the search name ops."""
+_OFFLOADED = ("none", "activations")
+_SCOPED = (*DEGREES, "zero", "recompute", "offload", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
-_GLOBAL = (*DEGREES, "zero", "recompute", "mesh", *_COUNTS, "cuts", "schedule")
+_GLOBAL = (*DEGREES, "zero", "recompute", "offload", "mesh", *_COUNTS, "cuts", "schedule")
 
 WORDS = {
     "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "sequence", "pp": "pipeline", "fsdp": "data",
@@ -97,12 +103,14 @@ class LayerDemands:
         degrees: (usual name, product of the sizes of the axes that do it).
         zero: ZeRO level, or -1 for any.
         recompute: how to recompute, or ``""`` for any.
+        offload: what is offloaded: one of ``"activations"`` and ``"none"``, or ``""`` for any.
         whole: positions in `Layer.state` of parameters that must not be cut.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
     zero: int = -1
     recompute: str = ""
+    offload: str = ""
     whole: tuple[int, ...] = ()
 
 
@@ -164,7 +172,7 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
 
 
 def _parse_value(key: str, value: str, text: str, world_size: int) -> ConstraintValue:
-    choices = {"recompute": policy_names(), "schedule": schedule_names()}.get(key)
+    choices = {"recompute": (*policy_names(), OPS), "schedule": schedule_names(), "offload": _OFFLOADED}.get(key)
     if choices:
         if value not in choices:
             known = f"{', '.join(choices)}{suggest(value, choices)}"
@@ -275,6 +283,7 @@ class _DemandCollector:
                 degrees=tuple((key, int(str(settings[key][0]))) for key in DEGREES if key in settings),
                 zero=int(str(settings["zero"][0])) if "zero" in settings else -1,
                 recompute=str(settings["recompute"][0]) if "recompute" in settings else "",
+                offload=str(settings["offload"][0]) if "offload" in settings else "",
                 whole=tuple(sorted(whole)),
             )
             for settings, whole in zip(self.settings, self.whole, strict=True)

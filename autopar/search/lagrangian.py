@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from autopar.search.chain_dp import Chain, path_costs, relaxed_paths
 
-__all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices"]
+__all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices", "transient_caps"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -28,6 +28,7 @@ Indices = npt.NDArray[np.intp]
 _MAX_PRICES = 24
 _MAX_CAPS = 6
 _DEAREST_S_PER_BYTE = 1.0  # at this price memory alone decides: no step takes 1 s per byte
+_SAME_BYTES = 1e-3  # relative: what takes the least memory is not sought more closely
 _ROUNDING = 8 * float(np.finfo(np.float64).eps)  # of a difference of two values, relative to the larger one
 
 
@@ -105,18 +106,21 @@ def fastest_paths(
         chain: the problem.
         max_prices: most points of the hull for each cap on transients.
         max_caps: most caps on transients.
-        mixes: whether paths that begin as one point of the hull and end as the next are in the pool.
+        mixes: whether paths that begin as one point of the hull and end as the next are in the pool, and the one that
+            takes the least memory.
         aim_bytes: where the hull is followed first, if not everywhere alike.
     """
     pool = PathPool(chain)
-    below = max(float(layer.transient_bytes.min()) for layer in chain.layers)
-    for cap in _transient_caps(chain, below, max_caps):
+    below = float(chain.transient_levels[0])
+    for cap in transient_caps(chain, max_caps):
         hull = _follow_hull(pool, cap, max_prices, aim_bytes)
         pool.relaxations.append((below, hull))
         below = cap
         for one, other in itertools.pairwise(hull) if mixes else ():
             _add_mixes(pool, one.path, other.path)
             _add_mixes(pool, other.path, one.path)
+    if mixes:
+        _add_smallest(pool)
     return pool
 
 
@@ -127,11 +131,32 @@ def fastest_path(chain: Chain) -> tuple[Indices, float]:
     return relaxation.path, pool.peak_bytes[0]
 
 
-def _transient_caps(chain: Chain, smallest: float, max_caps: int) -> list[float]:
+def _add_smallest(pool: PathPool) -> None:
+    """Add the path that takes the least memory: its transients may lie between the caps that were tried.
+
+    The higher the cap, the less is persistent.  So between two caps nothing takes less than what is persistent under
+    the upper one and the next transients above the lower one; where that might be less, the middle is tried.
+    """
+    levels = pool.chain.transient_levels
+
+    def persistent_bytes(index: int) -> float:
+        return _relax(pool, _DEAREST_S_PER_BYTE, float(levels[index]))[1]
+
+    last = len(levels) - 1
+    upper_bytes = {index: persistent_bytes(index) for index in {0, last}}
+    intervals = [(0, last)]
+    while intervals:
+        low, high = intervals.pop()
+        if high - low < 2 or upper_bytes[high] + levels[low + 1] >= min(pool.peak_bytes) * (1 - _SAME_BYTES):
+            continue
+        middle = (low + high) // 2
+        upper_bytes[middle] = persistent_bytes(middle)
+        intervals += [(low, middle), (middle, high)]
+
+
+def transient_caps(chain: Chain, max_caps: int) -> list[float]:
     """Caps on transients: from the least that some path needs to no cap at all."""
-    distinct = {id(layer): layer for layer in chain.layers}
-    levels = np.unique(np.concatenate([layer.transient_bytes for layer in distinct.values()]))
-    levels = levels[levels >= smallest]
+    levels = chain.transient_levels
     if len(levels) > max_caps:
         low, high = (max(float(level), 1.0) for level in (levels[0], levels[-1]))
         spaced = low * (high / low) ** (np.arange(max_caps) / (max_caps - 1))
@@ -173,6 +198,6 @@ def _relax(pool: PathPool, price: float, cap: float) -> tuple[_Relaxation, float
 
 def _add_mixes(pool: PathPool, first: Indices, rest: Indices) -> None:
     """Add the paths that follow `first` up to some layer and `rest` from there on."""
-    cuts = [cut for cut in range(1, len(first)) if first[cut - 1] != rest[cut - 1]]
-    if cuts:
-        pool.add(*(np.concatenate([first[:cut], rest[cut:]]) for cut in cuts))
+    cuts = np.flatnonzero(first[:-1] != rest[:-1]) + 1
+    if len(cuts):
+        pool.add(*np.where(np.arange(len(first)) < cuts[:, None], first, rest))

@@ -19,12 +19,19 @@ from autopar.plan import LayerStrategy
 from autopar.prediction import LayerCost
 from autopar.program import Layer
 from autopar.search.boundary_pairs import boundary_costs, useful_pairs
-from autopar.search.constraints import LayerDemands
+from autopar.search.constraints import OPS, LayerDemands
 from autopar.search.degree_roles import AxisRoles, allowed_options, meets_degrees, role_choices
 from autopar.search.layer_problem import LayerProblem, StepSettings
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem
 from autopar.search.layout_choices import Policy, storage_layout
-from autopar.step.activation_policies import activation_policy, policy_names
+from autopar.step.activation_policies import (
+    activation_policy,
+    matching_policies,
+    policy_names,
+    renamed_policy,
+    rerun_ops,
+    rerun_policy_name,
+)
 from autopar.step.layer_cost import running_costs, storage_cost, stored_collectives
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
@@ -98,7 +105,7 @@ def _strategies(
     """Distinct strategies of the solved variants, applied, with the policies before and behind them."""
     seen: set[tuple[object, ...]] = set()
     costs = boundary_costs(problems)
-    for variant in _solved_variants(settings, demands):
+    for variant in _solved_variants(settings, layer.kind, demands):
         solved = _Solved([solve_problem(problem, _on_mesh(variant, problem)) for problem in problems], whole)
 
         def suits(number: int, i: int, j: int, solved: _Solved = solved) -> bool:
@@ -138,7 +145,7 @@ def _on_mesh(variant: SolvedVariant, problem: LayerProblem) -> SolvedVariant:
     return replace(variant, shard_axes=tuple(range(len(problem.mesh)))) if variant.zero else variant
 
 
-def _solved_variants(settings: StepSettings, demands: LayerDemands) -> Iterable[SolvedVariant]:
+def _solved_variants(settings: StepSettings, kind: int, demands: LayerDemands) -> Iterable[SolvedVariant]:
     """The fastest without ZeRO, the fastest with what ZeRO takes, and one that saves memory at its usual price.
 
     Where collectives of parameters overlap, sharded storage and its optimizer are faster than sums of seconds say.
@@ -155,8 +162,9 @@ def _solved_variants(settings: StepSettings, demands: LayerDemands) -> Iterable[
     else:
         sharded = SolvedVariant(3)
     variants = (plain, sharded, saving)
-    if demands.recompute:
-        variants = tuple(replace(each, recompute=demands.recompute) for each in variants)
+    if demands.recompute or demands.offload == "activations":
+        how = _recompute_variants(settings, kind, demands)[0]
+        variants = tuple(replace(each, recompute=how) for each in variants)
     if demands.zero >= 0:
         variants = tuple(replace(each, zero=demands.zero) for each in variants)
     return dict.fromkeys(variants)
@@ -213,13 +221,18 @@ def _variants(
     key = (placed.mesh, *(placed.copies.get(name) for name in placed.layer.state))
     if key not in known:
         known[key] = list(_stored_variants(settings, placed, demands))
-    running = running_costs(placed, _recompute_variants(settings, demands), settings.prices, settings.training)
+    kind = settings.program.kinds[placed.layer.kind]
+    names = {first.name: op.name for first, op in zip(kind.ops, placed.layer.ops, strict=True)}
+    recompute = [renamed_policy(how, names) for how in _recompute_variants(settings, kind.kind, demands)]
+    running = running_costs(placed, recompute, settings.prices, settings.training)
+    if not demands.offload:
+        running = _worth_offloading(settings, placed.layer, running)
     training = own_training(settings.program, placed.layer, settings.training)
     for stored in known[key]:
-        for recompute, cost in running.items():
+        for how, cost in running.items():
             whole = cost + stored.cost
             overlapped = overlapped_s(whole, *stored.transfers, stored.zero, settings.num_microbatches, training)
-            yield _Variant(policies, strategy, stored, recompute, whole, overlapped)
+            yield _Variant(policies, strategy, stored, how, whole, overlapped)
 
 
 def _stored_variants(settings: StepSettings, base: PlacedLayer, demands: LayerDemands) -> Iterator[_StoredVariant]:
@@ -261,11 +274,41 @@ def _storage(base: PlacedLayer, shard_axes: tuple[int, ...], demands: LayerDeman
     return tuple(layouts)
 
 
-def _recompute_variants(settings: StepSettings, demands: LayerDemands) -> tuple[str, ...]:
-    if demands.recompute:
+def _recompute_variants(settings: StepSettings, kind: int, demands: LayerDemands) -> tuple[str, ...]:
+    is_left = settings.training.compiled  # which ops to rerun: a compiler chooses by itself
+    reruns = () if is_left else settings.reruns.get(kind, ())
+    if demands.recompute == OPS:
+        offloads = demands.offload == "activations"
+        named = tuple(rerun_policy_name(rerun_ops(name), offloads=offloads) for name in reruns)
+        return named or matching_policies("none", offloads=offloads)
+    if demands.offload or demands.recompute:
+        if demands.offload:
+            return matching_policies(demands.recompute, offloads=demands.offload == "activations")
         return (demands.recompute,)
-    searched = tuple(name for name in policy_names() if activation_policy(name).is_searched)
-    return searched if settings.training.is_training else ("none",)
+    if not settings.training.is_training:
+        return ("none",)
+    policies = map(activation_policy, policy_names())
+    offloads = settings.prices.host.overlaps
+    searched = (
+        each.name
+        for each in policies
+        if each.is_searched and (offloads or not each.offloads) and not (is_left and each.reruns is not None)
+    )
+    return *searched, *reruns
+
+
+def _worth_offloading(settings: StepSettings, layer: Layer, costs: dict[str, LayerCost]) -> dict[str, LayerCost]:
+    """Of those that offload, only the fastest and the smallest, if the host has room for what all such layers offload.
+
+    None of them leaves anything on the device.  A pipeline that runs a part of the layers has as many microbatches in
+    flight.
+    """
+    count = sum(each.kind == layer.kind for each in settings.program.layers)
+    offloading = [name for name, cost in costs.items() if cost.host_bytes]
+    fitting = [name for name in offloading if count * costs[name].host_bytes <= settings.prices.host.memory_bytes]
+    fastest = min(fitting, key=lambda name: costs[name].total_s, default="")
+    smallest = min(fitting, key=lambda name: costs[name].transient_bytes, default="")
+    return {name: cost for name, cost in costs.items() if name not in offloading or name in (fastest, smallest)}
 
 
 def _drop_dominated(variants: list[_Variant], in_flight: int) -> Iterator[_Variant]:

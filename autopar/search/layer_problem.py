@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -28,7 +28,7 @@ from autopar.search.layout_choices import Policy, arrival_layout, boundary_polic
 from autopar.search.reshard_prices import CollectiveCounts, collective_counts, reshard_tables
 from autopar.step.local_layer import SharedStorage
 from autopar.step.op_states import Allowed, OpState, kernel_runs, op_states
-from autopar.step.parameter_costs import optimizer_s_per_element, updates
+from autopar.step.optimizer_costs import optimizer_s_per_element, updates
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
@@ -52,6 +52,9 @@ class StepSettings:
         shared: where parameters that several layers read, or that the caller keeps, are stored.
         memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
         in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline.
+        op_shares: layer kind -> per op of a compiled layer, which part of its seconds alone it takes about, forward and
+            backward: what kernels are made of differs between strategies, which are priced as they are once found.
+        reruns: by kind of layer, ways to keep activations that name the ops that run again.
     """
 
     program: Program
@@ -62,6 +65,10 @@ class StepSettings:
     shared: SharedStorage
     memory_price_s_per_byte: float = 0.0
     in_flight: int = 1
+    op_shares: Mapping[int, tuple[tuple[float, float], ...]] = field(
+        default_factory=dict[int, tuple[tuple[float, float], ...]]
+    )
+    reruns: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
 
 
 @dataclass(frozen=True)
@@ -287,15 +294,16 @@ def _op_table(problem: LayerProblem, index: int) -> OpTable:
     op, prices = problem.layer.ops[index], problem.prices
     differentiable = is_differentiable(problem.program, op, problem.training)
     known: dict[tuple[int, int], tuple[float, float]] = {}
+    shares = problem.settings.op_shares.get(problem.layer.kind)
+    ahead, back = shares[index] if shares else (1.0, 1.0)
     columns = np.zeros((4, len(problem.states[index])))
-    has_kernels = any(option.collectives for option in op.options)
     for row, state in enumerate(problem.states[index]):
         types = id(state.operand_types), id(state.result_types)  # equal ones are one object
         if types not in known:
             time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
-            known[types] = (time.forward_s, time.backward_s)
+            known[types] = (ahead * time.forward_s, back * time.backward_s)
         columns[:2, row] = known[types]
-        for run in kernel_runs(state, problem.mesh) if has_kernels else ():
+        for run in kernel_runs(state, problem.mesh) if op.has_collectives else ():
             backward = run.phase == "backward"
             if not backward or problem.training.is_training:
                 columns[3 if backward else 2, row] += prices.collective_s(run.kind, run.axis, run.num_bytes)

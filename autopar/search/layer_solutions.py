@@ -29,7 +29,8 @@ from autopar.search.variable_elimination import Table, minimise
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost
 from autopar.step.local_layer import PlacedLayer, stored_steps
-from autopar.step.parameter_costs import gradient_sum_s, parameter_bytes, updates
+from autopar.step.optimizer_costs import parameter_step_s, updates
+from autopar.step.parameter_costs import gradient_sum_s, parameter_bytes
 from autopar.step.value_flows import is_alias
 
 __all__ = ["LayerSolutions", "SolvedVariant", "solve_problem"]
@@ -173,15 +174,14 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     elements, copied = (math.prod(local_shape(tensor.shape, layout, problem.mesh)) for layout in (stored, copy))
     held = parameter_bytes(tensor.dtype, elements, copied, steps, trains=trains, training=training).held(zero)
     if trains:
-        seconds += elements * problem.optimizer_s_per_element[tensor.dtype] + prices.optimizer_tensor_s
+        rate_s = problem.optimizer_s_per_element[tensor.dtype]
+        seconds += parameter_step_s(value, problem.mesh, stored, rate_s, prices, training)
     return seconds + variant.memory_weight_s_per_byte * held.static_bytes
 
 
 def _saved_shares(problem: LayerProblem, recompute: str) -> Iterator[Table]:
     """Saved bytes as a sum over variables: a tensor's bytes are shared equally by the mentions that save it."""
     policy = activation_policy(recompute)
-    if policy.transfer_s is not None:
-        return
     if policy.keeps_inputs_only:
         for name in problem.layer.inputs:
             if name not in problem.program.inputs:
@@ -241,6 +241,10 @@ def _read_assignment(solutions: LayerSolutions, policy_in: int, policy_out: int)
             copies[name] = tidy(states[flow.producer].results[flow.result])
         else:
             copies[name] = problem.boundary_layouts[name][policy_out]
+    carried = problem.program.carried & copies.keys() & {*problem.program.inputs}
+    arrivals = tuple(
+        copies[name] if name in carried else problem.boundary_layouts[name][policy_in] for name in problem.layer.inputs
+    )
     departures = tuple(
         tidy(copies[name]) if name in problem.free_outputs else problem.boundary_layouts[name][policy_out]
         for name in problem.layer.outputs
@@ -253,6 +257,6 @@ def _read_assignment(solutions: LayerSolutions, policy_in: int, policy_out: int)
     )
     return PlacedLayer(
         problem.program, problem.layer, problem.mesh, problem.flows, problem.view, states, copies,
-        tuple(problem.boundary_layouts[name][policy_in] for name in problem.layer.inputs), departures, storage,
+        arrivals, departures, storage,
         variant.zero, variant.recompute, problem.settings.shared,
     )  # fmt: skip

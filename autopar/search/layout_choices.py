@@ -94,8 +94,10 @@ def has_whole_boundary(program: Program, name: str) -> bool:
 
     So are the model's inputs (each rank gets the plain global batch) and what is computed from them without a
     parameter (masks, rotary tables ...: every device computes it, and no layer has to gather it), new values
-    of buffers, the loss, and, in a model without a loss inside, all outputs.
+    of buffers, the loss, and, in a model without a loss inside, all outputs but those that are carried.
     """
+    if name in program.carried:
+        return name in program.inputs  # in slices, rather, but those cost nothing
     if name in _parameter_free(_Identity(program)) or name in program.updates.values():
         return True
     return name == program.loss if program.loss else name in program.outputs

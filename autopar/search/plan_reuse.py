@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from autopar.errors import MissingPriceError, PlanMismatchError
+from autopar.errors import InfeasibleError, MissingPriceError, PlanMismatchError
 from autopar.plan import LayerStrategy, Plan
 from autopar.prediction import Prediction
 from autopar.program import Program
 from autopar.schedules import simplest_schedule
+from autopar.search.plan_selection import host_shortage
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import input_rows
 from autopar.step.plan_check import check_fit
@@ -53,7 +54,8 @@ def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, r
             continue
         candidate = _predicted(candidate, program, prices, request)
         allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
-        if candidate.peak_memory_bytes * (1 + request.memory_error) <= allowed:
+        is_small = candidate.peak_memory_bytes * (1 + request.memory_error) <= allowed
+        if is_small and not host_shortage(candidate, prices):
             return replace(candidate, planning_s=(), optimality_gap=float("inf"))
     return None
 
@@ -63,9 +65,14 @@ def check_known(plan: Plan, program: Program, prices: Prices, request: SearchReq
 
     Raises:
         PlanMismatchError: it can't run `program`.
+        InfeasibleError: it offloads more than hosts have room for.
     """
     check_fit(plan, program, plan.world_size)
-    return _predicted(plan, program, prices, request)
+    known = _predicted(plan, program, prices, request)
+    short = host_shortage(known, prices)
+    if short:
+        raise InfeasibleError(f"the plan does not fit: {short}")
+    return known
 
 
 def _predicted(plan: Plan, program: Program, prices: Prices, request: SearchRequest) -> Plan:

@@ -24,9 +24,10 @@ from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths
+from autopar.step.prices import Prices
 from autopar.step.pricing import predict
 
-__all__ = ["preferred_s", "select_plan"]
+__all__ = ["host_shortage", "preferred_s", "select_plan"]
 
 _PIPELINES = 3  # small ones that are simulated: sums rank them well, and each takes about 0.1 s
 # The mean error of predicted steps on published rows held out (6.2 %, docs/accuracy.md).
@@ -51,19 +52,23 @@ def select_plan(
     out the batch, of `batch_bytes`, which the walk counts.
 
     Raises:
-        InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
+        InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does; or what
+            fits on devices offloads more than their hosts have room for.
     """
     best: Plan | None = None
     fastest: Plan | None = None
     notes: Sequence[str] = ()
     too_large: list[float] = []
+    shortages: list[str] = []  # of the hosts' memory
     settings: set[tuple[int, int]] = set()
     flat = list(_without_stages(searched, limit_bytes))
     for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
         if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, settings)):
             continue
         plan = candidate.simulate()
-        if plan.peak_memory_bytes > limit_bytes + batch_bytes:
+        short = host_shortage(plan, candidate.context.prices)
+        if short or plan.peak_memory_bytes > limit_bytes + batch_bytes:
+            shortages.append(short)
             too_large.append(plan.peak_memory_bytes)
             continue
         if candidate.shape is not None:
@@ -74,9 +79,10 @@ def select_plan(
             fastest = plan
         if best is None or _order(plan) < _order(best):
             best, notes = plan, candidate.context.notes
-    if best is None and too_large and not flat:
-        raise _too_large(limit_bytes + batch_bytes, min(too_large), 1 + request.memory_error)
-    return (best, [*notes, _note_stages(best, fastest or best)]) if best is not None else None
+    if best is not None:
+        return best, [*notes, _note_stages(best, fastest or best)]
+    _refuse(shortages, [] if flat else too_large, limit_bytes + batch_bytes, 1 + request.memory_error)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +161,25 @@ def _is_late(shape: Shape | None, settings: Set[tuple[int, int]]) -> bool:
     return _setting_of(shape) in settings or len(settings) >= (_PIPELINES if is_small(shape) else 1)
 
 
-def _too_large(allowed_bytes: float, smallest_bytes: float, error: float) -> InfeasibleError:
-    return InfeasibleError(
-        f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: a step of the smallest pipeline that "
-        f"came near takes {smallest_bytes * error / 2**30:.6g} GiB. Use more devices or microbatches, or allow more "
-        "memory"
+def host_shortage(plan: Plan, prices: Prices) -> str:
+    """What to say of a plan that offloads more than its hosts have room for; else nothing."""
+    needed, there = plan.prediction.host_memory_bytes, prices.host.memory_bytes
+    if needed <= there:
+        return ""
+    return (
+        f"it offloads {needed / 2**30:.6g} GiB per device to the host's memory, of which a device has "
+        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes): offload fewer layers, such as "
+        "'model.layers.0: offload=activations', recompute more, such as 'recompute=full', or use more microbatches"
     )
+
+
+def _refuse(shortages: Sequence[str], too_large: Sequence[float], allowed_bytes: float, error: float) -> None:
+    """Raise what the walks through the steps of plans found: hosts that have no room, or `too_large` peaks."""
+    for short in filter(None, shortages):
+        raise InfeasibleError(f"no plan fits: {short}")
+    if too_large:
+        raise InfeasibleError(
+            f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: a step of the smallest pipeline "
+            f"that came near takes {min(too_large) * error / 2**30:.6g} GiB. Use more devices or microbatches, or "
+            "allow more memory"
+        )

@@ -17,10 +17,12 @@ from autopar.search.constraints import Constraints, LayerDemands
 from autopar.search.layer_candidates import LayerCandidate
 from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
 from autopar.search.request import SearchRequest
-from autopar.step.local_layer import SharedStorage
+from autopar.step.local_layer import SharedStorage, place_whole
+from autopar.step.op_seconds import op_seconds
 from autopar.step.planned_layers import LayerFacts
-from autopar.step.prices import Prices
-from autopar.step.training import is_differentiable
+from autopar.step.prices import OpTime, Prices
+from autopar.step.rerun_front import rerun_front, spaced_choices
+from autopar.step.training import TrainingSpec
 
 __all__ = ["SearchContext", "input_rows", "shared_storage_choices"]
 
@@ -52,6 +54,7 @@ class SearchContext:
             much, so that more microbatches never excuse a plan from a constraint.
         facts: of layers, which all parts of a search share.
         known_candidates: of layers that were searched before.
+        known_reruns: `reruns`, once it is known.
     """
 
     program: Program
@@ -67,6 +70,18 @@ class SearchContext:
     known_candidates: dict[tuple[object, ...], tuple[LayerCandidate, ...]] = field(
         default_factory=dict[tuple[object, ...], tuple[LayerCandidate, ...]]
     )
+
+    known_reruns: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+    @property
+    def reruns(self) -> dict[int, tuple[str, ...]]:
+        """By kind of layer, ways to keep activations that name the ops to run again; none where a compiler chooses."""
+        training = self.request.training
+        if not self.known_reruns and training.is_training and not training.compiled:
+            for layer in self.program.kinds:
+                front = rerun_front(self.program, layer, self.prices, training)
+                self.known_reruns[layer.kind] = tuple(choice.policy for choice in spaced_choices(front))
+        return self.known_reruns
 
     def on_groups(self, num_groups: int) -> SearchContext:
         """The same search with the devices divided into so many groups."""
@@ -138,18 +153,33 @@ class SearchContext:
     @cached_property
     def ideal_layers_s(self) -> Array:
         """Forward and backward seconds of every layer, [2, layers], if the devices of a group shared all compute."""
-        types = self.program.type_of
-        of_kind: dict[int, tuple[float, float]] = {}
-        for layer in self.program.kinds:
-            times = [
-                self.prices.op_s(
-                    op, tuple(map(types, op.operands)), tuple(map(types, op.results)),
-                    is_differentiable(self.program, op, self.request.training),
-                )
-                for op in layer.ops
-            ]  # fmt: skip
-            of_kind[layer.kind] = (sum(each.forward_s for each in times), sum(each.backward_s for each in times))
+        of_kind = {
+            kind: (sum(each.forward_s for each in times), sum(each.backward_s for each in times))
+            for kind, times in self._whole_s(self.request.training).items()
+        }
         return np.array([of_kind[layer.kind] for layer in self.program.layers]).T / self.num_devices
+
+    def _whole_s(self, training: TrainingSpec) -> dict[int, list[OpTime]]:
+        """Per kind of layers, the seconds of each op on one device."""
+        wholes = {layer.kind: place_whole(self.program, layer) for layer in self.program.kinds}
+        return {kind: op_seconds(whole, self.prices, training) for kind, whole in wholes.items()}
+
+    @cached_property
+    def op_shares(self) -> dict[int, tuple[tuple[float, float], ...]]:
+        """Per kind of layers, which part of its seconds alone each op takes compiled on one device, forward and
+        backward; {} if layers are not compiled.
+        """
+        training = self.request.training
+        if not training.compiled:
+            return {}
+        alone = self._whole_s(training.running(compiled=False))
+        return {
+            kind: tuple(
+                (_share(own.forward_s, other.forward_s), _share(own.backward_s, other.backward_s))
+                for own, other in zip(times, alone[kind], strict=True)
+            )
+            for kind, times in self._whole_s(training).items()
+        }
 
     @cached_property
     def memory_price_s_per_byte(self) -> float:
@@ -172,6 +202,10 @@ class SearchContext:
             tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
             tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
         )
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return part_s / whole_s if whole_s else 1.0
 
 
 def _is_refined(mesh: tuple[int, ...], fine: tuple[int, ...]) -> bool:

@@ -257,14 +257,8 @@ def _backtrack(buckets: list[_Bucket], sizes: Sequence[int], keep: Sequence[int]
         domain = bucket.domains[bucket.variable]
         total = np.zeros((count, len(domain)))
         for scope, costs in bucket.tables:
-            at = scope.index(bucket.variable)
-            index: list[States] = [
-                np.arange(len(domain)) if v == bucket.variable
-                else np.searchsorted(bucket.domains[v], chosen[v])[:, None]
-                for v in scope
-            ]  # fmt: skip
-            index[at] = index[at][None, :]
-            total += costs[tuple(index)]
+            others = tuple(np.searchsorted(bucket.domains[v], chosen[v]) for v in scope if v != bucket.variable)
+            total += np.moveaxis(costs, scope.index(bucket.variable), -1)[others]
         chosen[bucket.variable] = domain[total.argmin(axis=1)]
     columns = [chosen[v] for v in range(len(sizes))]
     return np.stack(columns, axis=-1).reshape(*shape, len(sizes)) if columns else np.zeros((*shape, 0), np.intp)

@@ -12,6 +12,8 @@ by layer:
 - Backward: the parameters of the layer before are unsharded while a layer computes, where ZeRO-3 needs them anew; a
   layer's gradients are reduced while the layer before computes.  What is reduced once (ZeRO-0 and 1) is so in the last
   microbatch, with stages at the end of the step (`end`).
+- What a layer saves and offloads is copied to the host's memory while the next layer computes; then its place on the
+  device is free.  It comes back while the layer behind runs its backward.
 - A backward in two parts reduces behind the second one, and waits; a stage that would run something again for the
   second part (ZeRO-3, full recomputation) does everything in the first.
 """
@@ -26,7 +28,7 @@ from typing import NamedTuple
 from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Program
 from autopar.schedules.action_lists import Action, ScheduleActions, ScheduleSource
-from autopar.step.activation_policies import splits_backward
+from autopar.step.activation_policies import activation_policy, splits_backward
 from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["LayerAction", "LayerPolicy", "StepActions", "step_actions"]
@@ -36,9 +38,10 @@ class LayerAction(NamedTuple):
     """One thing that a device group does for one layer.
 
     `kind` is ``"UNSHARD"`` (start to gather its parameters), ``"WAIT_UNSHARD"``, ``"F"``, ``"B"``, ``"I"`` or ``"W"``
-    (as in `Action`), ``"RESHARD"`` (free the gathered parameters), ``"REDUCE"`` (start to reduce their gradients) or
-    ``"WAIT_REDUCE"``.  The copies are of no use to any action of the layer behind ``"RESHARD"`` until the next
-    ``"UNSHARD"``.
+    (as in `Action`), ``"RESHARD"`` (free the gathered parameters), ``"REDUCE"`` (start to reduce their gradients),
+    ``"WAIT_REDUCE"``, ``"OFFLOAD"`` (start to copy what it saved to the host's memory), ``"WAIT_OFFLOAD"`` (free it on
+    the device), ``"FETCH"`` (start to copy it back) or ``"WAIT_FETCH"``.  Gathered parameters are of no use to any
+    action of the layer behind ``"RESHARD"`` until the next ``"UNSHARD"``.
     """
 
     kind: str
@@ -54,18 +57,22 @@ class LayerPolicy:
         unshards_again: anew for every backward, too.
         reduces_each: their gradients in every microbatch (ZeRO-2 and 3).
         splits_backward: whether its backward can run in two parts.
+        offloads: whether what it saves is in the host's memory between forward and backward.
     """
 
     unshards_each: bool
     unshards_again: bool
     reduces_each: bool
     splits_backward: bool
+    offloads: bool = False
 
     @classmethod
     def of(cls, strategy: LayerStrategy, own: TrainingSpec) -> LayerPolicy:
         """The policy of a layer's strategy; `own` is its `own_training`."""
-        again = strategy.zero == 3 and own.is_training and own.reruns
-        return cls(strategy.zero == 3, again, strategy.zero >= 2, splits_backward(strategy))
+        keeps = own.is_training and own.reruns
+        offloads = keeps and activation_policy(strategy.recompute).offloads
+        splits = splits_backward(strategy, compiled=own.compiled)
+        return cls(strategy.zero == 3, strategy.zero == 3 and keeps, strategy.zero >= 2, splits, offloads)
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,9 @@ class StepActions:
 
     @cached_property
     def _last_backwards(self) -> frozenset[Action]:
-        return frozenset({action.stage: action for action in self._all("BW")}.values())
+        # The first part of a backward in two is all of it where a stage is not split.
+        ends = (a for a in self._all("BIW") if a.kind == "B" or (a.kind == "W") == self.is_split(a.stage))
+        return frozenset({action.stage: action for action in ends}.values())
 
     @cached_property
     def _split_stages(self) -> frozenset[int]:
@@ -174,6 +183,7 @@ class StepActions:
         reshards = is_last and not self.is_training
         unshards_now = is_first and not self.unshards_first
         opened = 0
+        leaving: list[LayerAction] = []
         for position, index in enumerate(layers):
             for ahead in layers[opened : position + 2]:  # this layer and the next one
                 opened += 1
@@ -186,6 +196,12 @@ class StepActions:
             yield LayerAction("F", index)
             if self.policies[index].unshards_each or reshards:
                 yield LayerAction("RESHARD", index)
+            yield from leaving
+            leaving = []
+            if self.policies[index].offloads and self.is_training:
+                yield LayerAction("OFFLOAD", index)
+                leaving = [LayerAction("WAIT_OFFLOAD", index)]
+        yield from leaving
 
     def _backward(self, layers: Sequence[int], *, is_last: bool) -> Iterator[LayerAction]:
         reduces_rest = is_last and not self.has_stages
@@ -196,8 +212,12 @@ class StepActions:
                 opened += 1
                 if self.policies[ahead].unshards_again:
                     yield LayerAction("UNSHARD", ahead)
+                if self.policies[ahead].offloads:
+                    yield LayerAction("FETCH", ahead)
             if self.policies[index].unshards_again:
                 yield LayerAction("WAIT_UNSHARD", index)
+            if self.policies[index].offloads:
+                yield LayerAction("WAIT_FETCH", index)
             yield LayerAction("B", index)
             reduces_now = self.policies[index].reduces_each or reduces_rest
             if self.policies[index].unshards_again or (
@@ -214,7 +234,14 @@ class StepActions:
         yield from waiting
 
     def _backward_part(self, layers: Sequence[int], kind: str, *, is_last: bool) -> Iterator[LayerAction]:
-        for index in layers:
+        opened = 0
+        for position, index in enumerate(layers):
+            for ahead in layers[opened : position + 2] if kind == "I" else ():
+                opened += 1
+                if self.policies[ahead].offloads:
+                    yield LayerAction("FETCH", ahead)
+            if kind == "I" and self.policies[index].offloads:
+                yield LayerAction("WAIT_FETCH", index)
             yield LayerAction(kind, index)
         for index in layers if kind == "W" else ():
             if self.policies[index].reduces_each:
@@ -242,6 +269,7 @@ def step_actions(
     else:
         kinds = "FB" if training.is_training else "F"
         listed = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
+    training = training.running(compiled=decisions.compiled)
     own = {layer.kind: own_training(program, layer, training) for layer in program.kinds}
     return StepActions(
         listed,

@@ -206,7 +206,9 @@ class ActivationMemory:
     """Activations that wait for a reader, their backward or the caller; gradients that wait; what is being sent.
 
     A layer keeps what it saves until its backward has run, and a stage what it receives as long.  All other values are
-    kept until their last reader in the stage has run, or until they have been sent.
+    kept until their last reader in the stage has run, or until they have been sent.  What a layer offloads is in the
+    host's memory from ``WAIT_OFFLOAD`` on; from ``FETCH`` on it has its place on the device as well, until the
+    backward has run.
     """
 
     def __init__(self, tensors: StepTensors, ranges: Sequence[range], *, joins_outputs: bool) -> None:
@@ -219,12 +221,19 @@ class ActivationMemory:
         self._inside = ByteTally[tuple[int, int]]()
         self._gradients = ByteTally[tuple[int, str]]()
         self._branches = ByteTally[tuple[int, int]]()
+        self._offloaded = ByteTally[tuple[int, int]]()
+        self._fetched = ByteTally[tuple[int, int]]()
         self._sends: list[float] = []
 
     @property
     def saved_bytes(self) -> float:
         """Activations."""
-        return self._kept.total_bytes + self._inside.total_bytes
+        return self._kept.total_bytes + self._inside.total_bytes + self._fetched.total_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Activations in the host's memory."""
+        return self._offloaded.total_bytes
 
     @property
     def gradient_bytes(self) -> float:
@@ -279,11 +288,29 @@ class ActivationMemory:
         """A backward in two parts keeps gradients for the second one."""
         self._branches.allocate((microbatch, index), num_bytes)
 
+    def offload(self, index: int, microbatch: int, num_bytes: float) -> None:
+        """Start to copy what a layer saved to the host's memory."""
+        self._offloaded.allocate((microbatch, index), num_bytes)
+
+    def wait_offload(self, index: int, microbatch: int) -> None:
+        """The copies are made."""
+        self._kept.release((microbatch, "layer", index))
+        self._inside.free((microbatch, index))
+
+    def fetch(self, index: int, microbatch: int, num_bytes: float) -> None:
+        """Start to copy it back."""
+        self._fetched.allocate((microbatch, index), num_bytes)
+
+    def wait_fetch(self, index: int, microbatch: int) -> None:
+        """It is back."""
+        self._offloaded.free((microbatch, index))
+
     def free_saved(self, index: int, microbatch: int) -> None:
         """A layer's backward, both parts of it, has read what the layer saved."""
         self._kept.release((microbatch, "layer", index))
         self._inside.free((microbatch, index))
         self._branches.free((microbatch, index))
+        self._fetched.free((microbatch, index))
 
     def end_backward(self, action: Action) -> None:
         """A stage's backward, both parts of it, has read what the stage received."""

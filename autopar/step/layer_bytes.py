@@ -15,6 +15,7 @@ from autopar.program import Program
 from autopar.step.boundary_values import sent_values
 from autopar.step.liveness import RunningMemory, input_key, running_memory
 from autopar.step.local_layer import PlacedLayer
+from autopar.step.optimizer_costs import updated_parameters, whole_bytes
 from autopar.step.parameter_costs import layer_parameters
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec, own_training
@@ -33,6 +34,7 @@ class LayerBytes:
             layers share, nothing here.
         optimizer_bytes: of the optimizer's state, those of shared parameters apart.
         largest_bytes: the largest trained parameter as it is stored, for an optimizer that steps one after the other.
+        whole_bytes: what is gathered for an optimizer that takes whole parameters, those of shared ones apart.
         copied_bytes: the copies to compute with.
         received_bytes: the part of them that collectives bring.
         sent_bytes: of what is put into a buffer of its own to be gathered.
@@ -50,6 +52,7 @@ class LayerBytes:
     stored: tuple[tuple[str, float], ...]
     optimizer_bytes: float = 0.0
     largest_bytes: float = 0.0
+    whole_bytes: float = 0.0
     copied_bytes: float = 0.0
     received_bytes: float = 0.0
     sent_bytes: float = 0.0
@@ -85,6 +88,7 @@ def layer_bytes(placed: PlacedLayer, training: TrainingSpec) -> LayerBytes:
         ),
         optimizer_bytes=sum(part.optimizer_bytes for part in own),
         largest_bytes=max((part.stored_bytes for part in parts if part.optimizer_bytes), default=0.0),
+        whole_bytes=sum(whole_bytes(v, placed.mesh, at, training) for v, at in updated_parameters(placed, training)),
         copied_bytes=sum(part.copied_bytes for part in parts),
         received_bytes=sum(part.received_bytes for part in parts),
         sent_bytes=sum(part.sent_bytes for part in gathered if len(gathered) > 1 or part.is_cast),

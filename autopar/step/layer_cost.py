@@ -6,8 +6,9 @@ Seconds of a step with M microbatches::
     + M * sum over values   collectives source -> copy and copy -> each reader, forward, backward, recomputed
     +     sum over params   collectives storage -> copy, as often as the ZeRO level says (`parameter_times`)
     + M * sum over kernels  the collectives inside special kernels
+    + M * copies of what is offloaded, as far as they take longer than the forward, and the backward
     + (M - 1) * sum over params   adding up its gradients (`gradient_sums_s`)
-    +     sum over params   the optimizer on what this device stores (`optimizer_s_per_element`)
+    +     sum over params   the optimizer (`optimizer_costs`)
 
 Movements inside one device (slices, zero padding, masks) cost nothing here.  Bytes: see `parameter_costs`.
 """
@@ -23,15 +24,18 @@ from autopar.step.activation_policies import activation_policy
 from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import Reshard, RunOp, local_program
+from autopar.step.op_seconds import op_seconds
 from autopar.step.op_states import kernel_runs
-from autopar.step.parameter_costs import gradient_sums_s, held_cost, optimizer_s
+from autopar.step.optimizer_costs import optimizer_s
+from autopar.step.parameter_costs import gradient_sums_s, held_cost
 from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
-from autopar.step.training import TrainingSpec, is_differentiable, own_training
+from autopar.step.training import TrainingSpec, own_training
 from autopar.step.value_flows import Flow
 
 __all__ = [
     "is_layer_rerun",
     "is_rerun",
+    "offload_s",
     "parameter_times",
     "placed_collectives",
     "placed_cost",
@@ -39,7 +43,6 @@ __all__ = [
     "running_costs",
     "storage_cost",
     "stored_collectives",
-    "transfer_s",
     "weight_share",
 ]
 
@@ -142,9 +145,7 @@ def running_costs(
     count = placed.view.num_microbatches
     forward_s = [0.0] * len(placed.states)
     backward_s = weight_s = 0.0
-    for index, (op, state) in enumerate(zip(placed.layer.ops, placed.states, strict=True)):
-        differentiable = is_differentiable(placed.program, op, training)
-        time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+    for index, (op, time) in enumerate(zip(placed.layer.ops, op_seconds(placed, prices, training), strict=True)):
         forward_s[index] = count * time.forward_s
         backward_s += count * time.backward_s
         weight_s += count * time.backward_s * weight_share(placed.program, op)
@@ -166,11 +167,15 @@ def running_costs(
         rerun = zip(placed.layer.ops, forward_s, strict=True)
         recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
-        recompute_s += count * transfer_s(memory, how)
+        leave_s, return_s = (
+            prices.host.exposed_s(count * offload_s(memory, prices), beside_s)
+            for beside_s in (sum(forward_s), backward_s + recompute_s)
+        )
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,
-            parameter_s, saved_bytes=memory.saved_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
+            parameter_s, saved_bytes=memory.kept_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
             forward_comm_s=ahead_s, weight_s=weight_s, split_bytes=memory.branch_bytes,
+            leave_s=leave_s, return_s=return_s, host_bytes=memory.offloaded_bytes,
         )  # fmt: skip
     return found
 
@@ -224,8 +229,10 @@ def weight_share(program: Program, op: Op) -> float:
 
 
 def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
-    """Whether backward computes the op again."""
-    return training.is_training and training.reruns and activation_policy(recompute).is_rerun(op)
+    """Whether backward computes the op again; in place of some ops, a compiler reruns what it finds best."""
+    policy = activation_policy(recompute)
+    is_left = training.compiled and policy.reruns is not None
+    return training.is_training and training.reruns and not is_left and policy.is_rerun(op)
 
 
 def is_layer_rerun(recompute: str, training: TrainingSpec) -> bool:
@@ -233,7 +240,6 @@ def is_layer_rerun(recompute: str, training: TrainingSpec) -> bool:
     return training.is_training and training.reruns and activation_policy(recompute).keeps_inputs_only
 
 
-def transfer_s(memory: RunningMemory, recompute: str) -> float:
-    """Seconds in which what a layer of `memory` saves leaves the device in one microbatch, and comes back."""
-    moves_s = activation_policy(recompute).transfer_s
-    return moves_s(memory.moved_bytes) if moves_s is not None and memory.moved_bytes else 0.0
+def offload_s(memory: RunningMemory, prices: Prices) -> float:
+    """Seconds in which what a layer of `memory` saves leaves the device in one microbatch; it comes back in as many."""
+    return prices.host.copy_s(memory.offloaded_bytes, len(memory.saved))

@@ -3,8 +3,8 @@
 Forward, a tensor lives from the op that makes it to the last one that reads it; what autograd saves, and the layer's
 outputs, live on.  Backward, ops run in reverse order: the gradient of a value lives from the backward of its last
 reader to that of its producer, and what an op saved until its own backward has run.  A layer that recomputes first
-makes what it did not save again: all of it (its forward once more), or the results of some ops; one whose saved tensors
-leave the device gets them back (`activation_policies`).
+makes what it did not save again: all of it (its forward once more), or the results of some ops.  One that offloads what
+it saved has it while it runs, forward and backward; `memory` has when it leaves and comes back.
 
 Parameters, buffers and constants are left out, but not what is sliced or gathered from them for one op.
 """
@@ -12,10 +12,11 @@ Parameters, buffers and constants are left out, but not what is sliced or gather
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
+from autopar.step.fusion import fused_layer
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
 from autopar.step.training import TrainingSpec
@@ -34,7 +35,7 @@ class RunningMemory:
         backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
         weight_bytes: the same, with the gradients of parameters that are there at that moment.
         inputs: bytes of each input as it arrives; 0 of what the caller keeps whole.
-        moved_bytes: what leaves the device between forward and backward.
+        is_offloaded: whether what it saves leaves the device between its forward and its backward.
         branch_bytes: gradients at which a way to a parameter begins, that a backward in two parts keeps for the second.
         outputs: per output the tensor's key, its bytes (0: a view of a parameter, a buffer or an input of the caller),
             and the bytes of its gradient (0: it gets none).
@@ -46,7 +47,7 @@ class RunningMemory:
     backward_bytes: float = 0.0
     weight_bytes: float = 0.0
     branch_bytes: float = 0.0
-    moved_bytes: float = 0.0
+    is_offloaded: bool = False
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     outputs: tuple[tuple[str, float, float], ...] = ()
 
@@ -56,9 +57,22 @@ class RunningMemory:
         return sum(self.saved.values()) + self.extra_bytes
 
     @property
+    def kept_bytes(self) -> float:
+        """The part of it that stays on the device."""
+        return 0.0 if self.is_offloaded else self.saved_bytes
+
+    @property
+    def offloaded_bytes(self) -> float:
+        """The part of it that does not."""
+        return self.saved_bytes - self.kept_bytes
+
+    @property
     def transient_bytes(self) -> float:
-        """The most at any moment besides what is saved; gradients of parameters apart."""
-        return max(self.forward_bytes, self.backward_bytes) - self.saved_bytes
+        """The most at any moment besides what stays; gradients of parameters apart.
+
+        While a layer runs, what a layer like it saved is on its way to the host's memory, or back.
+        """
+        return max(self.forward_bytes, self.backward_bytes) - self.kept_bytes + self.offloaded_bytes
 
 
 def input_key(name: str) -> str:
@@ -68,10 +82,20 @@ def input_key(name: str) -> str:
 
 def running_memory(placed: PlacedLayer, policies: Iterable[str], training: TrainingSpec) -> dict[str, RunningMemory]:
     """What one microbatch takes, for each of these ways to keep activations (names of `ActivationPolicy`)."""
-    liveness = _Liveness(tensor_graph(placed, fuses_attention=training.fuses_attention))
-    if not training.is_training:
+    fuses, trains = training.fuses_attention, training.is_training
+    if training.compiled:
+        liveness = _Liveness(fused_layer(placed, fuses_attention=fuses, is_training=trains).graph)
+    else:
+        liveness = _Liveness(tensor_graph(placed, fuses_attention=fuses))
+    if not trains:
         return dict.fromkeys(policies, liveness.without_backward())
-    return {name: liveness.memory(activation_policy(name)) for name in policies}
+    return {name: liveness.memory(_policy(name, training)) for name in policies}
+
+
+def _policy(name: str, training: TrainingSpec) -> ActivationPolicy:
+    """The way to keep activations of this name; a compiler does in its own way what only reruns ops."""
+    policy = activation_policy(name)
+    return replace(policy, reruns=None) if training.compiled else policy
 
 
 class _Liveness:
@@ -100,7 +124,7 @@ class _Liveness:
             rerun_bytes = self._forward(set(self.saved), with_extra=True) + gradients.first
         else:
             forward_bytes = self._forward(self.saved.keys() | self._around_rerun(policy), with_extra=True)
-        begin_bytes = saved_bytes if policy.stays else max(all_bytes, saved_bytes)
+        begin_bytes = max(all_bytes, saved_bytes) if policy.keeps_inputs_only else saved_bytes
         return RunningMemory(
             {_text(key): size for key, size in saved.items()},
             extra_bytes,
@@ -108,7 +132,7 @@ class _Liveness:
             backward_bytes=max(rerun_bytes, begin_bytes + gradients.most),
             weight_bytes=max(rerun_bytes, begin_bytes + gradients.most_with_weights),
             branch_bytes=gradients.branches,
-            moved_bytes=all_bytes if policy.transfer_s is not None else 0.0,
+            is_offloaded=policy.offloads,
             inputs=self._inputs(),
             outputs=tuple(
                 (_text(key), self.graph.sizes.get(key, 0.0), target.num_bytes if gets_gradient else 0.0)
@@ -128,8 +152,6 @@ class _Liveness:
 
     def _saved_by(self, policy: ActivationPolicy) -> tuple[dict[TensorKey, float], float]:
         """What stays on the device from forward to backward, and bytes besides."""
-        if policy.transfer_s is not None:
-            return {}, 0.0
         if policy.keeps_inputs_only:
             read = {key for node in self.graph.nodes for key in node.reads}
             return self._sized(key for key in self.graph.inputs.values() if key in read), 0.0
@@ -201,10 +223,29 @@ class _Liveness:
                 tally.first = tally.first or tally.now
             if not is_again and not dropped.keys().isdisjoint(node.saves):
                 is_again = True
+                tally.note(self._rerun_most(dropped, policy) - freed)
                 freed -= sum(dropped.values())
             tally.run(node, freed)
             freed += node.saved_extra + sum(self.graph.sizes.get(key, 0.0) for key in last_reads.get(number, ()))
         return tally
+
+    def _rerun_most(self, dropped: Mapping[TensorKey, float], policy: ActivationPolicy) -> float:
+        """The most while `dropped` is computed again, besides what that begins with."""
+        kept = self._without_rerun(dropped, policy)
+        needed = set(dropped)
+        nodes: list[TensorNode] = []
+        for node in reversed(self.graph.nodes):
+            if _is_rerun(node, policy) and not needed.isdisjoint(node.makes):
+                nodes.append(node)
+                needed.update(key for key in node.reads if key not in kept)
+        now = most = 0.0
+        last = {key: number for number, node in enumerate(reversed(nodes)) for key in (*node.reads, *node.makes)}
+        for number, node in enumerate(reversed(nodes)):
+            now += sum(node.makes.values())
+            most = max(most, now + node.forward_extra)
+            done = (key for key in {*node.reads, *node.makes} if last[key] == number and key in needed)
+            now -= sum(self.graph.sizes.get(key, 0.0) for key in done if key not in dropped)
+        return most
 
     def _last_reads(self, dropped: Mapping[TensorKey, float], policy: ActivationPolicy) -> dict[int, list[TensorKey]]:
         """By node, the saved tensors that its backward is the last to read."""
@@ -291,10 +332,10 @@ class GradientTally:
             (target, arrived[0] if self._shares(node, target, arrived[0]) else self.make(target.num_bytes))
             for target in node.sources
         ]
-        self._note(node.backward_extra - freed)
+        self.note(node.backward_extra - freed)
         for target, gradient in made:
             self.give(target, gradient)
-            self._note(-freed)
+            self.note(-freed)
         for gradient in arrived:
             self._drop(gradient)
 
@@ -311,6 +352,7 @@ class GradientTally:
             else:
                 self.now -= self.size[gradient]
 
-    def _note(self, extra_bytes: float) -> None:
+    def note(self, extra_bytes: float) -> None:
+        """At this moment there are so many bytes besides gradients."""
         self.most = max(self.most, self.now + extra_bytes)
         self.most_with_weights = max(self.most_with_weights, self.now + self.weights + extra_bytes)

@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.placement import Layout, Step, local_shape, refine_layout, refine_mesh, reshard
+from autopar.placement import REPLICATE, Layout, Step, local_shape, refine_layout, refine_mesh, reshard
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program, TensorType, itemsize_bytes
 from autopar.step.op_states import OpState, assigned_state
 from autopar.step.value_flows import Flow, TimeView, find_flows, time_view
 
-__all__ = ["PlacedLayer", "SharedStorage", "place", "stored_steps"]
+__all__ = ["PlacedLayer", "SharedStorage", "place", "place_whole", "stored_steps"]
 
 # Value name of a parameter that several layers read, or that the caller keeps -> (mesh, layout) of its one storage.
 SharedStorage = Mapping[str, tuple[tuple[int, ...], Layout]]
@@ -105,3 +105,13 @@ def place(
     )  # fmt: skip
     known.update({flow.value.name: placed.source(flow) for flow in placed.read_flows() if flow.value.name not in known})
     return placed
+
+
+def place_whole(program: Program, layer: Layer) -> PlacedLayer:
+    """The layer on one device, in one microbatch."""
+    whole: Layout = (REPLICATE,)
+    strategy = LayerStrategy(
+        (1,), (("-",),) * len(layer.ops), (), (whole,) * len(layer.inputs), (whole,) * len(layer.outputs), (),
+        (whole,) * len(layer.state),
+    )  # fmt: skip
+    return place(program, layer, strategy)

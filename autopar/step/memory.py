@@ -13,7 +13,8 @@ action allocates and frees.  A device holds
 - **gradients** where parameters are stored, from the backward of their layer on; with several microbatches also the
   sums of what is not yet reduced.
 - **transients**: the most that a layer allocates while it runs besides what it saves (`liveness`), gradients that wait
-  for a backward or a reduction, buffers of reductions, and at the end what the optimizer allocates.
+  for a backward or a reduction, buffers of reductions, and at the end what the optimizer allocates, and what is
+  gathered for it.
 - **pipeline buffers**: what is being sent.
 - **overhead**: what the caller says.
 
@@ -29,6 +30,7 @@ from autopar.schedules.action_lists import Action, ScheduleSource
 from autopar.step.actions import LayerAction, StepActions, step_actions
 from autopar.step.device_memory import ActivationMemory, ParameterMemory
 from autopar.step.layer_bytes import LayerBytes, StepTensors, layer_bytes, step_tensors
+from autopar.step.optimizer_costs import whole_bytes
 from autopar.step.parameter_costs import ParameterBytes, shared_parameter_bytes
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.training import TrainingSpec
@@ -40,7 +42,8 @@ __all__ = ["Moment", "peak_bytes", "step_memory", "timed_memory"]
 class Moment(NamedTuple):
     """What a device holds at one point of the step: bytes in the order of `MEMORY_KINDS`.
 
-    `part` is ``"forward"``, ``"backward"``, ``"begin"`` or ``"end"`` of the step; `is_after`: when the layer has run.
+    `part` is ``"forward"``, ``"backward"``, ``"begin"`` or ``"end"`` of the step; `is_after`: when the layer has run;
+    `host_bytes`: of a device in the host's memory.
     """
 
     part: str
@@ -48,6 +51,7 @@ class Moment(NamedTuple):
     microbatch: int
     is_after: bool
     num_bytes: tuple[float, ...]
+    host_bytes: float = 0.0
 
 
 def step_memory(
@@ -91,6 +95,12 @@ class _Group:
         self.parameter_bytes = sum(self._stored().values()) + sum(s.stored_bytes for s in self.shared.values())
         self.optimizer_bytes = sum(sizes[index].optimizer_bytes for index in self.own)
         self.optimizer_bytes += sum(shared.optimizer_bytes for shared in self.shared.values())
+        self.whole_bytes = sum(sizes[index].whole_bytes for index in self.own)
+        self.whole_bytes += sum(
+            whole_bytes(program.values[name], *layers.shared[name], training)
+            for name, shared in self.shared.items()
+            if shared.gradient_bytes
+        )
 
     def _stored(self) -> dict[tuple[str, float], float]:
         """By name, what layers store; each part of a constant once."""
@@ -170,6 +180,8 @@ class _GroupMemory:
                 self.parameters.wait_reduce(index)
             elif kind == "W":
                 self._backward_of_weights(index, where)
+            elif kind in ("OFFLOAD", "WAIT_OFFLOAD", "FETCH", "WAIT_FETCH"):
+                self._offload(kind, index, where)
             else:  # "B" or "I"
                 self._backward(index, where, is_whole=kind == "B")
 
@@ -206,6 +218,18 @@ class _GroupMemory:
         if stays:
             self._note(where, index, is_after=True)
 
+    def _offload(self, kind: str, index: int, where: tuple[str, int]) -> None:
+        activations, num_bytes = self.activations, self.sizes[index].running.offloaded_bytes
+        if kind == "OFFLOAD":
+            activations.offload(index, where[1], num_bytes)
+            self._note(where, index, is_after=True)
+        elif kind == "WAIT_OFFLOAD":
+            activations.wait_offload(index, where[1])
+        elif kind == "FETCH":
+            activations.fetch(index, where[1], num_bytes)
+        else:
+            activations.wait_fetch(index, where[1])
+
     def _backward_of_weights(self, index: int, where: tuple[str, int]) -> None:
         # Parameter by parameter, a gradient is added to those that are there.
         self._note(where, index, transients=self.sizes[index].largest_bytes)
@@ -235,7 +259,8 @@ class _GroupMemory:
         stored = sum(each.gradient_bytes for each in own) + shared
         largest = max((each.largest_bytes for each in own), default=0.0)
         self.parameters.finish(stored)
-        self._note(end, transients=stored if self.training.steps_at_once else 2 * largest)
+        temporary = stored if self.training.steps_at_once else 2 * largest
+        self._note(end, transients=temporary + self.group.whole_bytes)
         self._note(end, is_after=True)
 
     def _note(
@@ -262,7 +287,7 @@ class _GroupMemory:
             self.overhead_bytes,
         )
         part, microbatch = where
-        self.moments.append(Moment(part, layer, microbatch, is_after, num_bytes))
+        self.moments.append(Moment(part, layer, microbatch, is_after, num_bytes, activations.host_bytes))
 
 
 def timed_memory(

@@ -1,4 +1,4 @@
-"""What a parameter takes on one device: bytes, sums of its gradients, the optimizer.
+"""What a parameter takes on one device: bytes, sums of its gradients.
 
 `ParameterBytes` is the one record of bytes that prices, the search and the memory of a step read.
 
@@ -26,6 +26,7 @@ from autopar.placement import Axis, Layout, Step, local_shape
 from autopar.prediction import LayerCost
 from autopar.program import Op, Program, Ref, TensorType, Value, itemsize_bytes
 from autopar.step.local_layer import PlacedLayer, SharedStorage
+from autopar.step.optimizer_costs import optimizer_s_per_element, parameter_step_s
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
@@ -37,12 +38,9 @@ __all__ = [
     "gradient_sums_s",
     "held_cost",
     "layer_parameters",
-    "optimizer_s",
-    "optimizer_s_per_element",
     "parameter_bytes",
     "shared_costs",
     "shared_parameter_bytes",
-    "updates",
 ]
 
 
@@ -245,48 +243,13 @@ def shared_costs(
     found: dict[str, SharedCost] = {}
     for name, (mesh, layout) in shared.items():
         value = program.values[name]
-        dtype = value.type.dtype
-        stored = math.prod(local_shape(value.type.shape, layout, mesh))
         trains = value.requires_grad and training.is_training
         own = shared_parameter_bytes(value, (mesh, layout), training)
         step_s = exchange_s = 0.0
         if trains:
-            step_s = stored * optimizer_s_per_element(program, dtype, num_devices, prices, training)
-            step_s += prices.optimizer_tensor_s
+            rate_s = optimizer_s_per_element(program, value.type.dtype, num_devices, prices, training)
+            step_s = parameter_step_s(value, mesh, layout, rate_s, prices, training)
             if num_groups > 1:
                 exchange_s = prices.collective_s("send", Axis(num_groups, num_devices), own.gradient_bytes)
         found[name] = SharedCost(step_s, own.held(0), exchange_s)
     return found
-
-
-def optimizer_s_per_element(
-    program: Program, dtype: str, num_devices: int, prices: Prices, training: TrainingSpec
-) -> float:
-    """Seconds of the optimizer per stored element of this dtype.
-
-    An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
-    parameter.  The rate is that of a device which stores an equal share of the whole program.
-    """
-    share = max(1.0, program.num_trainable_elements / num_devices)
-    return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
-
-
-def optimizer_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds of the optimizer on what this device stores of the layer's parameters, those in shared storage apart."""
-    rates: dict[str, float] = {}
-    seconds = 0.0
-    for flow in placed.flows.values():
-        tensor = flow.value.type
-        if not updates(flow, training) or flow.value.name in placed.shared:
-            continue
-        if tensor.dtype not in rates:
-            devices = math.prod(placed.mesh)
-            rates[tensor.dtype] = optimizer_s_per_element(placed.program, tensor.dtype, devices, prices, training)
-        stored = local_shape(tensor.shape, placed.storage[flow.producer], placed.mesh)
-        seconds += math.prod(stored) * rates[tensor.dtype] + prices.optimizer_tensor_s
-    return seconds
-
-
-def updates(flow: Flow, training: TrainingSpec) -> bool:
-    """Whether the optimizer updates this value."""
-    return flow.is_parameter and flow.value.requires_grad and training.is_training

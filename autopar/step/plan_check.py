@@ -12,6 +12,7 @@ from autopar.placement import Layout, format_layout, local_shape
 from autopar.plan import LayerStrategy, Plan, stages_problem
 from autopar.program import Layer, Op, Program
 from autopar.records import encode_record
+from autopar.step.activation_policies import can_rerun, rerun_ops
 from autopar.step.plan_typing import decision_problems, derivation_problems, storage_problems
 
 __all__ = ["check_fit", "check_same_decisions"]
@@ -121,12 +122,23 @@ def _layer_problems(program: Program, layer: Layer, strategy: LayerStrategy, pla
     for op, factors, time in zip(layer.ops, strategy.assignments, times, strict=True):
         yield from _op_problems(op, factors, strategy.mesh, (time, plan.num_microbatches), where)
     representative = program.kinds[layer.kind]
+    yield from _rerun_problems(representative, strategy, where)
     layouts = [*zip(layer.inputs, strategy.inputs, strict=True), *zip(layer.outputs, strategy.outputs, strict=True),
                *zip(layer.state, strategy.storage, strict=True)]  # fmt: skip
     if layer == representative:
         layouts += list(strategy.copies)
     for name, layout in layouts:
         yield from _layout_problems(program, name, layout, strategy.mesh, where)
+
+
+def _rerun_problems(layer: Layer, strategy: LayerStrategy, where: str) -> Iterator[str]:
+    """Ops that `strategy` names to run again, but that `layer` does not have or that can't."""
+    ops = {op.name: op for op in layer.ops}
+    for name in rerun_ops(strategy.recompute):
+        if name not in ops:
+            yield f"{where}: recompute names {name!r}, which is no op of layer {layer.name}"
+        elif not can_rerun(ops[name]):
+            yield f"{where}: recompute names {name!r}, which draws random numbers or communicates and can't run again"
 
 
 def _op_problems(

@@ -15,7 +15,9 @@ from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
 from autopar.step.training import TrainingSpec
 
-__all__ = ["StepCollectives", "broadcast_s", "plan_collectives", "step_collectives", "told_outputs"]
+__all__ = [
+    "StepCollectives", "broadcast_s", "output_gathers", "plan_collectives", "step_collectives", "told_outputs",
+]  # fmt: skip
 
 
 def plan_collectives(
@@ -62,7 +64,7 @@ class StepCollectives:
     Args:
         arriving: per layer, of what other layers made, and of its gradients.
         returning: per layer, those that make the loss and new values of buffers whole, and turn terms of other outputs
-            into values.
+            into values; those of `output_gathers`, where these are part of a step.
         sent: what stages send to stages on other device groups, by the sender; purpose ``"stage"``.
         tied: gradients of parameters that several device groups hold: the groups, and what each of them sends; purpose
             ``"tied"``.
@@ -121,6 +123,23 @@ def _returning(layers: PlannedLayers, index: int, training: TrainingSpec) -> Ite
         steps = reshard(layout, target, placed.mesh)
         for call in reshard_calls(steps, tensor.num_bytes, has_gradient=is_differentiated):
             yield priced(call, name, times, "activation")
+    if training.gathers_outputs:
+        yield from output_gathers(layers, index)
+
+
+def output_gathers(layers: PlannedLayers, index: int) -> Iterator[PricedCollective]:
+    """What makes the outputs beside the loss, of the layer of this index, whole on every rank once they are values."""
+    program, placed, plan = layers.program, layers.placed[index], layers.decisions
+    for name, layout in zip(program.layers[index].outputs, placed.departures, strict=True):
+        if not program.loss or name == program.loss or name not in program.outputs:
+            continue
+        num_bytes = float(program.type_of(name).num_bytes)
+        steps = reshard(tidy(layout), (REPLICATE,) * len(layout), placed.mesh)
+        for call in reshard_calls(steps, num_bytes, has_gradient=False):
+            yield priced(call, name, 1, "activation")
+        if plan.num_groups > 1:
+            axis = Axis(plan.num_groups, plan.group_size)
+            yield PricedCollective(name, "broadcast", axis, num_bytes, 1, "forward", "output")
 
 
 def _sent(layers: PlannedLayers, training: TrainingSpec) -> Iterator[tuple[int, PricedCollective]]:

@@ -14,7 +14,7 @@ from autopar.errors import PlanMismatchError
 from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, format_layout, local_shape, refine_mesh
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
-from autopar.step.activation_policies import policy_names
+from autopar.step.activation_policies import policy_names, rerun_ops
 from autopar.step.local_layer import place
 from autopar.step.local_program import LocalProgram, RunOp, derive
 
@@ -40,7 +40,7 @@ def decision_problems(plan: Plan) -> Iterator[str]:
     for index, strategy in enumerate(plan.strategies):
         if strategy.zero not in ZERO_LEVELS:
             yield f"strategies[{index}]: zero is {strategy.zero}, but must be one of {list(ZERO_LEVELS)}"
-        if strategy.recompute not in policy_names():
+        if strategy.recompute not in policy_names() and not rerun_ops(strategy.recompute):
             yield f"strategies[{index}]: recompute is {strategy.recompute!r}, but must be one of {list(policy_names())}"
 
 

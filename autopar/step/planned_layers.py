@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from autopar.plan import Decisions, LayerStrategy
 from autopar.program import Layer, Program
+from autopar.step.activation_policies import renamed_policy
 from autopar.step.boundary_values import BoundaryValue, boundary_values
 from autopar.step.local_layer import PlacedLayer, SharedStorage, place
 
@@ -125,7 +126,8 @@ class PlannedLayers:
 def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> LayerStrategy:
     """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
     names = _renamed(program.kinds[layer.kind], layer)
-    return replace(strategy, copies=tuple((names.get(name, name), layout) for name, layout in strategy.copies))
+    copies = tuple((names.get(name, name), layout) for name, layout in strategy.copies)
+    return replace(strategy, copies=copies, recompute=renamed_policy(strategy.recompute, names))
 
 
 def _renamed(layer: Layer, other: Layer) -> dict[str, str]:

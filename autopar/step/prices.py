@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autopar.cluster import OpTime
+from autopar.cluster import HostLink, OpTime
 from autopar.placement import LOCAL, Axis, Step
 from autopar.program import Op, TensorType
 
@@ -65,6 +65,11 @@ class Prices(Protocol):
 
         At 1 nothing is hidden: compute stands still as long as the collective runs.
         """
+        ...
+
+    @property
+    def host(self) -> HostLink:
+        """How a device copies to its host's memory, and how much it may put there."""
         ...
 
     @property

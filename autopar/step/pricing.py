@@ -23,13 +23,15 @@ from autopar.step.boundary_values import sent_values, transfer_parts_s
 from autopar.step.layer_cost import is_rerun, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.op_seconds import op_seconds
+from autopar.step.optimizer_costs import gather_s, layer_gathers_s
 from autopar.step.parameter_costs import shared_costs
-from autopar.step.plan_collectives import broadcast_s
+from autopar.step.plan_collectives import broadcast_s, output_gathers
 from autopar.step.planned_layers import LayerFacts, PlannedLayers
 from autopar.step.prices import Prices
 from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
-from autopar.step.training import TrainingSpec, is_differentiable, own_training
+from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["layer_costs", "predict"]
 
@@ -58,9 +60,11 @@ def predict(
         ValueError: a strategy does not fit its layer.
         MissingPriceError: an op or collective has no price.
     """
+    training = training.running(compiled=decisions.compiled)
     layers = PlannedLayers(program, decisions, facts or LayerFacts())
     costs = layer_costs(layers, prices, training)
-    peaks = [peak_bytes(moments) for moments in step_memory(layers, training, schedules)]
+    memory = step_memory(layers, training, schedules)
+    peaks = [peak_bytes(moments) for moments in memory]
     stages: tuple[StageCost, ...] = ()
     sum_s = sum(cost.total_s for cost in costs)
     if decisions.stages:
@@ -74,6 +78,7 @@ def predict(
             for stage, cost, flight in zip(decisions.stages, stages, flights, strict=True)
         )
     step_s = step_seconds(layers, prices, training, schedules)
+    outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
     is_same = abs(sum_s - step_s) <= _NOTHING * sum_s
     return Prediction(
         device=prices.device,
@@ -81,9 +86,13 @@ def predict(
         step_time_s=sum_s if is_same else step_s,
         overlapped_s=0.0 if is_same else sum_s - step_s,
         peak_memory_bytes=max(peaks),
+        host_memory_bytes=max((moment.host_bytes for moments in memory for moment in moments), default=0.0),
         samples_per_step=program.batch_size,
         costs=costs,
         stages=stages,
+        optimizer_gathers_s=_optimizer_gathers_s(layers, prices, training),
+        output_gathers_s=outputs_s if training.gathers_outputs else 0.0,
+        output_reads_s=0.0 if training.gathers_outputs else outputs_s,
     )
 
 
@@ -99,7 +108,28 @@ def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -
         own = LayerCost(optimizer_s=shared.step_s, parameter_comm_s=exchange_s, step_comm_s=exchange_s) + shared.memory
         for index in readers:
             costs[index] += own
+    if training.gathers_outputs:
+        for index, seconds in enumerate(_output_seconds(layers, prices)):
+            costs[index] += LayerCost(activation_comm_s=seconds, step_comm_s=seconds)
     return tuple(costs)
+
+
+def _output_seconds(layers: PlannedLayers, prices: Prices) -> list[float]:
+    """Per layer, seconds to make what the caller gets of it besides the loss whole on every rank."""
+    runs = (output_gathers(layers, index) for index in range(len(layers.placed)))
+    return [sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in own) for own in runs]
+
+
+def _optimizer_gathers_s(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds in which a device gathers whole parameters for the optimizer, the mean over device groups."""
+    if max(training.whole_states) < 0:
+        return 0.0
+    seconds = sum(layers.find("gathers", lambda placed: layer_gathers_s(placed, prices, training)))
+    for name, where in layers.shared.items():
+        value = layers.program.values[name]
+        if value.requires_grad and training.is_training:
+            seconds += len(layers.first_readers(name)) * gather_s(value, *where, prices, training)
+    return seconds / layers.decisions.num_groups
 
 
 def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -> dict[int, tuple[float, float]]:
@@ -131,7 +161,7 @@ def _stage_costs(
         has_gradient = sent.crossing.requires_grad and training.is_training
         seconds = prices.collective_s("send", axis, sent.num_bytes)
         sends[sent.stage] += seconds, seconds if has_gradient else 0.0
-    splits = [splits_backward(strategy) for strategy in layers.strategies]
+    splits = [splits_backward(strategy, compiled=training.compiled) for strategy in layers.strategies]
     return stage_costs(
         decisions.shape,
         [*starts, len(costs)],
@@ -184,8 +214,6 @@ def _sources(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tup
 def _computing_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[str, float]]:
     """What the price of each op rests on, and its seconds in all microbatches, run again in backward included."""
     own = own_training(placed.program, placed.layer, training)
-    for op, state in zip(placed.layer.ops, placed.states, strict=True):
-        differentiable = is_differentiable(placed.program, op, training)
-        time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+    for op, time in zip(placed.layer.ops, op_seconds(placed, prices, training), strict=True):
         runs = 2 if is_rerun(op, placed.recompute, own) else 1
         yield time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)

@@ -1,9 +1,10 @@
 """A step of a plan, event by event: `simulate_step`.
 
-Each device group works through its actions (`autopar.step.actions`), layer by layer on two streams: one computes,
-one communicates.  What computing waits for runs at once, as soon as the collective that is under way has ended; what it
-does not wait for runs in the order in which it was started.  A collective takes as long as it does alone; overlapped
-compute goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s` is the closed form of one pair).
+Each device group works through its actions (`autopar.step.actions`), layer by layer on three streams: one computes,
+one communicates, one copies between device and host.  What computing waits for runs at once, as soon as the collective
+that is under way has ended; what it does not wait for runs in the order in which it was started.  A collective takes as
+long as it does alone; overlapped compute goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s`
+is the closed form of one pair).
 
 At the end all groups are told the loss, reduce what is left, exchange the gradients of tied parameters, and run the
 optimizer.
@@ -37,31 +38,55 @@ class Ran(NamedTuple):
     stop_s: float
 
 
+class _Queue:
+    """Items that one stream does in order; `left_s` is what is left of the first."""
+
+    def __init__(self) -> None:
+        self.items: deque[Item] = deque()
+        self.left_s = 0.0
+        self.started = 0  # how many have been started, and how many of them have ended
+        self.ended = 0
+
+    def add(self, item: Item) -> None:
+        if not self.items:
+            self.left_s = item.seconds
+        self.items.append(item)
+        self.started += 1
+
+    def end_first(self) -> Item:
+        item = self.items.popleft()
+        self.ended += 1
+        self.left_s = self.items[0].seconds if self.items else 0.0
+        return item
+
+
 class Streams:
-    """Runs items one after the other and notes when; `now_s` is the clock of the computing stream."""
+    """Runs items one after the other and notes when; `now_s` is the clock of the computing stream.
+
+    Beside it collectives run in one queue and copies between device and host in another.
+    """
 
     def __init__(self) -> None:
         """At time 0, with nothing under way."""
         self.now_s = 0.0
         self.ran: list[Ran] = []
-        self._queue: deque[Item] = deque()
-        self._left_s = 0.0  # of the first in the queue
-        self._started = 0  # how many have been started, and how many of them have ended
-        self._ended = 0
+        self._network, self._host = _Queue(), _Queue()
 
-    def start(self, items: Iterable[Item]) -> int:
-        """Start collectives that overlap with compute; returns the ticket to wait for them."""
+    def start(self, items: Iterable[Item], *, on_host: bool = False) -> int:
+        """Start collectives, or copies to or from the host, that overlap with compute; the ticket to wait for them."""
+        queue = self._queue(on_host=on_host)
         for item in items:
-            if not self._queue:
-                self._left_s = item.seconds
-            self._queue.append(item)
-            self._started += 1
-        return self._started
+            queue.add(item)
+        return queue.started
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, ticket: int, *, on_host: bool = False) -> None:
         """Compute nothing until everything up to this ticket has ended."""
-        while self._ended < ticket:
-            self._end_first()
+        queue = self._queue(on_host=on_host)
+        while queue.ended < ticket:
+            self._end_first(queue)
+
+    def _queue(self, *, on_host: bool) -> _Queue:
+        return self._host if on_host else self._network
 
     def run(self, item: Item) -> None:
         """Compute, or communicate while nothing computes."""
@@ -71,39 +96,58 @@ class Streams:
             self._compute(item)
 
     def _communicate(self, item: Item) -> None:
-        if self._queue and self._left_s < self._queue[0].seconds:
-            self._end_first()
+        network = self._network
+        if network.items and network.left_s < network.items[0].seconds:
+            self._end_first(network)
         start_s = self.now_s
+        self._go_on(self._host, item.seconds)
         self.now_s += item.seconds
         self.ran.append(Ran(item, start_s, self.now_s))
 
     def _compute(self, item: Item) -> None:
         start_s, left_s = self.now_s, item.seconds
-        while self._queue and left_s > 0:
-            speed = 1.0 - self._queue[0].taken
-            done_s = speed * self._left_s  # of this item, until the collective ends
+        while left_s > 0 and (busy := [queue for queue in (self._network, self._host) if queue.items]):
+            first = min(busy, key=lambda queue: queue.left_s)
+            speed = max(0.0, 1.0 - sum(queue.items[0].taken for queue in busy))
+            done_s = speed * first.left_s  # of this item, until the first of what is under way ends
             if done_s > left_s:
                 passed_s = left_s / speed
-                self._left_s -= passed_s
+                for queue in busy:
+                    queue.left_s -= passed_s
                 self.now_s += passed_s
                 left_s = 0.0
             else:
                 left_s -= done_s
-                self._end_first()
+                self._end_first(first)
         self.now_s += left_s
         self.ran.append(Ran(item, start_s, self.now_s))
 
-    def _end_first(self) -> None:
-        item = self._queue.popleft()
-        self.now_s += self._left_s
-        self.ran.append(Ran(item, self.now_s - item.seconds, self.now_s))
-        self._ended += 1
-        self._left_s = self._queue[0].seconds if self._queue else 0.0
+    def _end_first(self, queue: _Queue) -> None:
+        """Let time pass until the first of `queue` ends."""
+        self._go_on(self._host if queue is self._network else self._network, queue.left_s)
+        self.now_s += queue.left_s
+        self._note_end(queue, self.now_s)
 
+    def _go_on(self, queue: _Queue, seconds: float) -> None:
+        """Let `queue` work for so many seconds from now on."""
+        stop_s = self.now_s
+        while queue.items and queue.left_s <= seconds:
+            seconds -= queue.left_s
+            stop_s += queue.left_s
+            self._note_end(queue, stop_s)
+        queue.left_s -= seconds if queue.items else 0.0
+
+    def _note_end(self, queue: _Queue, stop_s: float) -> None:
+        item = queue.end_first()
+        self.ran.append(Ran(item, stop_s - item.seconds, stop_s))
+
+
+_COPIES = ("offload", "fetch")
 
 MAX_EVENTS = 200_000
 """Above so many events of layers, a timeline shows whole actions: so many are about 40 MB of trace."""
 
+_STARTS = ("UNSHARD", "REDUCE", "OFFLOAD", "FETCH")
 _CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
@@ -140,6 +184,7 @@ def simulate_step(
     Returns:
         The step's seconds, the same for every `detail`; the events and the memory of every device group.
     """
+    training = training.running(compiled=plan.compiled)
     layers = PlannedLayers(program, plan.decisions)
     simulation = _Simulation(step_work(layers, prices, training, schedules))
     step_s = simulation.run()
@@ -155,7 +200,7 @@ def simulate_step(
 
 
 class _Instance(NamedTuple):
-    """Something that ran on a group's two streams from `start_s` on."""
+    """Something that ran on a group's streams from `start_s` on."""
 
     group: int
     start_s: float
@@ -224,11 +269,12 @@ class _Simulation:
         tickets: dict[LayerAction, int] = {}
         for action in actions:
             work = self.work.layers[action.layer]
-            if action.kind in ("UNSHARD", "REDUCE"):
-                items = work.gathers if action.kind == "UNSHARD" else work.reduces
-                tickets[LayerAction(f"WAIT_{action.kind}", action.layer)] = streams.start(items)
-            elif action in tickets:
-                streams.wait(tickets[action])
+            on_host = action.kind.endswith(("OFFLOAD", "FETCH"))
+            if action in tickets:
+                streams.wait(tickets[action], on_host=on_host)
+            elif action.kind in _STARTS:
+                ticket = streams.start(work.started(action.kind), on_host=on_host)
+                tickets[LayerAction(f"WAIT_{action.kind}", action.layer)] = ticket
             for item in work.items(action.kind):
                 streams.run(item)
         return tuple(streams.ran)
@@ -310,6 +356,7 @@ def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0) -> Event
     stream = "compute"
     if item.is_collective:
         stream = "pipeline" if item.category in ("send", "broadcast") else "communication"
+        stream = "host" if item.category in _COPIES else stream
     return Event(
         group, stream, item.name, item.category, start_s, stop_s, item.layer, microbatch, item.num_bytes, item.detail
     )

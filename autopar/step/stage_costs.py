@@ -1,6 +1,6 @@
 """What pipeline stages cost: the one formula that a search minimises and a prediction reports.
 
-The seconds of a step are those of the schedule's timeline (`simulate_schedule` on the action list that will run) and,
+The seconds of a step are those of the schedule's timeline (`schedule_s` on the action list that will run) and,
 after it, of what is done once per step on the device group that takes longest for it::
 
     step = timeline(actions, stages) + max over groups   sum over the group's stages   step_s
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from autopar.prediction import LayerCost
 from autopar.schedules import Shape
-from autopar.schedules.action_lists import ScheduleActions, StageCost, simulate_schedule
+from autopar.schedules.action_lists import ScheduleActions, StageCost, schedule_s
 
 __all__ = ["CostColumns", "pipeline_step_s", "stage_costs"]
 
@@ -94,4 +94,4 @@ def pipeline_step_s(shape: Shape, actions: ScheduleActions, stages: Sequence[Sta
     once_s = [0.0] * shape.num_groups
     for group, stage in zip(shape.groups, stages, strict=True):
         once_s[group] += stage.step_s
-    return simulate_schedule(actions, tuple(stages)).step_s + max(once_s)
+    return schedule_s(actions, tuple(stages)) + max(once_s)

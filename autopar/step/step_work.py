@@ -15,15 +15,17 @@ from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.step.actions import StepActions, step_actions
 from autopar.step.activation_policies import activation_policy
-from autopar.step.layer_cost import is_rerun, running_collectives, stored_collectives, transfer_s, weight_share
+from autopar.step.layer_cost import is_rerun, offload_s, running_collectives, stored_collectives, weight_share
 from autopar.step.liveness import running_memory
 from autopar.step.local_layer import PlacedLayer
+from autopar.step.op_seconds import op_seconds
+from autopar.step.optimizer_costs import optimizer_s
 from autopar.step.overlap_estimate import in_one_buffer
-from autopar.step.parameter_costs import gradient_sums_s, optimizer_s, shared_costs
+from autopar.step.parameter_costs import gradient_sums_s, shared_costs
 from autopar.step.plan_collectives import StepCollectives, step_collectives
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import PricedCollective, Prices
-from autopar.step.training import TrainingSpec, is_differentiable, own_training
+from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["Item", "LayerWork", "StepWork", "collective_item", "layer_work", "step_work"]
 
@@ -41,7 +43,7 @@ class Item(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is communication."""
+        """Whether it is communication: it moves data, and computes nothing."""
         return bool(self.detail)
 
 
@@ -57,6 +59,8 @@ class LayerWork:
         weights: and the rest of it.
         gathers: what brings its parameters from their storage.
         reduces: what brings their gradients back.
+        offload: what copies its saved tensors to the host's memory.
+        fetch: what copies them back.
     """
 
     forward: tuple[Item, ...]
@@ -66,6 +70,13 @@ class LayerWork:
     weights: tuple[Item, ...]
     gathers: tuple[Item, ...]
     reduces: tuple[Item, ...]
+    offload: tuple[Item, ...] = ()
+    fetch: tuple[Item, ...] = ()
+
+    def started(self, kind: str) -> tuple[Item, ...]:
+        """What a `LayerAction` of this kind starts on a stream of its own."""
+        by_kind = {"UNSHARD": self.gathers, "REDUCE": self.reduces, "OFFLOAD": self.offload, "FETCH": self.fetch}
+        return by_kind.get(kind, ())
 
     def items(self, kind: str) -> tuple[Item, ...]:
         """What a `LayerAction` of this kind runs on the computing stream."""
@@ -102,10 +113,7 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
     sum_s = gradient_sums_s(placed, prices, training) / placed.view.num_microbatches
     return LayerWork(
         forward=_in_order("forward", ahead_s, [run for run in runs if run.phase == "forward"], prices),
-        again=(
-            *_in_order("recompute", rerun_s, [run for run in runs if run.phase == "recompute"], prices),
-            *_computing("recompute", _transfer_s(placed, training)),
-        ),
+        again=_in_order("recompute", rerun_s, [run for run in runs if run.phase == "recompute"], prices),
         backward=(*_in_order("backward", back_s, back, prices), *_computing("backward", sum_s)),
         inputs=_in_order("backward", inputs_s, [run for run in back if run.purpose != "parameter"], prices),
         weights=(
@@ -114,13 +122,21 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
         ),
         gathers=_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
         reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
+        offload=_copies("offload", placed, prices, training),
+        fetch=_copies("fetch", placed, prices, training),
     )
 
 
-def _transfer_s(placed: PlacedLayer, training: TrainingSpec) -> float:
-    if activation_policy(placed.recompute).transfer_s is None:
-        return 0.0
-    return transfer_s(running_memory(placed, (placed.recompute,), training)[placed.recompute], placed.recompute)
+def _copies(category: str, placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[Item, ...]:
+    """The copies of what a layer saves to the host's memory, or back."""
+    if not activation_policy(placed.recompute).offloads or not training.is_training:
+        return ()
+    memory = running_memory(placed, (placed.recompute,), training)[placed.recompute]
+    seconds, num_bytes = offload_s(memory, prices), memory.offloaded_bytes
+    detail = f"{len(memory.saved)} tensors"
+    return (
+        (Item(category, "", seconds, num_bytes=num_bytes, detail=detail, taken=prices.host.taken),) if num_bytes else ()
+    )
 
 
 def _computing(category: str, seconds: float) -> tuple[Item, ...]:
@@ -150,9 +166,7 @@ def _op_seconds(
     rerun_s: list[float] = []
     back_s: list[float] = []
     weight_s: list[float] = []
-    for op, state in zip(placed.layer.ops, placed.states, strict=True):
-        differentiable = is_differentiable(placed.program, op, training)
-        time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+    for op, time in zip(placed.layer.ops, op_seconds(placed, prices, training), strict=True):
         ahead_s.append(time.forward_s)
         rerun_s.append(time.forward_s if is_rerun(op, placed.recompute, training) else 0.0)
         back_s.append(time.backward_s)
@@ -257,6 +271,8 @@ def _layer(layers: PlannedLayers, index: int, work: LayerWork, between: StepColl
         own(work.weights),
         own(work.gathers),
         own(work.reduces),
+        own(work.offload),
+        own(work.fetch),
     )
 
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.ops import family_of, result_order
+from autopar.ops import family_of, is_fused, result_order
 from autopar.ops.memory_order import Order, in_order
 from autopar.placement import LOCAL, Step
-from autopar.program import Op
+from autopar.program import Op, TensorType
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.value_flows import Flow
@@ -26,11 +26,12 @@ local value that is (-1: the source)."""
 
 
 class GradientTarget(NamedTuple):
-    """Where a gradient arrives: at which tensor, and its bytes; `is_parameter`: it is one that the layer reads."""
+    """Where a gradient arrives: at which tensor, its bytes and elements; whether that is a parameter of the layer."""
 
     key: TensorKey
     num_bytes: float
     is_parameter: bool
+    num_elements: int
 
 
 class OutputNode(NamedTuple):
@@ -58,6 +59,12 @@ class TensorNode:
         splits_gradient: whether they get parts of it.
         op: None of a move.
         is_local: of a move, whether it has no collective.
+        index: of the op in its layer; -1 of a move.
+        types: of its operands, then of its results, as one device has them.
+        fuses: whether a compiler makes one kernel of it and of ops like it beside it.
+        piece: counts what a compiler leaves out up to here; what is compiled in one go has the same number.
+        kept_extra: of `saved_extra`, what is kept in place of the first operand.
+        passes: how often its forward reads its operands, in between of collectives.
     """
 
     reads: tuple[TensorKey, ...]
@@ -72,6 +79,12 @@ class TensorNode:
     splits_gradient: bool = False
     op: Op | None = None
     is_local: bool = True
+    index: int = -1
+    types: tuple[TensorType, ...] = ()
+    fuses: bool = False
+    piece: int = 0
+    kept_extra: float = 0.0
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,7 @@ class _TensorGraphBuilder:
         self.sizes: dict[TensorKey, float] = {}
         self.nodes: list[TensorNode] = []
         self.located: dict[int, _Located] = {}
+        self.piece = 0
 
     def build(self) -> TensorGraph:
         placed, local = self.placed, self.local
@@ -122,7 +136,7 @@ class _TensorGraphBuilder:
         for index in local.state:
             value, _, _, tensor = local.values[index]
             key: TensorKey = (value.name, "state", -1)
-            target = GradientTarget(key, tensor.num_bytes, True)
+            target = GradientTarget(key, tensor.num_bytes, True, tensor.num_elements)
             self.located[index] = _Located(key, target, in_order(tensor.shape))
         for each in local.instructions:
             if isinstance(each, RunOp):
@@ -130,6 +144,7 @@ class _TensorGraphBuilder:
             elif isinstance(each, Reshard):
                 self._add_move(each)
             else:  # a view
+                self.piece += 1
                 order = in_order(local.values[each.target].type.shape)
                 self.located[each.target] = self.located[each.source]._replace(order=order)
         inputs: dict[str, TensorKey] = {name: (name, "source", -1) for name in placed.layer.inputs}
@@ -149,7 +164,8 @@ class _TensorGraphBuilder:
         num_bytes = tensor.num_bytes * share
         if value.name not in self.placed.program.inputs or any(p.is_shard for p in layout):
             self.sizes[key] = num_bytes
-        self.located[index] = _Located(key, GradientTarget(key, num_bytes, False), in_order(tensor.shape))
+        target = GradientTarget(key, num_bytes, False, round(tensor.num_elements * share))
+        self.located[index] = _Located(key, target, in_order(tensor.shape))
 
     def _add_op(self, run: RunOp) -> None:
         placed, op, state = self.placed, run.op, run.state
@@ -163,6 +179,7 @@ class _TensorGraphBuilder:
         saves, extra = self._saved(op)
         keys = [each.key for each in (*operands, *results)]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
+        self.piece += op.is_random
         self.nodes.append(
             TensorNode(
                 tuple(keys[: len(operands)]),
@@ -176,8 +193,15 @@ class _TensorGraphBuilder:
                 passes_gradient=op.is_view or family.gradient != "own",
                 splits_gradient=family.gradient == "parts",
                 op=op,
+                index=run.index,
+                types=(*state.operand_types, *state.result_types),
+                fuses=is_fused(op),
+                passes=2 if has_kernel else 1,
+                piece=self.piece,
+                kept_extra=buffers.kept,
             )
         )
+        self.piece += op.is_random
 
     def _add_results(self, run: RunOp, operands: Sequence[_Located]) -> dict[TensorKey, float]:
         """The results that are no views of the first operand, with bytes."""
@@ -190,7 +214,7 @@ class _TensorGraphBuilder:
                 is_view, order = result_order(op, state.operand_types[0].shape, operands[0].order, tensor.shape)
             if not is_view:
                 makes[key] = self.sizes[key] = tensor.num_bytes
-            target = GradientTarget(key, tensor.num_bytes, False)
+            target = GradientTarget(key, tensor.num_bytes, False, tensor.num_elements)
             self.located[index] = _Located(operands[0].key if is_view else key, target, order)
         return makes
 
@@ -207,7 +231,7 @@ class _TensorGraphBuilder:
             return
         key: TensorKey = (value.name, reshard.purpose, reshard.target)
         num_bytes = float(tensor.num_bytes)
-        target = GradientTarget(key, num_bytes, False)
+        target = GradientTarget(key, num_bytes, False, tensor.num_elements)
         if all(step.forward == "none" for step in reshard.steps):
             makes, self.located[reshard.target] = {}, _Located(source.key, target, source.order)
         else:
@@ -223,6 +247,8 @@ class _TensorGraphBuilder:
                 backward_extra=_buffer_bytes(reshard.steps, num_bytes, source.target.num_bytes, is_forward=False),
                 passes_gradient=all(step.backward == "none" for step in reshard.steps),
                 is_local=all(step.forward in LOCAL for step in reshard.steps),
+                types=(self.local.values[reshard.source].type, tensor),
+                piece=self.piece,
             )
         )
 

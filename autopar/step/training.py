@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.placement import Layout
 from autopar.program import Layer, Op, Program, itemsize_bytes
 
 __all__ = ["TrainingSpec", "is_differentiable", "own_training"]
@@ -22,6 +24,10 @@ class TrainingSpec:
         steps_at_once: whether the optimizer's temporaries are those of all parameters at once, as torch's multi-tensor
             optimizers on GPUs have them; else those of one parameter after the other, as on CPUs.
         fuses_attention: whether a fast kernel runs every attention, also with dropout or a trained mask, as on GPUs.
+        whole_states: for vectors and for matrices, how many states of a parameter's shape the optimizer gathers, with
+            the parameter and its gradient, as its step on slices would be another; -1: it gathers none of these.
+        gathers_outputs: whether the outputs beside the loss are made whole in every step.
+        compiled: whether a compiler makes kernels of each layer's ops, and decides what is kept for backward.
         reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
     """
 
@@ -31,11 +37,18 @@ class TrainingSpec:
     storage_itemsize_bytes: int = 0
     steps_at_once: bool = True
     fuses_attention: bool = True
+    whole_states: tuple[int, int] = (-1, -1)
+    gathers_outputs: bool = False
+    compiled: bool = False
     reruns: bool = True
 
     def on_device(self, name: str) -> TrainingSpec:
         """The same on devices of this name (`Prices.device`)."""
         return replace(self, steps_at_once=name != "cpu", fuses_attention=name != "cpu")
+
+    def running(self, *, compiled: bool) -> TrainingSpec:
+        """The same with layers compiled or not."""
+        return self if self.compiled == compiled else replace(self, compiled=compiled)
 
     def gradient_itemsize(self, dtype: str) -> int:
         """Bytes of a gradient element of a parameter of this dtype."""
@@ -53,6 +66,15 @@ class TrainingSpec:
         wide = self.storage_itemsize_bytes
         cast = [t for t in types if t.is_floating and wide and itemsize_bytes(t.dtype) != wide]
         return float(sum(t.num_bytes for t in types) + sum(t.num_elements * wide for t in cast))
+
+    def takes_whole(self, shape: Sequence[int], mesh: Sequence[int], stored: Layout) -> bool:
+        """Whether a parameter of this shape, which is cut as `stored` says, is gathered for the optimizer's step."""
+        is_cut = any(placement.is_shard and size > 1 for placement, size in zip(stored, mesh, strict=True))
+        return is_cut and self.num_whole_states(shape) >= 0
+
+    def num_whole_states(self, shape: Sequence[int]) -> int:
+        """The one of `whole_states` for parameters of this shape."""
+        return self.whole_states[len(shape) > 1]
 
     def optimizer_traffic_bytes(self, dtype: str) -> float:
         """Bytes per element that a step reads and writes: the gradient once, parameter and state twice."""

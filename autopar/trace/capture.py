@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.references import redirect
 from autopar.trace import torch_internals, torch_recording
+from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
 from autopar.trace.flex_attention import dense_flex_attention
@@ -197,6 +198,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
             with ExitStack() as patches:
                 patches.enter_context(torch_internals.intercept_autograd_functions(call_as_op, note(_CHECKPOINTS)))
                 patches.enter_context(dense_flex_attention(note(_FLEX_ATTENTION)))
+                patches.enter_context(traced_ctc_losses())
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(torch_internals.unread_masks())
@@ -211,10 +213,10 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
     except AutoparError:
         raise
     except Exception as error:
-        raise _explain(error, form) from error
+        raise _explain(error, form, wrapper.get_submodule(WRAPPED)) from error
 
 
-def _explain(error: BaseException, form: CallForm) -> AutoparError:
+def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparError:
     """The error for what went wrong in export, with the user's own line."""
     chain = _chain(error)
     own = next((e for e in chain if isinstance(e, AutoparError)), None)
@@ -224,6 +226,12 @@ def _explain(error: BaseException, form: CallForm) -> AutoparError:
     cause = chain[-1]
     text = str(cause).strip().split("\n")[0]
     if any(isinstance(e, torch_internals.DATA_DEPENDENT) for e in chain) or "data-dependent" in str(error).lower():
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "_experts_implementation", None) == "eager":
+            return TraceError(
+                f"{where or 'the model'}: eager experts look up in Python which of them got tokens, so the model is "
+                "not one graph. Call model.set_experts_implementation('grouped_mm'), or 'batched_mm' for few tokens"
+            )
         return TraceError(
             f"{where or 'the model'}: Python needs the value of a tensor here ({text}), so the model is not one graph. "
             "Compute both sides and choose with torch.where, or decide outside of the model and pass the decision as a "

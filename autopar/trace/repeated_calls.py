@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from autopar.tensor_questions import QUESTIONS
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.source_lines import user_lines
 from autopar.trace.torch_recording import Recorder, Result
@@ -79,7 +80,7 @@ class RepeatedCalls(TorchFunctionMode):
         """What `func` gives."""
         del types
         given = kwargs or {}
-        if func in torch_recording.QUESTIONS:
+        if func in QUESTIONS:
             with torch_recording.plain_calls():
                 return func(*args, **given)
         recorder = self._recorder

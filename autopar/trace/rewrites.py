@@ -29,13 +29,13 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for `reduction`
 
 @dataclass
 class Writer:
-    """Appends ops in the place of one op; `types` are those of the values it made."""
+    """Appends ops in the place of one op; `types` are those of the values that a pass has made."""
 
     graph: Graph
     names: Names
+    types: dict[str, TensorType]
     around: Op
     ops: list[Op] = field(default_factory=list[Op])
-    types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
 
     def type_of(self, arg: Arg) -> TensorType:
         """The type of the value that `arg` refers to."""
@@ -60,9 +60,8 @@ def _rewrite(graph: Graph, write: Callable[[Writer, Op], None]) -> Graph:
     types: dict[str, TensorType] = {}
 
     def step(op: Op) -> list[Op] | None:
-        writer = Writer(graph.with_types(types), names, op)
+        writer = Writer(graph, names, types, op)
         write(writer, op)
-        types.update(writer.types)
         return writer.ops or None
 
     return graph.rewrite(step).with_types(types)

@@ -200,7 +200,7 @@ class _Forward:
                     f"{_type_text(shape, dtype)}. Pass inputs like the example's, or plan again for these"
                 )
         cast = self.form.cast
-        return [t.to(cast) if cast is not None and t.is_floating_point() else t for t in tensors]
+        return [t.to(cast) if cast not in (None, t.dtype) and t.is_floating_point() else t for t in tensors]
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         stand_in = nn.Module()

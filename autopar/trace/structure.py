@@ -19,7 +19,18 @@ from torch import Tensor
 from autopar.trace.flex_attention import BlockMaskForm, open_block_mask
 from autopar.trace.torch_internals import flatten_one_level, unflatten
 
-__all__ = ["Branch", "Constant", "Dropped", "Leaf", "Structure", "describe", "holds_tensors", "rebuild", "walk"]
+__all__ = [
+    "Branch",
+    "Constant",
+    "Dropped",
+    "Leaf",
+    "Structure",
+    "carried",
+    "describe",
+    "holds_tensors",
+    "rebuild",
+    "walk",
+]
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,15 @@ def holds_tensors(value: Any) -> bool:
         elif isinstance(part, list | tuple | set):
             waiting.extend(cast("Iterable[Any]", part))
     return False
+
+
+def carried(structure: Structure) -> list[int]:
+    """The places of tensors in containers whose class says that they go from call to call (``is_carried``)."""
+    if not isinstance(structure, Branch):
+        return []
+    if getattr(getattr(structure.context, "type", None), "is_carried", False):
+        return [end.index for end in walk(structure) if isinstance(end, Leaf)]
+    return [place for child in structure.children for place in carried(child)]
 
 
 def _open_block_mask(value: Any) -> tuple[Sequence[str], Sequence[Any], Any] | None:

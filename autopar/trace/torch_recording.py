@@ -22,18 +22,9 @@ from torch.utils._mode_utils import no_dispatch
 from autopar.trace import torch_internals
 from autopar.trace.source_lines import user_lines
 
-__all__ = ["QUESTIONS", "Recorder", "Result", "is_torch_function", "late_code", "plain_calls", "recorder"]
+__all__ = ["Recorder", "Result", "is_torch_function", "late_code", "plain_calls", "recorder"]
 
 _NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
-
-QUESTIONS = frozenset(
-    [
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
-    ]
-    + [Tensor.size, Tensor.dim, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.numel]
-)
-"""What asks a tensor for its type, and adds no op."""
 
 
 def plain_calls() -> contextlib.AbstractContextManager[Any]:

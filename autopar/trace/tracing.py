@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import OutputError
+from autopar.garbage import collected_seldom
 from autopar.program import Program, Value
 from autopar.trace import broadcasting, cleanup, folding, masks, rewrites
 from autopar.trace.capture import capture
@@ -22,7 +23,7 @@ from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import cut_layers
 from autopar.trace.repetition import OpSpan
 from autopar.trace.signature import call_form, make_flatten
-from autopar.trace.structure import Dropped, Leaf, Structure, rebuild, walk
+from autopar.trace.structure import Dropped, Leaf, Structure, carried, rebuild, walk
 
 __all__ = ["PASSES", "Traced", "normalise", "trace"]
 
@@ -71,6 +72,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 )
 
 
+@collected_seldom()
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -119,6 +121,7 @@ def trace(
         notes=graph.notes,
         fingerprint=fingerprint(graph, values, training=is_training),
         training=is_training,
+        carried=frozenset() if is_training else _carried(graph, values, form.structure, captured.outputs),
     )
     unflatten = _Unflatten(captured.outputs)
     return Traced(program, graph.constants, make_flatten(form), unflatten)
@@ -144,6 +147,11 @@ class _Unflatten:
         if len(entries) != expected:
             raise OutputError(f"{len(entries)} entries for a program with {expected} outputs")
         return rebuild(self.structure, entries)
+
+
+def _carried(graph: Graph, values: Mapping[str, Value], inputs: Structure, outputs: Structure) -> frozenset[str]:
+    names = [graph.inputs[place] for place in carried(inputs)] + [graph.outputs[place] for place in carried(outputs)]
+    return frozenset(name for name in names if values[name].type.is_floating)
 
 
 def _refuse_cache(outputs: Structure) -> None:

@@ -100,7 +100,7 @@ class AllocationTracker(DispatchMode):
             self._is_paused = before
 
     def usage(self, kinds: Sequence[str], since: int = 0) -> Usage:
-        """What was held from then on.
+        """What was held from then on of these kinds.
 
         What has no kind of its own was saved if it was made in a forward pass and there when a backward began; else it
         was transient.
@@ -112,6 +112,8 @@ class AllocationTracker(DispatchMode):
             if died <= since:
                 continue
             kind = block.kind or self._usual_kind(block, died)
+            if kind not in kinds:
+                continue
             changes += [(max(block.born, since), 1, block.num_bytes, kind), (died, 0, -block.num_bytes, kind)]
         held = dict.fromkeys(kinds, 0.0)
         most, at_peak, peak = dict(held), dict(held), 0.0

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.simulated_ranks import ThreadCommunicator
 from autopar.lower.compat import run_backward
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
+from autopar.lower.program import offloading
+from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.planning.arguments import read_dtype, training_spec
 from autopar.search import SearchRequest, search
@@ -43,6 +45,7 @@ from benchmarks.predictions._held_out_models import HELD_OUT_MODELS
 Model = tuple[nn.Module, dict[str, Any]]
 KINDS = MEMORY_KINDS
 COMPARED = KINDS[:4]
+HOST = "host memory"
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,14 @@ CASES: tuple[Case, ...] = (
     Case("t5", 2, ("data=2", "zero=0")),
     Case("t5", 2, ("data=2", "zero=3", "recompute=selective")),
     Case("t5", 2, ("pipeline=2", "schedule=gpipe", "microbatches=2")),
+    Case("llama", 2, ("data=2", "zero=0", "recompute=none", "offload=activations")),
+    Case("llama", 2, ("data=2", "zero=3", "recompute=selective", "offload=activations"), "bf16"),
+    Case("llama", 2, ("tensor=2", "recompute=full", "offload=activations")),
+    Case("llama", 2, ("data=2", "zero=0", "recompute=ops")),
+    Case("gpt2", 2, ("data=2", "zero=1", "microbatches=2", "recompute=none", "offload=activations")),
+    Case("gpt2", 2, ("pipeline=2", "schedule=1f1b", "microbatches=4", "recompute=full", "offload=activations")),
+    Case("bert", 2, ("pipeline=2", "schedule=zbv", "stages=4", "microbatches=4", "offload=activations")),
+    Case("t5", 2, ("data=2", "zero=2", "recompute=none", "offload=activations")),
     Case("unet", 2, ("data=2", "zero=0")),
     Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
 )
@@ -248,13 +259,14 @@ def measure(case: Case) -> Outcome:
     training = training_spec(model, "adamw").on_device(prices.device)
     request = SearchRequest(64e9, training, case.constraints, schedules=schedule_actions)
     plan = search(traced.program, case.world, prices, request)
-    with _noting_transport(), _noting_copies(), _noting_sums():
+    with _noting_transport(), _noting_copies(), _noting_sums(), _noting_offloads():
         usages = run_ranks(model, traced, plan, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)
     layers = PlannedLayers(traced.program, plan.decisions)
     memory = step_memory(layers, training, schedule_actions)[fullest // plan.group_size]
     predicted = {kind: max(moment.num_bytes[i] for moment in memory) for i, kind in enumerate(KINDS)}
     # As they are told apart in what is measured: what a backward finds.
+    predicted[HOST] = max(moment.host_bytes for moment in memory)
     predicted["saved activations"] = max(m.num_bytes[3] for m in memory if m.part == "backward" and not m.is_after)
     return Outcome(case, predicted, usages[fullest].most, peak_bytes(memory), usages[fullest].peak_bytes)
 
@@ -281,7 +293,9 @@ def _watch_step(parallel: ParallelModule, inputs: Mapping[str, Any]) -> Usage:
             _train_step(parallel, inputs, optimizer, tracker)
             begin = tracker.now
             _train_step(parallel, inputs, optimizer, tracker)
-        return tracker.usage(KINDS, begin)
+        host = tracker.usage((HOST,), begin)
+        usage = tracker.usage(KINDS, begin)
+        return replace(usage, most={**usage.most, **host.most})
     finally:
         del _WATCHED[threading.get_ident()]
 
@@ -395,6 +409,31 @@ def _noting_transport() -> Generator[None]:
             setattr(ThreadCommunicator, name, original)
 
 
+@contextmanager
+def _noting_offloads() -> Generator[None]:
+    """Inside, what stands for the host's memory does not count, and what comes back from it was saved."""
+    make, fetch = offloading.host_buffer, OffloadedTensors.fetch
+
+    def noted_make(num_bytes: int, device: torch.device) -> Tensor:
+        buffer, tracker = make(num_bytes, device), _tracker()
+        if tracker is not None:
+            tracker.add(buffer, HOST)
+        return buffer
+
+    def noted_fetch(self: OffloadedTensors) -> None:
+        fetch(self)
+        tracker = _tracker()
+        for storage in self._storages:  # pyright: ignore[reportPrivateUsage]
+            if tracker is not None and storage.device is not None:
+                tracker.add(storage.device, "saved activations")
+
+    offloading.host_buffer, OffloadedTensors.fetch = noted_make, noted_fetch
+    try:
+        yield
+    finally:
+        offloading.host_buffer, OffloadedTensors.fetch = make, fetch
+
+
 def _note_received(tracker: AllocationTracker, x: Tensor) -> Tensor:
     tracker.add(x)
     return x
@@ -442,7 +481,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _print(outcome: Outcome, seconds: float) -> None:
     print(f"\n{outcome.case.title}  ({seconds:.1f} s)")
-    for kind in KINDS:
+    for kind in (*KINDS, HOST):
         measured, predicted = outcome.measured[kind], outcome.predicted[kind]
         if measured or predicted:
             print(f"  {kind:20s} predicted {predicted / 1024:10.1f} K  measured {measured / 1024:10.1f} K  "

@@ -46,13 +46,20 @@ def test_products_of_other_sizes_take_what_the_profile_says(profile, rows, inner
     result = torch.nn.functional.linear(x, weight)
     gradient = torch.ones_like(result)
     types = (tensor(rows, inner, dtype="float32"), tensor(columns, inner, dtype="float32"))
-    prices = ClusterPrices(Cluster.of("cpu"), profile)
-    taken = prices.op_s(LINEAR, types, (tensor(rows, columns, dtype="float32"),), True)
-    forward_s = _median_s(lambda: torch.nn.functional.linear(x, weight))
-    backward_s = _median_s(lambda: torch.autograd.grad(result, (x, weight), gradient, retain_graph=True))
-    assert taken.source == "measured"
-    assert forward_s / 2.5 < taken.forward_s < 2.5 * forward_s  # operands in the cache, and not
-    assert backward_s / 2.5 < taken.backward_s < 2.5 * backward_s
+
+    def ratios(profile) -> tuple[float, float]:
+        prices = ClusterPrices(Cluster.of("cpu"), profile)
+        taken = prices.op_s(LINEAR, types, (tensor(rows, columns, dtype="float32"),), True)
+        assert taken.source == "measured"
+        forward_s = _median_s(lambda: torch.nn.functional.linear(x, weight))
+        backward_s = _median_s(lambda: torch.autograd.grad(result, (x, weight), gradient, retain_graph=True))
+        return taken.forward_s / forward_s, taken.backward_s / backward_s
+
+    # Whoever else uses the machine while a profile is measured spoils it: a wrong formula spoils every one.
+    seen = [ratios(profile)]
+    while not all(1 / 2.5 < ratio < 2.5 for ratio in seen[-1]) and len(seen) < 4:  # operands in the cache, and not
+        seen.append(ratios(measure_profile(budget_s=3.0)))
+    assert all(1 / 2.5 < ratio < 2.5 for ratio in seen[-1]), seen
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class _Slow(LayerTimer):
         super().__init__(program, torch.device("cpu"), budget_s=budget_s)
         self.prices, self.slow, self.asked = prices, None, []
 
-    def time(self, layer, strategy, num_microbatches) -> LayerTime:
+    def time(self, layer, strategy, num_microbatches, *, compiled) -> LayerTime:
         self.asked.append((layer.kind, strategy.mesh, strategy.assignments))
         factor = 10.0 if (layer.kind, strategy.assignments) == self.slow else 1.0
         from autopar.step.local_layer import place

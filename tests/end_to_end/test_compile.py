@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import autopar
+from autopar.errors import CompilerError
 from autopar.lower import ParallelModule
 from autopar.lower.program import compiled
 from autopar.verify.rehearsal import loss_of
@@ -83,8 +85,25 @@ def check_draws() -> None:
     assert_near(found[1][1], found[0][1], GRADIENT_TOLERANCE, floor=1e-2)
 
 
+def check_no_compiler() -> None:
+    """A compiled plan that is given is not run eagerly because nothing is there that could compile it."""
+    model, inputs = make("flat")
+    compiled_plan = autopar.plan(model, autopar.Cluster.of("cpu", devices_per_node=2), inputs, compile=True)
+    find, shutil.which = shutil.which, no_program
+    try:
+        with pytest.raises(CompilerError, match="compiler"):
+            parallelize(model, inputs, plan=compiled_plan)
+        assert not parallelize(model, inputs, plan=compiled_plan, compile=False).plan.compiled
+    finally:
+        shutil.which = find
+
+
+def no_program(name: str) -> None:
+    """Nothing is installed."""
+
+
 def test_two_ranks_run_compiled_layers() -> None:
-    launch(2, partial(check_model, "gpt2", "tensor=2"), check_collectives, timeout_s=400)
+    launch(2, partial(check_model, "gpt2", "tensor=2"), check_collectives, check_no_compiler, timeout_s=400)
 
 
 def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:

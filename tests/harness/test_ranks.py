@@ -52,7 +52,7 @@ def test_a_script_runs_under_torchrun_and_its_failure_is_quoted(tmp_path: Path):
     script = tmp_path / "script.py"
     lines = [
         "import os, sys",
-        "print('rank', os.environ['RANK'])",
+        "sys.stdout.write(f'rank {os.environ[\"RANK\"]}\\n')",  # at once: print() writes word by word
         "assert len(sys.argv) == 1, 'too many words'",
     ]
     script.write_text("\n".join(lines))

@@ -1,8 +1,6 @@
-"""A new way to keep activations is one record, and a function where tensors leave the device."""
+"""A new way to keep activations is one record."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,7 +43,6 @@ def program() -> Program:
 @pytest.fixture(autouse=True)
 def _forget_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_policies, "_policies", dict(activation_policies._policies))
-    monkeypatch.setattr(recompute, "MOVES", dict(recompute.MOVES))
 
 
 def planned(program: Program, name: str) -> Plan:
@@ -89,36 +86,13 @@ def test_what_is_rerun_is_not_kept(program: Program, monkeypatch: pytest.MonkeyP
     assert not any(name.startswith(("tanh", "mul", "linear")) for name in dropped)
 
 
-class Shelf:
-    """Stands for the host's memory."""
-
-    def __init__(self) -> None:
-        self.num_bytes = self.brought_back = 0
-
-    def move(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copy = tensor.clone()
-        self.num_bytes += copy.nbytes
-
-        def bring_back() -> Tensor:
-            self.brought_back += copy.nbytes
-            return copy
-
-        return bring_back
-
-
-def test_a_way_that_moves_tensors_off_the_device_is_a_record_and_a_function(program: Program) -> None:
-    shelf = Shelf()
-    register_activation_policy(
-        ActivationPolicy("shelf", transfer_s=lambda num_bytes: 2 * num_bytes / 1e6, is_searched=False)
-    )
-    recompute.MOVES["shelf"] = shelf.move
-    plan, kept = planned(program, "shelf"), planned(program, "none")
-    moved = saved_bytes(kept)
-    assert saved_bytes(plan) == 0
-    assert recompute_s(plan) == pytest.approx(2 * moved / 1e6)
-    assert plan.step_time_s == pytest.approx(kept.step_time_s + 2 * moved / 1e6, rel=0.01)
+def test_a_way_that_offloads_what_another_keeps_is_one_record(program: Program) -> None:
+    register_activation_policy(ActivationPolicy("without_sines", reruns=is_sine, is_searched=False))
+    register_activation_policy(ActivationPolicy("sines_away", reruns=is_sine, offloads=True, is_searched=False))
+    kept, plan = planned(program, "without_sines"), planned(program, "sines_away")
+    assert saved_bytes(plan) == 0 < saved_bytes(kept) == sum(cost.host_bytes for cost in plan.costs)
+    assert recompute_s(plan) == recompute_s(kept)
     assert "2 ranks against one device" in str(autopar.verify(MODEL, plan, INPUTS, shrink=False))
-    assert shelf.brought_back >= shelf.num_bytes > 0
 
 
 def test_the_words_of_constraints_and_plans_are_those_of_the_records(program: Program) -> None:

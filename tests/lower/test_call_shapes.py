@@ -23,8 +23,8 @@ def assert_exact(name: str, world: int, constraints: tuple[str, ...], others: li
     ("name", "world", "text"),
     [
         ("plain_gpt", 2, "data=2 zero=3"),
-        ("plain_gpt", 2, "data=2 microbatches=2 zero=2 recompute=full"),
-        ("llama", 4, "data=2 tensor=2 zero=1"),
+        pytest.param("plain_gpt", 2, "data=2 microbatches=2 zero=2 recompute=full", marks=pytest.mark.slow),
+        pytest.param("llama", 4, "data=2 tensor=2 zero=1", marks=pytest.mark.slow),
         ("deep_gpt2", 2, "pipeline=2 schedule=1f1b microbatches=4"),
         pytest.param("unet", 4, "data=4 zero=3", marks=pytest.mark.slow),
         pytest.param("t5", 2, "tensor=2", marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 
@@ -155,8 +156,6 @@ def test_an_exception_aborts_the_others_and_names_its_rank():
 
 
 def test_a_simulation_that_takes_too_long_says_where_each_rank_is():
-    import threading
-
     stop = threading.Event()
 
     def run(c: Communicator) -> None:
@@ -168,6 +167,21 @@ def test_a_simulation_that_takes_too_long_says_where_each_rank_is():
     with pytest.raises(TimeoutError, match="rank 0 is computing; rank 1 waits in all_reduce"):
         simulate(2, run, timeout_s=0.5)
     stop.set()
+
+
+def test_a_simulation_runs_on_the_threads_of_the_one_before_unless_these_are_busy():
+    released, seen = threading.Event(), []
+
+    def stay(communicator: Communicator) -> None:
+        seen.append(threading.get_ident())
+        released.wait()
+
+    first, second = (simulate(2, lambda _: threading.get_ident()) for _ in range(2))
+    assert first == second
+    with pytest.raises(TimeoutError):
+        simulate(2, stay, timeout_s=0.01)
+    assert not set(simulate(2, lambda _: threading.get_ident())) & set(seen)
+    released.set()
 
 
 def messages(rank: int) -> list[torch.Tensor]:

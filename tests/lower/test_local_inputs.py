@@ -1,6 +1,7 @@
 """Ranks that pass their own rows of the batch train as one device does on all of them.  Here ranks are threads."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -16,15 +17,17 @@ from autopar.errors import InputShapeError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.compat import make_mesh
+from autopar.lower.compat import make_mesh, to_torch_placements
 from autopar.plan import Plan
 from autopar.planning.caller_inputs import call_inputs
 from autopar.program import Program
+from autopar.search import SearchRequest, search
 from autopar.step.data_split import data_split
 from autopar.trace import Traced, trace
 from tests.lower.runs import build, loss_of, train_single
 from tests.models import make
 from tests.random_plans import random_plan
+from tests.zoo import quick_prices
 
 Inputs = Mapping[str, Any]
 
@@ -151,6 +154,48 @@ def test_an_input_gets_the_gradient_of_its_rows() -> None:
         torch.testing.assert_close(gradient, whole[name].grad.tensor_split(2)[rank])
 
 
+@pytest.mark.parametrize(
+    ("constraints", "dtype", "as_dtensors"),
+    [
+        (("data=4", "zero=3"), None, True), (("data=2", "tensor=2"), None, False),
+        (("data=2", "recompute=full"), None, False), (("data=4", "recompute=selective"), torch.bfloat16, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_the_plan_wants_where_they_are_are_not_gathered(
+    constraints: tuple[str, ...], dtype: torch.dtype | None, as_dtensors: bool
+) -> None:
+    model, inputs, _ = traced_model("vit")
+    traced = trace(model, (), inputs, dtype=dtype)
+    plan = search(traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
+    assert data_split(traced.program, plan).size == int(constraints[0][-1])
+
+    def rank(communicator: Communicator) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
+        alone = local(model, inputs, traced, plan, communicator, is_local=False)
+        with communicator.recording() as expected:
+            whole = loss_of(alone(**inputs))
+            whole.backward()
+        made = local(model, inputs, traced, plan, communicator, is_local=not as_dtensors)
+        size, number = made.data_parallel_size, made.data_rank
+        own = {name: x.tensor_split(size)[number] for name, x in inputs.items()}
+        if as_dtensors:
+            sizes = data_split(traced.program, plan)
+            mesh = make_mesh(sizes.mesh, range(4), "cpu", rank=communicator.rank)
+            places = to_torch_placements(sizes.layout)
+            own = {name: DTensor.from_local(x, mesh, places, run_check=False) for name, x in own.items()}
+        with communicator.recording() as found:
+            loss = loss_of(made(**own))
+            loss.backward()
+        return whole.detach(), loss.detach(), expected, found
+
+    for whole, loss, expected, found in simulate(4, rank):
+        torch.testing.assert_close(loss, whole, rtol=0, atol=0)
+        assert not Counter(expected) - Counter(found)
+        more = [each.num_bytes for each in (Counter(found) - Counter(expected)).elements()]
+        assert sum(more) <= 4 * 3 * 8 + 8 * 8  # how many rows each rank passes; labels, which a loss may read whole
+        assert not more or not as_dtensors
+
+
 def failing(act: Callable[[ParallelModule, dict[str, Any]], Any], kind: type[Exception]) -> str:
     with pytest.raises(kind) as caught:
         on_ranks("plain_gpt", act)
@@ -202,7 +247,7 @@ def test_dtensors_are_taken_as_they_lie(monkeypatch: pytest.MonkeyPatch, is_loca
 
     def act(made: ParallelModule, inputs: dict[str, Any]) -> float:
         mesh = make_mesh((4,), range(4), "cpu", rank=made._communicator.rank)
-        ids = DTensor.from_local(inputs["ids"][:2], mesh, [Shard(0)], run_check=False)
+        ids = DTensor.from_local(inputs["ids"].chunk(4)[made._communicator.rank], mesh, [Shard(0)], run_check=False)
         targets = own_rows(made, inputs["targets"]) if is_local else inputs["targets"]
         return loss_of(made(ids, targets)).item()
 

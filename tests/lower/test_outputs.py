@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar.lower import ParallelModule
 from autopar.lower.communication.simulated_ranks import CollectiveMismatchError, simulate
 from autopar.plan import Plan
 from autopar.trace import Traced, trace
@@ -183,3 +185,22 @@ def test_a_scalar_beside_the_loss_is_read_on_every_stage() -> None:
     found = simulate(4, lambda c: read(build(model, traced, plan, c)))
     assert [value for _, value in found] == pytest.approx([expected] * 4, rel=1e-12)
     assert not all(is_plain for is_plain, _ in found)
+
+
+def test_what_is_read_is_named_with_its_call() -> None:
+    named: list[str] = []
+
+    def read(parallel: Any, inputs: Any) -> None:
+        def enter(kind: str, *args: Any) -> Any:
+            named.append(kind)
+            return ParallelModule._enter(parallel, kind, *args)
+
+        object.__setattr__(parallel, "_enter", enter)  # its class may be older than this test
+        with torch.no_grad():
+            logits, _ = parallel(**inputs)
+        logits.sum()
+
+    on_ranks("plain_gpt", plans("plain_gpt")[-1], read)
+    assert any(
+        re.fullmatch(r"reading output '\w+' of a training step without gradients \({}\)", each) for each in named
+    )

@@ -36,7 +36,7 @@ def edited(plan: Plan, **changes: Any) -> Plan:
 
 
 @pytest.mark.parametrize("name", ["flat", "plain_gpt", "unet", "contrastive", "frozen"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_plans_train_as_one_device(name: str, seed: int) -> None:
     model, inputs, traced = traced_model(name)
     plan = random_plan(traced.program, 4, seed)
@@ -55,8 +55,9 @@ def test_every_zero_level_with_every_recomputation(zero: int, recompute: str) ->
         assert_same(expected, run)
 
 
-@pytest.mark.parametrize("name", ["flat", "plain_gpt", "frozen"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "zero"), [("flat", 0), ("plain_gpt", 1), ("frozen", 2), ("flat", 3), ("plain_gpt", 3)]
+)
 def test_microbatches_train_as_one_device(name: str, zero: int) -> None:
     model, inputs, traced = traced_model(name)
     plan = edited(random_plan(traced.program, 4, zero, num_microbatches=2), zero=zero)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
 from autopar.errors import ModelError
 from autopar.lower.communication.simulated_ranks import simulate
@@ -105,3 +106,15 @@ def test_save_pretrained_writes_whole_weights_once(name: str, tmp_path: Path) ->
         assert type(loaded) is kind
         assert loaded.config.architectures == [kind.__name__]
         torch.testing.assert_close(loaded(**inputs).logits, expected.logits, rtol=1e-9, atol=1e-9)
+
+
+def test_the_state_of_a_wrapper_is_refused_in_a_file_and_says_what_to_save() -> None:
+    def act(model: Any) -> None:
+        average = AveragedModel(model)
+        state = average.state_dict()
+        for each in (state, copy.deepcopy(state), {"ema": state}):
+            with pytest.raises(ModelError, match=r"such as AveragedModel.* has this rank's slices.*full_state_dict"):
+                torch.save(each, io.BytesIO())
+        average.load_state_dict(copy.deepcopy(state))
+
+    on_ranks("plain_gpt", plans(traced_model("plain_gpt")[2])[0], act)

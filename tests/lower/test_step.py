@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +18,18 @@ from torch.nn import functional
 from autopar.errors import AutoparError, InputShapeError, PipelineError
 from autopar.lower import ParallelModule
 from autopar.lower.parameters import layer_parameters
+from autopar.lower.program.saved_tensors import SavedTensor
 from autopar.lower.run import layer_pass
 from autopar.lower.run.run_step import release_later
 from autopar.lower.run.step_runner import StepRunner
 from autopar.plan import Plan
 from autopar.schedules.action_lists import Action
+from autopar.search import SearchRequest, search
 from autopar.step.actions import StepActions
 from autopar.trace import Traced
 from autopar.verify.rehearsal import run_ranks
 from tests.random_plans import random_pipeline, random_plan
-from tests.zoo import keep_double_program, trace_model
+from tests.zoo import keep_double_program, quick_prices, trace_model
 
 
 @pytest.mark.parametrize(
@@ -256,6 +259,29 @@ def test_a_failing_action_is_named(monkeypatch: pytest.MonkeyPatch, action: str)
         run_ranks(model, traced, plan, lambda parallel: parallel(x=x))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "start again" in str(caught.value)
+
+
+def test_a_failing_step_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, traced = with_loss(asks=False)
+    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2", "zero=3")))
+    saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
+    right = SavedTensor.__init__
+
+    def noting(own: SavedTensor, tensor: Tensor) -> None:
+        right(own, tensor)
+        saved.add(own)
+
+    def failing(*args: object, **kwargs: object) -> None:
+        assert saved
+        raise ZeroDivisionError("by design")
+
+    monkeypatch.setattr(SavedTensor, "__init__", noting)
+    monkeypatch.setattr(layer_pass.LayerPass, "backward", failing)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_ranks(model, traced, plan, lambda parallel: parallel(x=x).backward())
+    del caught
+    gc.collect()
+    assert not saved
 
 
 class Watch:

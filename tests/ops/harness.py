@@ -45,7 +45,9 @@ def sample(
     **kwargs: Any,
 ) -> Sample:
     """A `Sample`; ``aten.`` and ``.default`` may be left out of the target."""
-    if not target.startswith(("aten.", "transformers.", "autopar.", "flash_attn.", "torch_attn.", "testlib.")):
+    if not target.startswith(
+        ("aten.", "transformers.", "autopar.", "autopar_traced.", "flash_attn.", "torch_attn.", "testlib.")
+    ):
         target = "aten." + (target if "." in target else target + ".default")
     return Sample(target, args, kwargs, shapes_only, tolerance, fixed)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import autopar.trace  # noqa: F401  (registers ops)
 from autopar.ops import pointwise, random_ops
 from tests.ops.harness import Sample, sample
 
@@ -648,6 +649,10 @@ def _special() -> list[Sample]:
                 sample("autopar.cross_entropy", logits, target, None, 1, -100, smoothing, reduction),
                 sample("autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)),
             ]
+    lengths = (torch.tensor([12, 9, 7, 12]), torch.tensor([4, 3, 2, 1]))
+    log_probs = x(12, 4, 6).log_softmax(-1)
+    for targets in (ids(5, 4, 4) + 1, ids(5, 10) + 1):
+        found.append(sample("autopar_traced.ctc_loss.default", log_probs, targets, *lengths, 0, True))
     for reduction in (0, 1, 2):
         found += [
             sample(name, x(4, 6), x(4, 6), reduction)

@@ -31,7 +31,7 @@ def reshapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return draw_factorization(draw, total), draw_factorization(draw, total)
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(reshapes())
 def test_any_reshape_splits_as_its_rule_says(shapes: tuple[list[int], list[int]]):
     source, target = shapes
@@ -69,7 +69,7 @@ def broadcast_shapes(draw: st.DrawFn) -> list[list[int]]:
     return shapes
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(broadcast_shapes())
 def test_any_broadcasting_splits_as_its_rule_says(shapes: list[list[int]]):
     a, b, c = (torch.rand(shape, dtype=torch.float64) + 0.1 for shape in shapes)

@@ -184,8 +184,7 @@ def test_a_block_mask_needs_its_function() -> None:
         trace(Network(call).double(), (), inputs_of(""))
 
 
-@pytest.mark.parametrize("constraint", ["data=2", "tensor=2"])
-def test_hugging_face_computes_what_its_other_attention_does(constraint: str) -> None:
+def test_hugging_face_computes_what_its_other_attention_does() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
@@ -198,4 +197,5 @@ def test_hugging_face_computes_what_its_other_attention_does(constraint: str) ->
     config._attn_implementation = "sdpa"
     other = trained_alone(model, inputs)
     assert flex.alone.losses == pytest.approx(other.alone.losses, rel=1e-12)
-    assert_parity(flex, search(flex.traced.program, 2, quick_prices(2), SearchRequest(constraints=(constraint,))))
+    for constraint in ("data=2", "tensor=2"):
+        assert_parity(flex, search(flex.traced.program, 2, quick_prices(2), SearchRequest(constraints=(constraint,))))

@@ -36,7 +36,7 @@ PARTS = {
     "frozen": ("blocks.*", "head"),
     "crossing": ("blocks.*", "head"),
 }
-FAST = ("llama", "flat", "unet", "contrastive")
+FAST = ("llama", "unet")
 # Constraints that a model can't meet at all, and why.
 REFUSED = {
     ("unet", "microbatches"): "batch_norm.* needs the whole batch",
@@ -59,24 +59,27 @@ NO_SEQUENCE = {
 }
 
 
+# How parameters are stored, what is recomputed and how many microbatches there are does not depend on a model's ops:
+# each model takes every third of these, and random plans (`test_random_plans`) combine them with everything else.
+BY_TURNS: dict[int, tuple[Constraints, ...]] = {
+    2: (("data=2",), ("zero=1",), ("zero=2",)),
+    4: (
+        ("data=4",), ("data=4", "zero=1"), ("data=4", "zero=2"), ("recompute=selective",), ("microbatches=2", "zero=1"),
+        ("microbatches=2", "zero=2"), ("microbatches=4", "zero=0"), ("microbatches=2", "zero=3", "recompute=full"),
+        ("zero=3", "recompute=selective", "microbatches=2"),
+    ),
+    8: (("zero=3", "recompute=selective", "microbatches=2"),),
+}  # fmt: skip
+
+
 def forced(model: str, world: int) -> Iterator[Constraints]:
     """What a user may ask of a model on so many devices."""
     part, parameter = PARTS[model]
     yield (f"tensor={world}", "recompute=full")
     yield (f"sequence={world}",)
-    yield ("zero=3", "recompute=selective", "microbatches=2")
-    if world == 2:
-        yield from (("data=2",), ("zero=1",), ("zero=2",))
+    yield from BY_TURNS[world][[*ZOO].index(model) % 3 :: 3]
     if world == 4:
-        yield from (
-            ("data=4",),
-            ("data=2", "tensor=2"),
-            ("data=4", "zero=1"),
-            ("data=4", "zero=2"),
-            ("data=4", "zero=3"),
-        )
-        yield from (("recompute=selective",), ("microbatches=2", "zero=1"), ("microbatches=2", "zero=2"))
-        yield from (("microbatches=4", "zero=0"), ("microbatches=2", "zero=3", "recompute=full"))
+        yield from (("data=2", "tensor=2"), ("data=4", "zero=3"))
         yield from ((f"{part}: zero=3", f"{part}: recompute=full"), (f"{parameter}: replicate", "tensor=4"))
 
 
@@ -171,6 +174,6 @@ def is_met(plan: Plan, index: int, key: str, value: str) -> bool:
     [(), ("tensor=4",), ("data=4", "zero=3"), ("microbatches=2", "recompute=full")],
     ids=lambda c: "+".join(c) or "searched",
 )
-@pytest.mark.parametrize("model", ["llama", "gpt2", "vit", "plain_gpt"])
+@pytest.mark.parametrize("model", ["llama", "plain_gpt"])
 def test_a_plan_trains_as_one_device_does_in_float32(model: str, constraints: Constraints) -> None:
     assert_parity(subject(model, torch.float32), plan_for(model, 4, constraints, torch.float32), torch.float32)

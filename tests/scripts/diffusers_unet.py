@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch.utils.data import DataLoader
 
 REQUIRES = ("diffusers",)
-PLANS = {2: (("data=2",),), 4: (("data=4",),)}
+PLANS = {2: (("data=2",),)}
 
 
 def main(prepare: Callable[..., Any], folder: Path, master: bool) -> dict[str, Any]:

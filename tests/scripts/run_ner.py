@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DistilBertConfig, DistilBertForTokenClassification
 
-PLANS = {2: (("data=2",),), 4: (("data=2", "tensor=2"),)}
+PLANS = {4: (("data=2", "tensor=2"),)}
 
 
 def main(prepare: Callable[[Any, Any], Any], folder: Path, master: bool) -> dict[str, Any]:

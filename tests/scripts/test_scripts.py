@@ -2,7 +2,8 @@
 
 A script is a file of this folder with
 
-- ``PLANS``: the constraints of each run, by the number of ranks; ``()`` is the plan that is found without any;
+- ``PLANS``: the constraints of each run, by the number of ranks; ``()`` is the plan that is found without any.  4 ranks
+  where 2 can't show as much: of several kinds of parallelism at once, or of a kind that no run on 2 has;
 - ``main(prepare, folder, master)``: the script.  ``prepare(model, example inputs, **arguments of parallelize)`` is its
   changed line, `folder` takes its files (one folder for all ranks), `master` says whether to write them.  It gives
   ``"losses"`` (numbers), ``"state"`` (whole tensors by name), and what else must be equal to the bit;
@@ -12,7 +13,9 @@ A script is a file of this folder with
 
 from __future__ import annotations
 
+import ast
 import importlib
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,26 @@ pytestmark = pytest.mark.slow
 
 SCRIPTS = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith(("test_", "__")))
 PER_LAUNCH = 4  # starting processes takes as long as a script, and a test is to last a minute
-LAUNCHES = [SCRIPTS[i : i + PER_LAUNCH] for i in range(0, len(SCRIPTS), PER_LAUNCH)]
+
+
+def script(name: str) -> Any:
+    return importlib.import_module(f"tests.scripts.{name}")
+
+
+def worlds_of(name: str) -> Collection[int]:
+    """The keys of a script's PLANS: what it imports would take seconds to find the tests."""
+    lines = ast.parse(Path(__file__).with_name(f"{name}.py").read_text()).body
+    plans = next(x.value for x in lines if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "PLANS")
+    return ast.literal_eval(plans)
+
+
+def launches() -> Iterator[Any]:
+    """The scripts that run on so many ranks, a few at a time."""
+    for world in (2, 4):
+        names = [name for name in SCRIPTS if world in worlds_of(name)]
+        for start in range(0, len(names), PER_LAUNCH):
+            some = names[start : start + PER_LAUNCH]
+            yield pytest.param(world, some, id=f"{world}-{','.join(some)}")
 
 
 def check_script(name: str, folder: Path, constraints: tuple[str, ...]) -> None:
@@ -52,12 +74,7 @@ def check_script(name: str, folder: Path, constraints: tuple[str, ...]) -> None:
         assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(expected[key])), key
 
 
-def script(name: str) -> Any:
-    return importlib.import_module(f"tests.scripts.{name}")
-
-
-@pytest.mark.parametrize("names", LAUNCHES, ids=",".join)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "names"), list(launches()))
 def test_on_ranks(world: int, names: list[str], tmp_path: Path, subtests: pytest.Subtests) -> None:
     checks: list[partial[None]] = []
     for name in names:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import ViTConfig, ViTForImageClassification
 
-PLANS = {2: (("data=2",),), 4: (("data=2", "tensor=2"),)}
+PLANS = {4: (("data=2", "tensor=2"),)}
 CLASSES = 4
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.cluster import HostLink
 from autopar.ops import options_for
 from autopar.placement import Axis
 from autopar.program import Arg, Layer, Op, Program, Ref, TensorType, Value
@@ -178,6 +179,7 @@ class TablePrices:
     latency_s: float = 7e-6
     bytes_per_s: float = 3e11
     taken: float = 0.2
+    host_link: HostLink = field(default_factory=HostLink)
     notes: tuple[str, ...] = ()
 
     def op_s(
@@ -204,6 +206,10 @@ class TablePrices:
 
     def interference(self, kind: str, axis: Axis) -> float:
         return self.taken
+
+    @property
+    def host(self) -> HostLink:
+        return self.host_link
 
     def collective_source(self, kind: str, axis: Axis) -> str:
         return "table"

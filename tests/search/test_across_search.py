@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -25,10 +26,12 @@ SIZES = {"hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 2}
 PRICES = TablePrices(devices_per_node=2)
 
 
+@cache
 def small_model(num_layers: int = 3, *, tied: bool = False) -> Program:
     return decoder_model(num_layers, 8, 16, 64, tied=tied, **SIZES)
 
 
+@cache
 def run(program: Program, *constraints: str, memory: float | None = None, world: int = 4, **more: int) -> Plan:
     request = SearchRequest(memory, TrainingSpec(), constraints, max_microbatches=more.get("max_microbatches", 2))
     return search(program, world, PRICES, request)
@@ -105,10 +108,10 @@ def test_planning_does_not_solve_equal_layers_again(monkeypatch: pytest.MonkeyPa
     solved: list[int] = []
     original = layer_candidates.LayerProblem
     monkeypatch.setattr(layer_candidates, "LayerProblem", lambda *a, **k: solved.append(1) or original(*a, **k))
-    run(small_model(2), max_microbatches=1)
+    run.__wrapped__(small_model(2), max_microbatches=1)
     few = len(solved)
     solved.clear()
-    plan = run(small_model(12), max_microbatches=1)
+    plan = run.__wrapped__(small_model(12), max_microbatches=1)
     assert len(solved) == few
     assert len(plan.layers) == 14
 

@@ -16,8 +16,8 @@ from tests.zoo import plan_for, quick_prices, subject
 @pytest.mark.parametrize(
     ("model", "constraints"),
     [
-        ("gpt2", ("pipeline=1",)),
-        ("llama", ("pipeline=1", "tensor=2", "zero=3")),
+        pytest.param("gpt2", ("pipeline=1",), marks=pytest.mark.slow),
+        pytest.param("llama", ("pipeline=1", "tensor=2", "zero=3"), marks=pytest.mark.slow),
         ("plain_gpt", ("pipeline=1", "microbatches=2", "zero=2")),
         ("gpt2", ("pipeline=2", "schedule=1f1b", "microbatches=2")),
     ],
@@ -31,9 +31,9 @@ def test_of_a_searched_plan_nothing_changes(model: str, constraints: tuple[str, 
 
 
 def test_a_plan_that_recomputes_more_is_slower() -> None:
-    plan = plan_for("llama", 4, ("pipeline=1", "recompute=none"), stages=True)
+    plan = plan_for("plain_gpt", 4, ("pipeline=1", "recompute=none"), stages=True)
     edited = replace(plan.decisions, strategies=tuple(replace(each, recompute="full") for each in plan.strategies))
-    found = predict(subject("llama").traced.program, edited, quick_prices(4), TrainingSpec(), schedule_actions)
+    found = predict(subject("plain_gpt").traced.program, edited, quick_prices(4), TrainingSpec(), schedule_actions)
     assert found.step_time_s > plan.step_time_s
 
 

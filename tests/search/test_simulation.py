@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cluster import HostLink
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import Plan
@@ -133,6 +134,36 @@ def test_the_seconds_are_those_of_every_detail(constraints: tuple[str, ...]) -> 
     for group in range(plan.num_groups):
         sizes = [sum(e.num_bytes for e in step.events if e.group == group) for step in (layers, actions)]
         assert sizes[0] == pytest.approx(sizes[1])
+
+
+def test_copies_to_the_host_overlap_with_computing_and_communicating() -> None:
+    streams = Streams()
+    ticket = streams.start([Item("offload", "x", 5.0, detail="2 tensors")], on_host=True)
+    gathered = streams.start([Item("gather", "w", 2.0, detail="all_gather")])
+    streams.run(Item("forward", "layer", 1.0))
+    streams.wait(gathered)
+    streams.run(Item("activation communication", "y", 1.5, detail="all_reduce"))
+    assert streams.now_s == 3.5
+    streams.wait(ticket, on_host=True)
+    assert streams.now_s == 5.0, "what does not overlap is waited for"
+
+
+def test_a_layer_that_offloads_waits_for_what_takes_longer_than_the_next_one() -> None:
+    seconds: dict[float, float] = {}
+    for rate in (1e9, 2e9, 1e13):
+        prices = replace(FREE, host_link=HostLink(rate, memory_bytes=1e12))
+        constraints = ("data=4", "recompute=none", "offload=activations", "zero=0", "pipeline=1")
+        program = model()
+        plan = search(program, 4, prices, SearchRequest(constraints=constraints, schedules=schedule_actions))
+        step = simulate(program, plan, prices)
+        copies = [event for event in step.events if event.stream == "host"]
+        assert {event.category for event in copies} == {"offload", "fetch"}
+        by_layer = {e.layer: e.stop_s for e in step.events if e.stream == "compute" and e.category == "forward"}
+        assert all(e.start_s >= by_layer[e.layer] for e in copies if e.category == "offload")
+        seconds[rate] = step.step_s
+    _, kept = planned("data=4", "recompute=none", "offload=none", "zero=0", "pipeline=1")
+    assert seconds[1e9] > seconds[2e9] > seconds[1e13]
+    assert seconds[1e13] == pytest.approx(simulate(program, kept).step_s, rel=0.01), "free copies cost nothing"
 
 
 SECONDS = st.floats(0.01, 100)

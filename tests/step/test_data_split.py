@@ -4,29 +4,32 @@ from dataclasses import replace
 
 import pytest
 
-import autopar
 from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices
+from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import REPLICATE, shard
 from autopar.plan import LayerStrategy
+from autopar.search import SearchRequest, search
 from autopar.step.data_split import DataSplit, batch_inputs, data_split
 from autopar.trace import trace
 from tests.models import make
 from tests.random_plans import random_plan
+from tests.zoo import subject
 
 
 @pytest.mark.parametrize(
     ("constraints", "ranks"),
     [
-        (["data=4"], [0, 1, 2, 3]),
-        (["data=2", "tensor=2"], [0, 0, 1, 1]),
-        (["tensor=4"], [0, 0, 0, 0]),
-        (["stages=2", "data=2"], [0, 1, 0, 1]),
+        (("data=4",), [0, 1, 2, 3]),
+        (("data=2", "tensor=2"), [0, 0, 1, 1]),
+        (("tensor=4",), [0, 0, 0, 0]),
+        (("stages=2", "data=2"), [0, 1, 0, 1]),
     ],
 )
-def test_ranks_that_need_the_same_rows_have_the_same_data_rank(constraints: list[str], ranks: list[int]) -> None:
-    model, inputs = make("plain_gpt")
-    plan = autopar.plan(model, Cluster.of("cpu", devices_per_node=4), inputs, constraints=constraints)
-    split = data_split(trace(model, (), inputs).program, plan)
+def test_ranks_that_need_the_same_rows_have_the_same_data_rank(constraints: tuple[str, ...], ranks: list[int]) -> None:
+    program, prices = subject("plain_gpt").traced.program, ClusterPrices(Cluster.of("cpu", devices_per_node=4))
+    plan = search(program, 4, prices, SearchRequest(constraints=constraints, schedules=schedule_actions))
+    split = data_split(program, plan)
     assert split.size == max(ranks) + 1
     assert [split.rank_of(rank) for rank in range(4)] == ranks
 

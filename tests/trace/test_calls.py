@@ -388,3 +388,10 @@ def test_a_plan_says_that_the_search_decides_what_is_recomputed_not_the_model(us
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     (note,) = set(trace(model, (), batch, training=True).program.notes) - set(before)
     assert "recompute=full" in note
+
+
+def test_eager_experts_name_the_form_that_works() -> None:
+    model, inputs = models.make_mixtral(layers=1, products="eager")
+    told = r"mixtral\.py:\d+: eager experts look up in Python .* model\.set_experts_implementation\('grouped_mm'\)"
+    with pytest.raises(TraceError, match=told):
+        trace(model, (), inputs)

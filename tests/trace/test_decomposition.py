@@ -19,7 +19,9 @@ class Shifted(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("name", ["llama", "deep_gpt2", "deep_vit"])
+@pytest.mark.parametrize(
+    "name", ["deep_gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "deep_vit"))]
+)
 def test_ops_of_one_kind_become_the_same(name, monkeypatch):
     model, inputs = models.make(name)
     sizes = []

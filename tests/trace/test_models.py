@@ -11,8 +11,16 @@ from tests.trace.interpreter import check_equals_model
 FACTORIES = sorted(name for name in vars(models) if name.startswith("make_"))
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("factory", FACTORIES)
+EVALUATED = ("make_gpt2", "make_plain_gpt", "make_unet")  # the others in slow tests
+
+
+@pytest.mark.parametrize(
+    ("factory", "training"),
+    [
+        *((factory, True) for factory in FACTORIES),
+        *(pytest.param(f, False, marks=() if f in EVALUATED else pytest.mark.slow) for f in FACTORIES),
+    ],
+)
 def test_program_computes_what_the_model_computes(factory, training):
     model, inputs = getattr(models, factory)(batch=4)
     traced = check_equals_model(model, inputs, training=training)

@@ -41,8 +41,12 @@ def halved(inputs):
     return {name: x[: len(x) // 2] if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
+SLOW = ("deep_bert", "deep_t5", "bart", "deep_vit", "mixtral", "crossing")
+
+
 @pytest.mark.parametrize(
-    "name", ["deep_gpt2", "deep_bert", "deep_t5", "bart", "deep_vit", "mixtral", "unet", "crossing", "deep_half_frozen"]
+    "name",
+    ["deep_gpt2", "unet", "deep_half_frozen", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_every_model_traces_the_same(name, monkeypatch):
     model, inputs = models.make(name)
@@ -51,8 +55,15 @@ def test_every_model_traces_the_same(name, monkeypatch):
     assert_same(copied, whole)
 
 
-@pytest.mark.parametrize("name", ["deep_llama", "deep_batch_normed"])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        ("deep_llama", True),
+        ("deep_batch_normed", False),
+        pytest.param("deep_llama", False, marks=pytest.mark.slow),
+        pytest.param("deep_batch_normed", True, marks=pytest.mark.slow),
+    ],
+)
 def test_another_shape_and_dtype_trace_the_same(name, training, monkeypatch):
     model, inputs = models.make(name)
     copied, whole, _ = both(model, (), halved(inputs), monkeypatch, training=training, dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
     ("storage", lambda strategy: strategy.storage_name),
     (
         "recompute",
-        lambda strategy: f"{strategy.recompute} recompute" if strategy.recompute != "none" else "no recompute",
+        lambda strategy: f"{strategy.recompute_name} recompute" if strategy.recompute != "none" else "no recompute",
     ),
 )
 
@@ -116,6 +116,6 @@ def _rows(plan: Plan) -> Iterator[tuple[Cell, ...]]:
         yield (
             *((count(stage),) if plan.stages else ()),
             names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
-            count(len(names)), strategy.axes, strategy.storage_name, strategy.recompute,
+            count(len(names)), strategy.axes, strategy.storage_name, strategy.recompute_name,
             milliseconds(cost.total_s), size(cost.persistent_bytes),
         )  # fmt: skip

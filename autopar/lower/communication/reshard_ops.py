@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.held_rows import HeldRows
 from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
 from autopar.lower.compat import call_function
 from autopar.placement import Step
@@ -37,7 +38,10 @@ def reshard_tensor(
 
 def apply_forward(x: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:
     """Run the `forward` of `steps` in order, outside autograd."""
-    return _run(x.detach(), forward_moves(steps), communicator)
+    moves: Sequence[Move] = forward_moves(steps)
+    if isinstance(x, HeldRows):
+        x, moves = x.part(moves, communicator.rank)
+    return _run(x.detach(), moves, communicator)
 
 
 def apply_backward(gradient: Tensor, steps: Sequence[Step], communicator: Communicator) -> Tensor:

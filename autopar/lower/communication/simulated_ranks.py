@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -282,23 +284,53 @@ def simulate(
             error.add_note(f"raised on simulated rank {rank} of {world_size}")
             _fail_quietly(room, error)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    _join(threads, room)
+    _join([_start(rank, partial(run, rank)) for rank in range(world_size)], room)
     if room.error is not None:
-        raise room.error
+        error, room.error = room.error, _AbortedError()  # which holds no frames
+        # Tensors saved for backward hold the room, and the error's frames hold them, by ways that no collector sees.
+        raise error
     return [results[rank] for rank in range(world_size)]
 
 
-def _join(threads: list[threading.Thread], room: _Room) -> None:
+_IDLE: dict[int, list[SimpleQueue[Callable[[], None]]]] = {}
+
+
+def _start(rank: int, run: Callable[[], None]) -> threading.Event:
+    """Call `run` on an idle thread of `rank`, or a new one; the event says when it has ended.
+
+    Threads stay for the next simulation, as a rank's process does, because DTensor remembers what it knows of each op
+    by thread: to learn it again is most of what a small optimizer's steps cost.
+    """
+    idle = _IDLE.setdefault(rank, [])
+    ended = threading.Event()
     try:
-        for thread in threads:
-            thread.join(max(0.0, room.deadline_s - time.monotonic()))
+        tasks = idle.pop()
+    except IndexError:
+        tasks = SimpleQueue[Callable[[], None]]()
+        threading.Thread(target=_serve, args=(tasks,), daemon=True).start()
+
+    def task() -> None:
+        run()
+        idle.append(tasks)
+        ended.set()
+
+    tasks.put(task)
+    return ended
+
+
+def _serve(tasks: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        tasks.get()()
+
+
+def _join(ends: list[threading.Event], room: _Room) -> None:
+    try:
+        for ended in ends:
+            ended.wait(max(0.0, room.deadline_s - time.monotonic()))
     except BaseException as error:
         _fail_quietly(room, error)  # an interrupted caller must not leave threads waiting
         raise
-    if any(thread.is_alive() for thread in threads) and room.error is None:
+    if not all(ended.is_set() for ended in ends) and room.error is None:
         with room.changed:
             where = room.describe()
         _fail_quietly(room, TimeoutError(f"simulated ranks ran out of time; {where}"))

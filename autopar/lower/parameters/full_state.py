@@ -18,7 +18,7 @@ from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.run.stage_map import StageMap
 from autopar.placement import REPLICATE, reshard
 
-__all__ = ["SAVE_INSTEAD", "StateDict", "fit_to_store", "whole_tensor"]
+__all__ = ["SAVE_INSTEAD", "SliceMetadata", "StateDict", "fit_to_store", "whole_tensor"]
 
 SAVE_INSTEAD = (
     "call state = model.full_state_dict() on every rank, and torch.save(state, path) or safetensors' "
@@ -45,10 +45,27 @@ class StateDict(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise ModelError: use `ParallelModule.full_state_dict`, or torch.distributed.checkpoint."""
-        raise ModelError(
-            f"state_dict() of a parallelized model has this rank's slices, so a file of it is no checkpoint: "
-            f"{SAVE_INSTEAD}. torch.distributed.checkpoint saves state_dict() itself, from all ranks"
-        )
+        raise _slices("a parallelized model")
+
+
+class SliceMetadata(dict[str, Any]):
+    """What torch notes of a parallel module in the ``state_dict()`` of a module around it, which it keeps out of files
+    for the same reason.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise ModelError, as `StateDict` does."""
+        raise _slices("a wrapper around a parallelized model, such as AveragedModel, whose model is its .module,")
+
+
+def _slices(what: str) -> ModelError:
+    return ModelError(
+        f"state_dict() of {what} has this rank's slices, so a file of it is no checkpoint: "
+        f"{SAVE_INSTEAD}. torch.distributed.checkpoint saves state_dict() itself, from all ranks"
+    )
 
 
 def whole_tensor(

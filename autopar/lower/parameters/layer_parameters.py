@@ -29,7 +29,15 @@ class LayerParameters:
     """How one layer's parameters get from storage to their copy layouts.
 
     `positions` are theirs among the layer's state.
+
+    Attributes:
+        keeps: whether the next steps take the copies of the first one, until somebody sets `kept` to None: while no
+            parameter changes.
+        kept: those copies.
     """
+
+    keeps: bool = False
+    kept: list[Tensor] | None = None
 
     def __init__(
         self,
@@ -151,16 +159,19 @@ class StepParameters:
 
     def unshard(self) -> None:
         """Start to gather the compute copies, unless they are there or under way."""
-        if self._copies is None and not self._is_under_way:
+        if self._copies is None and self.layer.kept is None and not self._is_under_way:
             self._handle = self.layer.start_gather(self.layer.current())
             self._is_under_way = True
 
     def copies(self) -> list[Tensor]:
         """The compute copies, outside autograd; waits for them.  What was not unsharded is so now."""
+        if self._copies is None and self.layer.kept is not None:
+            self._copies = self.layer.kept
         if self._copies is None:
             self.unshard()
             self._copies = self.layer.finish_gather(self.layer.current(), self._handle)
             self._handle, self._is_under_way = None, False
+            self.layer.kept = self._copies if self.layer.keeps else None
         return self._copies
 
     def reshard(self) -> None:

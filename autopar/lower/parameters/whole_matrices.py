@@ -114,6 +114,8 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return  # without a look at each module's parameters: trials make dozens of such steps
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
     shared = dict(pair for service in services for pair in service.parameters())

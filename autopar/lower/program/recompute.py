@@ -1,14 +1,14 @@
 """What a layer keeps between its forward and its backward.
 
-Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `_Box`, and when the layer has
-run, boxes whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
-result of an op that is rerun (`ActivationPolicy.reruns`) is computed again, what is moved off the device
-(`ActivationPolicy.transfer_s`) is moved back.  Tensors are recognised by their storage, so views count too.
+Autograd hands every tensor that it wants to keep to a hook; the hook keeps a `SavedTensor`, and when the layer has
+run, those whose tensor can be had again let go of it: a gathered parameter (ZeRO-3) is gathered again, the
+result of an op that is rerun (`ActivationPolicy.reruns`) is computed again; the others may be offloaded
+(`OffloadedTensors`).  Tensors are recognised by their storage, so views count too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,43 +19,16 @@ from autopar.lower.compat import local_part_of, storage_key
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
+from autopar.lower.program.offloading import OffloadedTensors
+from autopar.lower.program.saved_tensors import Recipe, SavedTensor
 from autopar.step.activation_policies import activation_policy
 
-__all__ = ["MOVES", "KeepingProgram", "keeping_program", "run_keeping_less"]
-
-# Gives a tensor that was let go: a function of nothing.
-_Recipe = Callable[[], Tensor]
-
-MOVES: dict[str, Callable[[Tensor], _Recipe]] = {}
-"""By the name of an `ActivationPolicy` with `transfer_s`: moves a tensor away, and returns how to move it back."""
-
-
-class _Box:
-    """A tensor that autograd saved, or how to get it back."""
-
-    __slots__ = ("recipe", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.recipe: _Recipe | None = None
-
-    def open(self) -> Tensor:
-        if self.tensor is not None:
-            return self.tensor
-        assert self.recipe is not None
-        return self.recipe()
-
-    def let_go(self, owner: Callable[[], Tensor]) -> None:
-        """Drop the tensor; it is a view of what `owner` gives."""
-        assert self.tensor is not None
-        size, stride, offset = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
-        self.recipe = lambda: torch.as_strided(owner(), size, stride, offset)
-        self.tensor = None
+__all__ = ["KeepingProgram", "keeping_program", "run_keeping_less"]
 
 
 class KeepingProgram:
     """A layer program that also returns what its rerun ops read and compute, and the programs that compute
-    it again; or one whose saved tensors are moved off the device.
+    it again.
 
     One for all layers of a kind and strategy.
     """
@@ -63,7 +36,6 @@ class KeepingProgram:
     def __init__(self, program: LayerProgram) -> None:
         """Build the forward program; recomputing programs follow when it is known what autograd saves."""
         self.program = program
-        self.move = MOVES.get(program.strategy.recompute)
         graph = program.module.graph
         self.nodes = _relevant_nodes(graph, program.rerun)
         self.module = _returning(graph, self.nodes)
@@ -137,7 +109,7 @@ def _recomputing(graph: fx.Graph, rerun: frozenset[str], names: frozenset[str]) 
 class _Recomputation:
     """The values of one run that backward computes again: all at once, when the first is asked for."""
 
-    def __init__(self, recomputing: _Recomputing, kept: Sequence[_Recipe], context: LayerContext) -> None:
+    def __init__(self, recomputing: _Recomputing, kept: Sequence[Recipe], context: LayerContext) -> None:
         self._recomputing = recomputing
         self._kept = kept
         self._context = context
@@ -155,9 +127,8 @@ def keeping_program(program: LayerProgram, *, compiled: bool) -> KeepingProgram 
     """The variant of `program` for how its strategy keeps activations; None if autograd keeps what it wants, the whole
     layer runs again, or a compiler sees to it.
     """
-    policy = activation_policy(program.strategy.recompute)
-    needs_one = policy.reruns is not None or policy.transfer_s is not None
-    return KeepingProgram(program) if needs_one and not compiled else None
+    reruns = activation_policy(program.strategy.recompute).reruns is not None
+    return KeepingProgram(program) if reruns and not compiled else None
 
 
 def run_keeping_less(
@@ -167,6 +138,7 @@ def run_keeping_less(
     held: Sequence[Tensor],
     context: LayerContext,
     parameters: StepParameters | None = None,
+    offloaded: OffloadedTensors | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a layer program; let autograd keep neither gathered parameters nor what its strategy does not keep.
 
@@ -177,32 +149,33 @@ def run_keeping_less(
         held: its state, in their copy layouts.
         context: of this run.
         parameters: its parameters in this step, if their copies may have to be freed.
+        offloaded: takes what is kept, if that is to leave the device.
     """
-    boxes: list[_Box] = []
+    boxes: list[SavedTensor] = []
 
-    def pack(tensor: Tensor) -> _Box:
-        box = _Box(tensor.detach())  # or the graph would hold itself where backward never runs
+    def pack(tensor: Tensor) -> SavedTensor:
+        box = SavedTensor(tensor.detach())  # or the graph would hold itself where backward never runs
         boxes.append(box)
         return box
 
-    with saved_tensors_hooks(pack, _Box.open):
+    with saved_tensors_hooks(pack, SavedTensor.open):
         if keeping is None:
             outputs, values = program.module(*inputs, *held, context), ()
         else:
             outputs, values = keeping.module(*inputs, *held, context)
     gathered = _drop_copies(boxes, parameters) if parameters is not None and parameters.frees else {}
-    if keeping is not None and keeping.move is not None:
-        _move_away(boxes, keeping.move, held)
-    elif keeping is not None:
-        _drop_rerun(boxes, keeping, values, gathered, context)
+    if keeping is not None:
+        boxes += _drop_rerun(boxes, keeping, values, gathered, context)
+    if offloaded is not None:
+        offloaded.take(boxes, held)
     boxes.clear()  # autograd holds `pack` until the layer's last backward has run
     return outputs
 
 
-def _drop_copies(boxes: Sequence[_Box], parameters: StepParameters) -> dict[int, _Recipe]:
+def _drop_copies(boxes: Sequence[SavedTensor], parameters: StepParameters) -> dict[int, Recipe]:
     """Let go of saved compute copies that were gathered; storage -> how to have the copy in backward."""
     own = {storage_key(local_part_of(p)) for p in parameters.layer.current()}
-    recipes: dict[int, _Recipe] = {}
+    recipes: dict[int, Recipe] = {}
     for index, value in enumerate(parameters.copies()):
         if storage_key(value) not in own:
             recipes[storage_key(value)] = lambda index=index: parameters.copies()[index]
@@ -212,33 +185,19 @@ def _drop_copies(boxes: Sequence[_Box], parameters: StepParameters) -> dict[int,
     return recipes
 
 
-def _move_away(boxes: Sequence[_Box], move: Callable[[Tensor], _Recipe], held: Sequence[Tensor]) -> None:
-    """Move saved tensors off the device, each storage once, but not what the layer holds."""
-    stays = {storage_key(x) for x in held}
-    moved: dict[tuple[int, torch.dtype], _Recipe] = {}
-    for box in boxes:
-        tensor = box.tensor
-        if tensor is None or storage_key(tensor) in stays:
-            continue
-        key = storage_key(tensor), tensor.dtype
-        if key not in moved:
-            moved[key] = move(tensor.new_empty(0).set_(tensor.untyped_storage()))
-        box.let_go(moved[key])
-
-
 def _drop_rerun(
-    boxes: Sequence[_Box],
+    boxes: Sequence[SavedTensor],
     keeping: KeepingProgram,
     values: Sequence[Tensor],
-    gathered: dict[int, _Recipe],
+    gathered: dict[int, Recipe],
     context: LayerContext,
-) -> None:
-    """Let go of saved results of ops that are rerun."""
+) -> list[SavedTensor]:
+    """Let go of saved results of ops that are rerun; what is kept to compute them again."""
     by_name = dict(zip(keeping.nodes, values, strict=True))
     owner: dict[int, str] = {}
     for name, value in by_name.items():
         owner.setdefault(storage_key(value), name)
-    dropped: dict[str, list[_Box]] = {}
+    dropped: dict[str, list[SavedTensor]] = {}
     for box in boxes:
         if box.tensor is None:
             continue
@@ -246,18 +205,19 @@ def _drop_rerun(
         if name is not None and name in keeping.program.rerun and by_name[name].dtype == box.tensor.dtype:
             dropped.setdefault(name, []).append(box)
     if not dropped:
-        return
+        return []
     recomputing = keeping.recomputing(frozenset(dropped))
     kept = [_keep(by_name[name], gathered) for name in recomputing.kept]
-    recomputation = _Recomputation(recomputing, kept, context)
+    recomputation = _Recomputation(recomputing, [each.open for each in kept], context)
     for name, own in dropped.items():
         for box in own:
             box.let_go(lambda name=name: recomputation.value(name))
+    return kept
 
 
-def _keep(value: Tensor, gathered: dict[int, _Recipe]) -> _Recipe:
+def _keep(value: Tensor, gathered: dict[int, Recipe]) -> SavedTensor:
     """How to have `value` in backward: it is kept, or gathered again."""
-    box = _Box(value.detach())
+    box = SavedTensor(value.detach())
     if storage_key(value) in gathered:
         box.let_go(gathered[storage_key(value)])
-    return box.open
+    return box

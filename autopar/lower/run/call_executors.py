@@ -72,13 +72,14 @@ class CallExecutors:
 
     Attributes:
         first: that of the calls that the module was parallelized for.
+        compile_layers: whether layers are compiled.
     """
 
     def __init__(self, first: Executor, planner: ExecutablePlanner | None, compile_layers: bool) -> None:
         """`planner` is asked for what is not known; None: other calls are refused."""
         self.first = first
         self._planner = planner
-        self._compile_layers = compile_layers
+        self.compile_layers = compile_layers
         # By mode, submodule and autocast's dtype, the one that was used last in front.
         self._known: dict[tuple[bool, str, torch.dtype | None], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
@@ -100,6 +101,12 @@ class CallExecutors:
         if self._planner is None:
             raise _no_planner(part)
         return self._planner.submodule(part, tensors)
+
+    def forget_copies(self) -> None:
+        """Parameters may change now."""
+        for known in self._known.values():
+            for _, executor in known:
+                executor.forget_copies()
 
     def find(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str = ""
@@ -171,7 +178,9 @@ class CallExecutors:
         self, executor: Executor, mode: bool, part: str, planning_s: float
     ) -> list[tuple[PlannedCall, Executor]]:
         program, plan = executor.executable.program, executor.executable.plan
-        text = ", ".join(f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in program.inputs)
+        plain = [name for name in program.inputs if name not in program.carried]
+        text = ", ".join(f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in plain)
+        text += ", keys and values" if len(plain) < len(program.inputs) else ""
         text += f", autocast to {self.autocast}" if self.autocast else ""
         known = self._known.setdefault((mode, part, self.autocast), [])
         known.insert(0, (PlannedCall(text, mode, plan, planning_s, part=part), executor))
@@ -190,7 +199,7 @@ class CallExecutors:
             return first
         executable = self._planner(args, kwargs, mode, part, self.autocast)
         self._check_places(executable, "training" if mode else "eval")
-        return Executor(executable, first.store, first.communicator, self._compile_layers)
+        return Executor(executable, first.store, first.communicator, self.compile_layers)
 
     def _check_places(self, made: Executable, mode: str) -> None:
         """Raise PlanMismatchError, on every rank, unless each stage finds the parameters that it reads."""

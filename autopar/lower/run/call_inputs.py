@@ -1,4 +1,4 @@
-"""The inputs of a call as every rank passes them -> the whole batch on every rank.
+"""The inputs of a call as every rank passes them -> the whole batch, or what stands for it (`HeldRows`).
 
 By default ranks pass the whole batch already, or DTensors.  With local inputs each data rank passes its own rows, and
 the batch is those of data rank 0, then those of data rank 1, and so on; ranks may pass different numbers of rows.
@@ -10,6 +10,8 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputShapeError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.digests import digest_of
+from autopar.lower.communication.held_rows import HeldRows, Spans, dtensor_spans
+from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import leaves_of
-from autopar.lower.run.output_tensor import OutputTensor
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
 
@@ -104,13 +107,14 @@ class CallInputs:
         known = self._communicator.gather_numbers((crc,))
         return None if all(each == known[0] for each in known) else known[0][0]
 
-    def whole(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def whole(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, holds_rows: bool = False) -> Call:
         """The call with the whole batch, which all ranks make.
 
         Args:
             kind: what the call is, with a place for its number.
             args: of this rank.
             kwargs: likewise.
+            holds_rows: give rows that need no gradient as `HeldRows`.
 
         Raises:
             InputShapeError: the inputs of this rank don't fit together, or those of another rank have other forms.
@@ -121,7 +125,7 @@ class CallInputs:
             return args, kwargs
         calls = self._communicator.calls
         if calls is None:
-            return self._join(self._open(args, kwargs))
+            return self._join(self._open(args, kwargs), holds_rows)
 
         def prepare() -> tuple[_Opened, list[tuple[str, Tensor]]]:
             opened = self._open(args, kwargs)
@@ -129,7 +133,7 @@ class CallInputs:
 
         opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
         with calls.failing():
-            return self._join(opened)
+            return self._join(opened, holds_rows)
 
     def own_rows(self, output: Tensor | None, dim: int) -> Tensor | None:
         """Of an output of the last call that is whole and has the rows of all ranks along `dim`, those of this rank."""
@@ -142,7 +146,7 @@ class CallInputs:
         def cut(x: Tensor) -> Tensor:
             return x.narrow(dim, start, length)
 
-        return output.then(cut) if isinstance(output, OutputTensor) else cut(output)
+        return output.then(cut) if isinstance(output, LateTensor) else cut(output)
 
     def _open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Opened:
         call = self._open_call(args, kwargs)
@@ -160,15 +164,26 @@ class CallInputs:
                 )
         return _Opened(call, frozenset(local), rows)
 
-    def _join(self, opened: _Opened) -> Call:
+    def _join(self, opened: _Opened, holds_rows: bool) -> Call:
         self._counts = counts = self._compare(opened) if opened.local else []
-        device = self._communicator.device
-        return opened.call.call_with([
-            x.full_tensor() if isinstance(x, DTensor)
-            else self._gather(x.to(device), counts) if name in opened.local
-            else x
-            for name, x in opened.call.named.items()
-        ])  # fmt: skip
+        spans = self._spans(counts) if counts else ()
+        tensors: list[Tensor] = []
+        for name, x in opened.call.named.items():
+            holds = holds_rows and not x.requires_grad
+            if isinstance(x, DTensor):
+                own = dtensor_spans(x, self._communicator.world_size) if holds else ()
+                tensors.append(HeldRows.of_rows(x.to_local(), own, _full(x)) if own else x.full_tensor())
+            elif name in opened.local and holds and self._split.size > 1:
+                gather = partial(self._gather, counts=counts)
+                tensors.append(HeldRows.of_rows(x.to(self._communicator.device), spans, gather))
+            else:
+                tensors.append(self._gather(x.to(self._communicator.device), counts) if name in opened.local else x)
+        return opened.call.call_with(tensors)
+
+    def _spans(self, counts: Sequence[int]) -> Spans:
+        stops = list(accumulate(counts))
+        own = map(self._split.rank_of, range(self._communicator.world_size))
+        return tuple((stops[rank] - counts[rank], stops[rank]) for rank in own)
 
     def _compare(self, opened: _Opened) -> list[int]:
         """How many rows each data rank passes."""
@@ -223,3 +238,7 @@ class CallInputs:
         if min(counts) == most:
             return whole
         return torch.cat([whole[i * most : i * most + count] for i, count in enumerate(counts)])
+
+
+def _full(x: DTensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: x.full_tensor()

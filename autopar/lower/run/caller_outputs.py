@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from autopar.lower.communication.late_tensor import LateTensor
+from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
-from autopar.lower.run.output_tensor import OutputTensor
 
 __all__ = ["caller_outputs", "do_outputs_fit"]
 
@@ -17,16 +18,19 @@ Later = Callable[[str, Callable[[], Tensor]], Tensor]
 """``(name, gather)`` -> ``gather()``, when all ranks have come to read the output of that name."""
 
 
-def caller_outputs(executor: Executor, values: Mapping[str, Tensor], later: Later | None = None) -> list[Tensor | None]:
+def caller_outputs(
+    executor: Executor, values: Mapping[str, Tensor], later: Later, *, is_later: bool
+) -> list[Tensor | None]:
     """The program's outputs in order; None where only other stages have one.
 
     Args:
         executor: that computed the values; `Executor.whole_outputs` says in what form the caller wants them.
         values: by name, this rank's parts.
-        later: gather those that are not whole when the caller reads them.
+        later: gathers those that the caller reads later.
+        is_later: those that are not whole are gathered when the caller reads them.
     """
     names = executor.executable.program.outputs
-    made = {name: _output(executor, name, values.get(name), later) for name in dict.fromkeys(names)}
+    made = {name: _output(executor, name, values.get(name), later, is_later) for name in dict.fromkeys(names)}
     return [made[name] for name in names]
 
 
@@ -36,21 +40,32 @@ def do_outputs_fit(executable: Executable) -> bool:
     The same on all ranks.
     """
     program, plan = executable.program, executable.plan
-    others = {name for name in program.outputs if name != program.loss}
+    others = {name for name in program.outputs if name != program.loss} - program.carried
     whole_bytes = sum(program.type_of(name).num_bytes for name in others)
     return plan.peak_memory_bytes * (1 + plan.memory_error) + whole_bytes <= plan.memory_limit_bytes
 
 
-def _output(executor: Executor, name: str, value: Tensor | None, later: Later | None) -> Tensor | None:
+def _output(executor: Executor, name: str, value: Tensor | None, later: Later, is_later: bool) -> Tensor | None:
     program = executor.executable.program
+    if name in program.carried and value is not None:
+        return _carried(executor, name, value, later)
     is_loss = name == program.loss
     is_done = executor.num_microbatches > 1 and is_loss
     if executor.stages.is_pipeline and (is_loss or not program.loss):
         return value
-    if later is not None and executor.is_apart(name):
+    if is_later and executor.is_apart(name):
         return _read_later(executor, name, value, later)
     made = value if is_done or value is None else executor.make_output(name, value)
     return executor.share_across_groups(name, made) if executor.whole_outputs else made
+
+
+def _carried(executor: Executor, name: str, value: Tensor, later: Later) -> Tensor:
+    like = executor.executable.program.type_of(name)
+    dtype: torch.dtype = getattr(torch, like.dtype)
+    shape = torch.empty((), dtype=dtype, device=value.device).expand(like.shape)
+    made = CarriedTensor.of(shape, lambda: later(name, lambda: executor.make_whole(name, value)))
+    made.part, made.held = value, executor.value_layouts[name]
+    return made
 
 
 def _read_later(executor: Executor, name: str, value: Tensor | None, later: Later) -> Tensor:
@@ -64,4 +79,4 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
             return executor.share_across_groups(name, whole)
 
     like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(wanted.shape)
-    return OutputTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))
+    return LateTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))

@@ -20,6 +20,7 @@ from autopar.lower.observe.stopwatch import Stopwatch
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.compiled import compile_program
 from autopar.lower.program.layer_program import LayerProgram
+from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable, Lowering, ValueLayout
 from autopar.lower.run.microbatch_updates import updates_per_microbatch
 from autopar.lower.run.schedule_lists import schedule_actions
@@ -66,6 +67,8 @@ class Executor:
         self.stages = StageMap(program, plan, communicator.rank)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
         self.runners = lowering.lower_layers(frozenset(self.kept))
+        for runner in self.runners.values():
+            runner.parameters.keeps = executable.keeps_copies
         self.value_layouts = lowering.value_layouts
         self.boundary_values = lowering.boundary_values
         self.hoisted = lowering.hoisted
@@ -120,6 +123,24 @@ class Executor:
         for buffer, new in self.updates_each.items():
             if new in values:
                 self.store.buffer(buffer).copy_(self.make_whole(new, values[new].detach()))
+
+    def forget_copies(self) -> None:
+        """Parameters may change now."""
+        for runner in self.runners.values():
+            runner.parameters.kept = None
+
+    @torch.no_grad()
+    def take_parts(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A call's tensors with this rank's part in place of each that goes from call to call."""
+        names = self.executable.program.inputs
+        carried = self.executable.program.carried
+        return [self._part(n, x) if n in carried else x for n, x in zip(names, tensors, strict=True)]
+
+    def _part(self, name: str, x: Tensor) -> Tensor:
+        own = self.value_layouts[name]
+        whole = ValueLayout((REPLICATE,), (self.executable.plan.group_size,), REPLICATE)
+        part, lies = (x.part, x.held) if isinstance(x, CarriedTensor) else (x, whole)
+        return reshard_tensor(part, lies.move_to(own.layout, own.mesh), self.communicator)
 
     def make_whole(self, name: str, value: Tensor) -> Tensor:
         """The whole tensor on every rank, of one microbatch."""

@@ -1,6 +1,7 @@
 """``generate()`` of language models that have one, such as Hugging Face's: the same tokens on every rank.
 
-A cache of keys and values would have to be carried from call to call in slices, so every new token runs the whole text.
+With a cache of keys and values a text costs one pass over what it begins with, and one over each new token: two
+programs, whose caches have room for one of few numbers of tokens.  Without a cache every new token runs the whole text.
 So that not every length is a program of its own, texts are padded to the next of few lengths: on the left, where a
 mask and positions say so; behind an encoder on the right, where no token sees what comes after it.
 """
@@ -12,18 +13,19 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional
+import torch
+from torch import nn
 
-from autopar.errors import ModelError
+from autopar.errors import ExampleInputsError, InfeasibleError, ModelError, OutputError, TraceError
 from autopar.lower.kernels.random import follow_first_rank
+from autopar.lower.run.growing_text import GrowingText, pad_left, pad_right
 
 __all__ = ["generation_methods"]
 
 _LOGGER = logging.getLogger("autopar")
-
-# Lengths are multiples of it: a program for each, which takes a second or so to plan, and at most so many more tokens.
-_LENGTH_STEP = 64
+_NO_PLAN = (TraceError, ExampleInputsError, OutputError, InfeasibleError)
+_NEED_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size", "guidance_scale", "prompt_lookup_num_tokens")
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}  # others have states that a `TokenCache` has not
 
 
 def generation_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -33,79 +35,118 @@ def generation_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any
     kind: Any = original
     if not (hasattr(kind, "generate") and hasattr(kind, "prepare_inputs_for_generation")):
         return {}
+    made = {"generate": _generate, "prepare_inputs_for_generation": _prepare}
+    made["_update_model_kwargs_for_generation"] = _update
+    if hasattr(kind, "_prepare_cache_for_generation"):  # else it may hold a model that has it
+        made["_prepare_cache_for_generation"] = _prepare_cache
+    return {name: _of_kind(function, getattr(kind, name, None), kind) for name, function in made.items()}
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The original's ``generate``; every rank must call it, and gets the same tokens."""
-        root = self.__dict__.get("_parallel_root", lambda: self)()
-        is_behind_encoder = getattr(self.config, "is_encoder_decoder", False)
-        needs_cache = () if is_behind_encoder else ("inputs_embeds",)
-        asked = [name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None]
-        if asked:
-            raise ModelError(
-                f"generate({asked[0]}=...) needs a cache of keys and values, which a parallelized model has not: pass "
-                "input_ids alone, or load full_state_dict() into the original model, and call its generate()"
-            )
-        if kwargs.get("use_cache", True) and not getattr(root, "_said_no_cache", False):
-            root._said_no_cache = True
-            _LOGGER.warning(
-                "generate() of a parallelized %s runs without a cache: each token costs a pass over the whole text. To "
-                "sample much, load full_state_dict() into the original model", kind.__name__,
-            )  # fmt: skip
-        follow_first_rank(root._communicator)
-        with root.global_inputs():
-            return kind.generate(self, *args, **kwargs | {"use_cache": False})
 
-    def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What the original makes of a text for `forward`, padded."""
-        made = kind.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
-        self.__dict__["_text_length"] = 0
-        if "decoder_input_ids" in made:
-            self.__dict__["_text_length"] = made["decoder_input_ids"].shape[1]
-            return _pad_right(made, _longest(self.config, "max_target_positions", "max_position_embeddings"))
-        longest = _longest(self.config, "max_position_embeddings")
-        return _pad_left(made, longest, inspect.signature(kind.forward).parameters)
+def _of_kind(function: Callable[..., Any], original: Any, kind: Any) -> Callable[..., Any]:
+    """`function` as a method, which gets the original's class first."""
 
-    def update(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The original's, which sees what forward gives before any other: that of padding on the right is cut off."""
-        if self.__dict__["_text_length"]:
-            outputs.logits = outputs.logits[:, : self.__dict__["_text_length"]]
-        return kind._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(kind, self, *args, **kwargs)
 
-    # generate() looks there for what the model can begin with.
-    prepare.__signature__ = inspect.signature(kind.prepare_inputs_for_generation)  # pyright: ignore
-    return {
-        "generate": generate,
-        "prepare_inputs_for_generation": prepare,
-        "_update_model_kwargs_for_generation": update,
+    if original is not None:  # generate() looks there for what the model can begin with
+        method.__signature__ = inspect.signature(original)  # pyright: ignore[reportFunctionMemberAccess]
+    method.__doc__ = function.__doc__
+    return method
+
+
+def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original's ``generate``; every rank must call it, and gets the same tokens."""
+    root = _root(self)
+    needs_cache = () if getattr(self.config, "is_encoder_decoder", False) else ("inputs_embeds",)
+    asked = [name for name in (*needs_cache, "past_key_values", "assistant_model") if kwargs.get(name) is not None]
+    if asked:
+        raise ModelError(
+            f"generate({asked[0]}=...) needs a cache that a parallelized model has not: pass input_ids alone, or load "
+            "full_state_dict() into the original model, and call its generate()"
+        )
+    if not hasattr(self, "_prepare_cache_for_generation"):
+        kwargs["use_cache"] = False
+    follow_first_rank(root._communicator)
+    state = torch.get_rng_state()
+    with root.global_inputs():
+        try:
+            return kind.generate(self, *args, **kwargs)
+        except _NO_PLAN as error:
+            if not root.__dict__.pop("_has_cache", False):
+                raise
+            root._no_cache = f"its calls with a cache can't be planned ({error})"
+        finally:
+            root._executors.forget_copies()
+        torch.set_rng_state(state)
+        return kind.generate(self, *args, **kwargs)
+
+
+def _prepare_cache(kind: Any, self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any) -> None:
+    """Instead of the original's cache one that ranks hold in parts, or none."""
+    if generation_config.use_cache is False:
+        return
+    root = _root(self)
+    why_not = _why_no_cache(self, root, generation_config, inspect.signature(kind.forward).parameters)
+    root.__dict__["_has_cache"] = not why_not
+    if not why_not:
+        model_kwargs["past_key_values"] = GrowingText(generation_config.max_length)
+        return
+    generation_config.use_cache = False
+    if not getattr(root, "_said_no_cache", False):
+        root._said_no_cache = True
+        _LOGGER.warning(
+            "generate() of a parallelized %s runs without a cache: each token costs a pass over the whole text, as %s. "
+            "To sample much, load full_state_dict() into the original model", kind.__name__, why_not,
+        )  # fmt: skip
+
+
+def _prepare(kind: Any, self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What the original makes of a text for `forward`, padded."""
+    made = kind.prepare_inputs_for_generation(self, *args, **kwargs)
+    names = inspect.signature(kind.forward).parameters
+    text = made.get("past_key_values")
+    if isinstance(text, GrowingText):
+        return text.prepare(made, self.config, names)
+    self.__dict__["_text_length"] = 0
+    if "decoder_input_ids" in made:
+        self.__dict__["_text_length"] = made["decoder_input_ids"].shape[1]
+        return pad_right(made, self.config)
+    return pad_left(made, self.config, names)
+
+
+def _update(
+    kind: Any, self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """The original's, which sees what forward gives before any other: that of padding on the right is cut off."""
+    text = model_kwargs.get("past_key_values")
+    if isinstance(text, GrowingText):
+        text.cache, outputs.past_key_values = outputs.past_key_values, text
+        text.cache.rows = None  # has taken effect
+    elif self.__dict__["_text_length"]:
+        outputs.logits = outputs.logits[:, : self.__dict__["_text_length"]]
+    return kind._update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs)
+
+
+def _root(module: Any) -> Any:
+    return module.__dict__.get("_parallel_root", lambda: module)()
+
+
+def _why_no_cache(model: Any, root: Any, generation_config: Any, arguments: Mapping[str, Any]) -> str:
+    """Why a text can't be continued with a `TokenCache`; ``""`` if it can."""
+    config = model.config.get_text_config(decoder=True)
+    layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    asked = [name for name in _NEED_OTHER_CACHES if getattr(generation_config, name, None) is not None]
+    reasons = {
+        getattr(root, "_no_cache", ""): bool(getattr(root, "_no_cache", "")),
+        "the model is in training mode": root.training,
+        "its plan has pipeline stages": root._executor.stages.is_pipeline,
+        "the text is behind an encoder": model.config.is_encoder_decoder,
+        "its forward takes no attention_mask": "attention_mask" not in arguments,
+        f"it has layers of {', '.join(sorted(layers))}": bool(layers),
+        "its attention is in chunks": getattr(config, "attention_chunk_size", None) is not None,
+        "its class does not say that a cache of fixed size works (_can_compile_fullgraph)": not getattr(
+            model, "_can_compile_fullgraph", False
+        ),
+        f"{', '.join(asked)} was asked for": bool(asked),
     }
-
-
-def _longest(config: Any, *names: str) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
-def _padded_length(length: int, longest: int | None) -> int:
-    padded = -(-length // _LENGTH_STEP) * _LENGTH_STEP
-    return padded if longest is None else max(length, min(padded, longest))
-
-
-def _pad_left(inputs: dict[str, Any], longest: int | None, names: Mapping[str, Any]) -> dict[str, Any]:
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    others = [x for x in inputs.values() if isinstance(x, Tensor) and x.shape != getattr(ids, "shape", None)]
-    knows_places = "position_ids" in inputs or "position_ids" not in names
-    if ids is None or others or "attention_mask" not in names or not knows_places:
-        return inputs  # the model would not know which tokens are none
-    missing = _padded_length(ids.shape[1], longest) - ids.shape[1]
-    inputs = inputs | {"attention_mask": ids.new_ones(ids.shape) if mask is None else mask}
-    return {name: functional.pad(x, (missing, 0)) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-
-
-def _pad_right(inputs: dict[str, Any], longest: int | None) -> dict[str, Any]:
-    length = inputs["decoder_input_ids"].shape[1]
-    missing = _padded_length(length, longest) - length
-    of_text = {
-        name: functional.pad(x, (0, missing))
-        for name, x in inputs.items()
-        if name.startswith("decoder_") and isinstance(x, Tensor) and x.shape[-1] == length
-    }
-    return inputs | of_text
+    return next((reason for reason, holds in reasons.items() if holds), "")

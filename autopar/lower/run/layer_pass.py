@@ -18,6 +18,7 @@ from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import backward_token, edge_of, run_backward_from
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.program.split_backward import SplitBackward
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.step_values import StageValues
@@ -29,17 +30,23 @@ class LayerPass:
     """See the module.  Made by its forward."""
 
     def __init__(
-        self, runner: LayerRunner, parameters: StepParameters, values: StageValues, context: LayerContext
+        self,
+        runner: LayerRunner,
+        parameters: StepParameters,
+        values: StageValues,
+        context: LayerContext,
+        offloaded: OffloadedTensors | None = None,
     ) -> None:
-        """Run the layer on what it reads of `values`, and put its outputs there."""
+        """Run the layer on what it reads of `values`, and put its outputs there; `offloaded` takes what it saves."""
         self._runner = runner
+        self._offloaded = offloaded
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
         self._roots: dict[str, GradientEdge] = {}
         self._split: SplitBackward | None = None
         inputs = [reshard_tensor(self._read(values, name), steps, context.communicator) for name, steps in runner.moves]
         self._forget_parts(runner)
-        outputs = runner.run(parameters, inputs, context)
+        outputs = runner.run(parameters, inputs, context, offloaded)
         named = dict(zip(runner.layer.outputs, outputs, strict=True))
         for name, output in named.items():
             values.tensors[name] = output.detach()
@@ -64,7 +71,29 @@ class LayerPass:
         """Keep no part of a value that the layer only reads gathered: backward asks for its shape, not for its data."""
         for name, leaf in self._leaves.items():
             if name in runner.only_gathered:
-                leaf.data = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+                _forget_data(leaf)
+
+    def offload(self) -> None:
+        """Start to copy to the host what the forward saved."""
+        if self._offloaded is not None:
+            self._offloaded.offload()
+
+    def wait_offload(self) -> None:
+        """Wait for that; what was saved, and what the layer read, is not kept on the device then."""
+        if self._offloaded is not None:
+            self._offloaded.wait_offload()
+            for leaf in self._leaves.values():
+                _forget_data(leaf)
+
+    def fetch(self) -> None:
+        """Start to copy it back."""
+        if self._offloaded is not None:
+            self._offloaded.fetch()
+
+    def wait_fetch(self) -> None:
+        """Wait for that."""
+        if self._offloaded is not None:
+            self._offloaded.wait_fetch()
 
     def needs(self, names: Collection[str]) -> bool:
         """Whether a gradient for one of these values runs through this pass."""
@@ -121,6 +150,10 @@ class LayerPass:
         for (name, leaf), gradient in zip(self._leaves.items(), gradients, strict=True):
             leaf.grad = None
             values.add_gradient(name, gradient)
+
+
+def _forget_data(leaf: Tensor) -> None:
+    leaf.data = torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def _taken(gradients: list[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from autopar.lower.compat import run_twice
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram
+from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.program.recompute import KeepingProgram, run_keeping_less
 from autopar.placement import Axis, Step
 from autopar.plan import LayerStrategy
@@ -69,15 +70,23 @@ class LayerRunner:
             found |= node.meta.get("axes", frozenset())
         return frozenset(axis for axis in found if axis.size > 1)
 
-    def run(self, parameters: StepParameters, inputs: Sequence[Tensor], context: LayerContext) -> Sequence[Tensor]:
-        """The layer's outputs, remembering for backward what the strategy says."""
+    def run(
+        self,
+        parameters: StepParameters,
+        inputs: Sequence[Tensor],
+        context: LayerContext,
+        offloaded: OffloadedTensors | None = None,
+    ) -> Sequence[Tensor]:
+        """The layer's outputs, remembering for backward what the strategy says; `offloaded` takes what leaves the
+        device.
+        """
         others = self._others(context.communicator)
         is_recording = torch.is_grad_enabled()
         if is_recording and activation_policy(self.strategy.recompute).keeps_inputs_only:
-            return self._run_again_in_backward(parameters, inputs, others, context)
+            return self._run_again_in_backward(parameters, inputs, others, context, offloaded)
         held = self._held(parameters.differentiable(), others)
-        if is_recording and (parameters.frees or self.keeping):
-            return run_keeping_less(self.program, self.keeping, inputs, held, context, parameters)
+        if is_recording and (parameters.frees or self.keeping or offloaded):
+            return run_keeping_less(self.program, self.keeping, inputs, held, context, parameters, offloaded)
         return self.program.module(*inputs, *held, context)
 
     def _run_again_in_backward(
@@ -86,13 +95,16 @@ class LayerRunner:
         inputs: Sequence[Tensor],
         others: Mapping[int, Tensor],
         context: LayerContext,
+        offloaded: OffloadedTensors | None,
     ) -> Sequence[Tensor]:
         def run(*inputs: Tensor) -> Sequence[Tensor]:
             return self.program.module(*inputs, *self._held(parameters.differentiable(), others), context)
 
         # Random ops draw from seeds of their own.  Stopping early would leave out collectives that were
         # priced.
-        return run_twice(run, inputs)
+        if offloaded is None:
+            return run_twice(run, inputs)
+        return offloaded.take_from(lambda: run_twice(run, inputs))
 
     def _others(self, communicator: Communicator) -> dict[int, Tensor]:
         """The constants and buffers by position in the layer's state, as they are now.

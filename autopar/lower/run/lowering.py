@@ -37,6 +37,8 @@ class Executable(NamedTuple):
         constants: value name -> whole tensor.
         flatten_inputs: ``(args, kwargs)`` of a call -> its tensors, in the order of `Program.inputs`.
         unflatten_outputs: values of `Program.outputs` -> what the model returns.
+        keeps_copies: parameters don't change between calls, until `Executor.forget_copies`, and there is room to keep
+            them gathered.
     """
 
     program: Program
@@ -44,6 +46,7 @@ class Executable(NamedTuple):
     constants: Mapping[str, Tensor]
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]]
     unflatten_outputs: Callable[[Sequence[Any]], Any]
+    keeps_copies: bool = False
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.
@@ -120,6 +123,7 @@ class Lowering:
         self.num_microbatches = num_microbatches
         whole = ValueLayout((REPLICATE,), (self.plan.group_size,), REPLICATE)
         self.value_layouts: dict[str, ValueLayout] = dict.fromkeys(self.program.inputs, whole)
+        self.unplaced = set(self.program.inputs) & self.program.carried
         self.boundary_values: list[dict[str, ValueLayout]] = []
         self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
@@ -142,6 +146,7 @@ class Lowering:
                 self.boundary_values.append(
                     {name: self.value_layouts[name] for name in self.stages.crossing[starts[index]]}
                 )
+            self._place_carried(index, layer)
             bind = self._lower_layer(index, layer, dead, first_op)
             if index in self.stages.own_layers:
                 runners[index] = bind()
@@ -150,6 +155,14 @@ class Lowering:
         if missing:
             raise PlanMismatchError(f"no layer puts out {missing}, which the model returns or keeps")
         return runners
+
+    def _place_carried(self, index: int, layer: Layer) -> None:
+        """Inputs that go from call to call lie as the first layer that reads them wants them."""
+        strategy = self.plan.strategies[self.plan.layers[index].strategy]
+        for name, layout in zip(layer.inputs, strategy.inputs, strict=True):
+            if name in self.unplaced:
+                self.unplaced.remove(name)
+                self.value_layouts[name] = ValueLayout(layout, strategy.mesh, REPLICATE)
 
     def _lower_layer(self, index: int, layer: Layer, dead: tuple[str, ...], first_op: int) -> Callable[[], LayerRunner]:
         """Note how the layer's outputs are laid out; how to bind it to this rank, if this rank runs it."""

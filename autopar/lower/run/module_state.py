@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import ModelError, SubmoduleError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import after_backward, make_dtensor
-from autopar.lower.parameters.full_state import SAVE_INSTEAD, StateDict, fit_to_store, whole_tensor
+from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.stage_gradient import StageGradient
@@ -56,7 +56,11 @@ class ModuleState(nn.Module):
         if not args and kwargs.get("destination") is None:
             kwargs["destination"] = StateDict()
         untyped: Any = super()
-        return untyped.state_dict(*args, **kwargs)
+        found = untyped.state_dict(*args, **kwargs)
+        notes, own = getattr(found, "_metadata", None), kwargs.get("prefix", "")[:-1]
+        if notes and not isinstance(found, StateDict) and own in notes:  # the state of a module around this one
+            notes[own] = SliceMetadata(notes[own])
+        return found
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """`state_dict` with whole plain tensors, of all stages, on every rank.  Every rank must call it.

@@ -17,6 +17,8 @@ from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
+from autopar.lower.communication.held_rows import HeldRows
+from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import leaves_of, map_leaves, named_tensors, on_gradient
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
@@ -28,14 +30,14 @@ from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
-from autopar.lower.run.call_inputs import CallInputs
+from autopar.lower.run.call_inputs import Call, CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs, do_outputs_fit
+from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor, check_plan
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.module_inspection import ModuleInspection
 from autopar.lower.run.module_state import NamedTensors
 from autopar.lower.run.original_class import make_instance
-from autopar.lower.run.output_tensor import OutputTensor
 from autopar.lower.run.run_step import run_step
 from autopar.lower.run.stage_map import StageMap
 from autopar.lower.run.submodules import bind_submodules
@@ -216,17 +218,17 @@ class ParallelModule(ModuleInspection):
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
         if self.call_inputs is not None and not part:
-            args, kwargs = self.call_inputs.whole(kind, args, kwargs)
+            args, kwargs = self.call_inputs.whole(kind, args, kwargs, holds_rows=not self._executors.compile_layers)
         executor, tensors = self._enter(kind, self._find(kind, args, kwargs, part))
         if executor is not self._executor:
             self._first_steps.interrupt()
         calls = self._communicator.calls
         with torch.autocast(self._communicator.device.type, enabled=False) if autocast else nullcontext():
             if calls is None:
-                return self._compute(executor, tensors)
+                return self._compute(executor, tensors, kind)
             with calls.failing():
-                outputs = self._compute(executor, tensors)
-        calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, OutputTensor)])
+                outputs = self._compute(executor, tensors, kind)
+        calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs
 
     def plan_for(self, *args: Any, **kwargs: Any) -> PlannedCall:
@@ -242,7 +244,9 @@ class ParallelModule(ModuleInspection):
 
     def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> PlannedCall:
         """Begin `kind` on all ranks, compare the inputs' shapes, and only then plan."""
-        compared = [(name, x) for name, x in named_tensors(args, kwargs) if not x.is_meta]
+        compared = [
+            (name, x) for name, x in named_tensors(args, kwargs) if not (x.is_meta or isinstance(x, CarriedTensor))
+        ]
         return self._enter(
             kind, lambda: (self._executors.plan(args, kwargs, is_training=self.training, part=part), ()), compared
         )
@@ -261,22 +265,24 @@ class ParallelModule(ModuleInspection):
                 raise problem
             assert found is not None
             executor, tensors = found
-            return found, zip(executor.executable.program.inputs, tensors, strict=True)
+            named = zip(executor.executable.program.inputs, tensors, strict=True)
+            return found, [(n, x) for n, x in named if not isinstance(x, HeldRows | CarriedTensor)]  # compared before
 
         found, problem = attempt(look_up)
         if found is None and problem is None:
             self._first_steps.interrupt()
-            self._plan_call(PLANNING + kind, args, kwargs, part)
+            plain: Call = map_leaves(_plain, (tuple(args), dict(kwargs)))
+            self._plan_call(PLANNING + kind, *plain, part)
             found, problem = attempt(look_up)
         return give
 
-    def _compute(self, executor: Executor, tensors: Sequence[Tensor]) -> Any:
+    def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str) -> Any:
         executable = executor.executable
         is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
         executor.whole_outputs = not is_later if self.whole_outputs is None else self.whole_outputs
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
-        values = run_step(executor, tensors, seed)
+        values = run_step(executor, executor.take_parts(tensors), seed)
         self._update_buffers(executor, values)
         if executor.stages.is_pipeline:
             if not self._trains():
@@ -284,8 +290,8 @@ class ParallelModule(ModuleInspection):
             for value in values.values():
                 if value.requires_grad:
                     on_gradient(value, self._mark_gradients_later)
-        kind = "a training step" if self.training else "an evaluation"
-        outputs = caller_outputs(executor, values, partial(self._read_output, kind) if is_later else None)
+        one = f"{'a' if self.training else 'an'} {kind.replace(' {}', '')}"
+        outputs = caller_outputs(executor, values, partial(self._read_output, one), is_later=is_later)
         if self.call_inputs is not None and self.call_inputs.is_local:
             rows = executor.output_rows
             named = zip(executable.program.outputs, outputs, strict=True)
@@ -332,4 +338,6 @@ class ParallelModule(ModuleInspection):
 
 def _plain(x: Any) -> Any:
     """An input that this or another call gave out as something else than a plain whole tensor."""
-    return x.whole() if isinstance(x, OutputTensor) else x.full_tensor() if isinstance(x, DTensor) else x
+    if isinstance(x, CarriedTensor):
+        return x
+    return x.whole() if isinstance(x, LateTensor) else x.full_tensor() if isinstance(x, DTensor) else x

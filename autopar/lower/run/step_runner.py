@@ -19,6 +19,7 @@ from autopar.lower.compat import dtensor_like
 from autopar.lower.kernels.random import RandomState
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
+from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.layer_pass import LayerPass
 from autopar.lower.run.step_values import StageValues, StepValues
@@ -157,14 +158,21 @@ class StepRunner:
                     parameters.start_reduce()
                 case "WAIT_REDUCE":
                     self._add_gradients(parameters)
-                case "F":
-                    self._forward(layer, action)
-                case "B":
-                    self._backward(layer, action)
-                case "I":
-                    self._backward_inputs(layer, action)
-                case _:  # W
-                    self._backward_weights(layer, action)
+                case "OFFLOAD" | "WAIT_OFFLOAD" | "FETCH" | "WAIT_FETCH":
+                    self._copy(kind, layer, action)
+                case _:
+                    self._compute(kind, layer, action)
+
+    def _compute(self, kind: str, layer: int, action: Action) -> None:
+        match kind:
+            case "F":
+                self._forward(layer, action)
+            case "B":
+                self._backward(layer, action)
+            case "I":
+                self._backward_inputs(layer, action)
+            case _:  # W
+                self._backward_weights(layer, action)
 
     # --- layers
 
@@ -179,7 +187,9 @@ class StepRunner:
             else None
         )
         context = LayerContext(executor.communicator, action.microbatch, runner.first_op, random)
-        layer_pass = LayerPass(runner, self._parameters[layer], values, context)
+        offloads = torch.is_grad_enabled() and self.actions.policies[layer].offloads
+        offloaded = OffloadedTensors(executor.communicator.device, self.values.batch) if offloads else None
+        layer_pass = LayerPass(runner, self._parameters[layer], values, context, offloaded)
         if torch.is_grad_enabled():
             self._passes[layer, action.microbatch] = layer_pass
         for name in runner.dead:
@@ -201,6 +211,21 @@ class StepRunner:
     def _backward_weights(self, layer: int, action: Action) -> None:
         self._mark_backward(layer, action)
         self._passes.pop((layer, action.microbatch)).backward_weights()
+
+    def _copy(self, kind: str, layer: int, action: Action) -> None:
+        """Between the device and the host, what the layer saved; nothing where no backward can come."""
+        layer_pass = self._passes.get((layer, action.microbatch))
+        if layer_pass is None:
+            return
+        match kind:
+            case "OFFLOAD":
+                layer_pass.offload()
+            case "WAIT_OFFLOAD":
+                layer_pass.wait_offload()
+            case "FETCH":
+                layer_pass.fetch()
+            case _:
+                layer_pass.wait_fetch()
 
     def _pass(self, layer: int, action: Action, values: StageValues) -> LayerPass | None:
         """The forward whose backward is to run, None if no gradient came for it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import edge_of, run_backward_from
 from autopar.lower.run.boundary_exchange import BoundaryExchange
 from autopar.lower.run.execution import Executor
@@ -66,6 +67,11 @@ class StepValues:
         self._num_taken = Counter[str]()
         self._keeps_graph = False
 
+    @property
+    def batch(self) -> tuple[Tensor, ...]:
+        """The caller's tensors."""
+        return tuple(self._inputs.values())
+
     def __getitem__(self, action: Action) -> StageValues:
         """What the action's microbatch has in its stage."""
         return self._stages[action.stage, action.microbatch]
@@ -83,7 +89,7 @@ class StepValues:
     def results(self) -> dict[str, Tensor]:
         """`found`, joined over microbatches, what is whole from all device groups; it can be taken once."""
         executor = self._executor
-        results = {name: self._inputs[name] for name in executor.kept if name in self._inputs}
+        results = {name: _whole(self._inputs[name]) for name in executor.kept if name in self._inputs}
         for name in tuple(self.found[0]):
             results[name] = executor.join_microbatches(name, [each.pop(name) for each in self.found])
         for name in executor.returned_whole:
@@ -195,6 +201,10 @@ class StepValues:
     def _differentiated_of(self, stage: int) -> list[str]:
         """The values that cross the cut before this stage whose gradients come back."""
         return [name for name in self._executor.boundary_values[stage] if name in self.differentiated]
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.whole() if isinstance(x, LateTensor) else x
 
 
 def _add(gradients: dict[str, Tensor], name: str, term: Tensor) -> None:

@@ -16,15 +16,18 @@ from autopar.schedules import Flight
 from autopar.search.chain_dp import Chain, ChainLayer
 from autopar.search.cost_tables import CostTables
 from autopar.search.lagrangian import fastest_path, fastest_paths
+from autopar.search.limited_paths import limited_path
 from autopar.search.pipeline.stage_cuts import PipelineCuts
 
-__all__ = ["GroupSolver"]
+__all__ = ["SHORT_CHAIN", "GroupSolver"]
 
 Array = npt.NDArray[np.float64]
 
 # Groups are many and each is a part of a model, so their hulls are followed less closely than that of a whole one.
 _MAX_PRICES = 12
 _MAX_CAPS = 3
+# Layers of a group whose best path is seldom on the hull.  Of longer ones it nearly is, and labels take seconds.
+SHORT_CHAIN = 8
 _ROUNDS = 2  # in which groups adapt to their neighbours: a group sees only those next to it; each round solves all
 
 Stages = tuple[tuple[int, int, Flight], ...]  # as `PipelineCuts.stages_of`
@@ -38,54 +41,64 @@ class GroupSolver:
     known: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict[tuple[object, ...], tuple[int, ...]])
     chains: dict[Flight, Chain] = field(default_factory=dict[Flight, Chain])
 
-    def solve(self, cuts: PipelineCuts, guide: Sequence[int]) -> tuple[int, ...]:
-        """The candidate of every layer; where nothing fits, those that take the least memory."""
+    def solve(self, cuts: PipelineCuts, guide: Sequence[int], lean: float = 0.0) -> tuple[int, ...]:
+        """The candidate of every layer; where nothing fits, those that take the least memory.
+
+        Each stage of a group seems slower than the one before it by the share `lean`.
+        """
         path = tuple(guide)
         for _ in range(_ROUNDS):
             solved = list(path)
             for group in range(cuts.shape.num_groups):
                 stages = cuts.stages_of(group)
                 layers = [layer for start, stop, _ in stages for layer in range(start, stop)]
-                for layer, candidate in zip(layers, self._solve_group(stages, path), strict=True):
+                for layer, candidate in zip(layers, self._solve_group(stages, path, lean), strict=True):
                     solved[layer] = candidate
             if tuple(solved) == path:
                 break
             path = tuple(solved)
         return path
 
-    def _solve_group(self, stages: Stages, path: tuple[int, ...]) -> tuple[int, ...]:
+    def _solve_group(self, stages: Stages, path: tuple[int, ...], lean: float) -> tuple[int, ...]:
         around = [self._end_costs(path, start, stop) for start, stop, _ in stages]
         fixed_bytes = self._fixed_bytes(stages, path)
         key = (
             fixed_bytes,
+            lean,
             *((flight, *(id(self.tables.layers[layer]) for layer in range(start, stop)))
               for start, stop, flight in stages),
             *(end.tobytes() for ends in around for end in ends),
         )  # fmt: skip
         if key not in self.known:
-            self.known[key] = self._solve_chain(self._chain(stages, around, fixed_bytes))
+            self.known[key] = self._solve_chain(self._chain(stages, around, fixed_bytes, lean))
         return self.known[key]
 
     def _solve_chain(self, chain: Chain) -> tuple[int, ...]:
         path, peak_bytes = fastest_path(chain)
         if peak_bytes <= self.tables.limit_bytes:
             return tuple(path.tolist())
-        pool = fastest_paths(chain, max_prices=_MAX_PRICES, max_caps=_MAX_CAPS)
-        best = pool.best(self.tables.limit_bytes)
-        return tuple(pool.paths[pool.smallest() if best < 0 else best].tolist())
+        limited = limited_path(chain, self.tables.limit_bytes) if len(chain.layers) <= SHORT_CHAIN else None
+        if limited is None:
+            pool = fastest_paths(chain, max_prices=_MAX_PRICES, max_caps=_MAX_CAPS)
+            best = pool.best(self.tables.limit_bytes)
+            limited = pool.paths[pool.smallest() if best < 0 else best]
+        return tuple(limited.tolist())
 
-    def _chain(self, stages: Stages, around: list[tuple[Array, Array]], fixed_bytes: float) -> Chain:
+    def _chain(self, stages: Stages, around: list[tuple[Array, Array]], fixed_bytes: float, lean: float) -> Chain:
         """The layers of one group; nothing moves from one of its stages to the next."""
         layers: list[ChainLayer] = []
         moves: list[Array] = []
         nothing = np.zeros((self.tables.num_states, self.tables.num_states))
-        for (start, stop, flight), (before, behind) in zip(stages, around, strict=True):
+        for number, ((start, stop, flight), (before, behind)) in enumerate(zip(stages, around, strict=True)):
             if flight not in self.chains:
                 self.chains[flight] = self.tables.chain(flight)
             whole = self.chains[flight]
             own = list(whole.layers[start:stop])
             own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
             own[-1] = replace(own[-1], time_s=own[-1].time_s + behind[own[-1].state_out])
+            if lean and number:
+                slower = {id(layer): replace(layer, time_s=layer.time_s * (1 + number * lean)) for layer in own}
+                own = [slower[id(layer)] for layer in own]
             moves += [*([nothing] if layers else []), *whole.moves_s[start : stop - 1]]
             layers += own
         return Chain(self.tables.num_states, tuple(layers), tuple(moves), fixed_bytes=fixed_bytes)

@@ -8,6 +8,7 @@ simulated with the schedule's own action list where it may be the fastest.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from autopar.schedules.action_lists import ScheduleSource, StageCost
 from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
-from autopar.search.pipeline.group_strategies import GroupSolver
+from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
 from autopar.search.pipeline.schedule_estimates import estimate_s, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
@@ -34,24 +35,98 @@ _GUIDE_CAPS = 2
 _TRIED_CUTS = 4  # ways to cut for each schedule: those for the other bounds on the slowest stage are seldom different
 _ENDLESS_BYTES = 1e30  # stands for no limit, in products
 _WORTH = 1.15  # cuts that seem slower by more are left out: the paths only guide, strategies change with the cut
-_SIMULATED = 4  # large schedules that are simulated in the end, if one of them fits: each takes seconds
-_ESTIMATE_ERROR = 0.05  # how far estimates may be too high: more would simulate pipelines, at seconds each, that lose
+_SIMULATED = 10  # large schedules that are simulated in the end, if one of them fits: each takes up to a second
+# How far estimates may be too high.  With few microbatches those of split backwards are by up to 20 %, but such
+# pipelines were never the best.
+_ESTIMATE_ERROR = 0.1
+_REFINED = 4  # of the fastest that were simulated, so many are looked around: about half a second each
+# Paths of equal seconds may divide them differently among the stages of a group, which makes up to 2 % of a step.  So
+# the first stages, or the last ones, are made to seem this much slower: enough to choose among equals, and little more.
+_LEANS = (0.005, -0.005)
+
+
+@dataclass(eq=False)
+class PipelineTables:
+    """The candidates that the layers of pipelines are chosen from: all of a candidate set, or the most useful ones.
+
+    `rows` has per layer the candidate set's index of each candidate in the tables.
+    """
+
+    candidates: CandidateSet
+    tables: CostTables
+    rows: tuple[Indices, ...]
+    solver: GroupSolver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.solver = GroupSolver(self.tables)
+
+    @classmethod
+    def of_all(cls, candidates: CandidateSet, limit_bytes: float) -> PipelineTables:
+        """All candidates of every layer."""
+        tables = replace(candidates.tables, limit_bytes=limit_bytes)
+        return cls(candidates, tables, tuple(np.arange(len(layer.state_in)) for layer in tables.layers))
+
+    def estimate(self, cuts: PipelineCuts, guide: Sequence[int], lean: float = 0.0) -> PipelineEstimate:
+        """Choose the candidates of all layers; `guide` and `lean` as in `GroupSolver.solve`."""
+        path = self.solver.solve(cuts, guide, lean)
+        stages = path_stages(self.tables, cuts.shape, cuts.bounds, path)
+        return PipelineEstimate(self, cuts, path, estimate_s(cuts.shape, stages))
+
+    def indices_of(self, path: Sequence[int], other: PipelineTables) -> list[int]:
+        """Where the candidates of a path through these tables are in `other`."""
+        known = [int(own[index]) for own, index in zip(self.rows, path, strict=True)]
+        return [int(np.searchsorted(own, row)) for own, row in zip(other.rows, known, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineEstimate:
+    """A pipeline that has not been simulated: `path` has indices of the tables' candidates, `step_s` is estimated."""
+
+    choices: PipelineTables
+    cuts: PipelineCuts
+    path: tuple[int, ...]
+    step_s: float
+
+    def simulate(self, schedules: ScheduleSource) -> PipelineCandidate:
+        """What the schedule's own action list makes of it."""
+        shape, actions = self.cuts.shape, self.cuts.shape.actions(schedules)
+        stages = path_stages(self.choices.tables, shape, self.cuts.bounds, self.path, actions)
+        return PipelineCandidate(self, stages, pipeline_step_s(shape, actions, stages))
+
+    def solved_again(self, choices: PipelineTables, lean: float) -> PipelineEstimate:
+        """The same cuts with other candidates; `lean` as in `GroupSolver.solve`."""
+        return choices.estimate(self.cuts, self.choices.indices_of(self.path, choices), lean)
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineCandidate:
-    """A pipeline: where it is cut, which candidate each layer has, and what its stages cost."""
+    """A pipeline: where it is cut, which candidate each layer has, and what its stages cost, as simulated."""
 
-    candidates: CandidateSet
-    cuts: PipelineCuts
-    path: tuple[int, ...]
+    estimate: PipelineEstimate
     stages: tuple[StageCost, ...]
     step_s: float
+
+    @property
+    def candidates(self) -> CandidateSet:
+        """Of all layers."""
+        return self.estimate.choices.candidates
+
+    @property
+    def cuts(self) -> PipelineCuts:
+        """Where it is cut."""
+        return self.estimate.cuts
 
     @property
     def shape(self) -> Shape:
         """How it runs, wherever it is cut."""
         return self.cuts.shape
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Per layer the index of its candidate."""
+        return tuple(
+            int(rows[index]) for rows, index in zip(self.estimate.choices.rows, self.estimate.path, strict=True)
+        )
 
     def decisions(self) -> Decisions:
         """As a plan has them."""
@@ -65,31 +140,15 @@ class PipelineCandidate:
         return self.step_s - sum(each.cost.parameter_comm_s for each in self.candidates.along(self.path))
 
     @property
+    def longest_group(self) -> int:
+        """The most layers of a device group."""
+        spans = [[stop - start for start, stop, _ in self.cuts.stages_of(g)] for g in range(self.shape.num_groups)]
+        return max(map(sum, spans))
+
+    @property
     def peak_bytes(self) -> float:
         """Of the group that takes most."""
         return max(stage.peak_memory_bytes for stage in self.stages)
-
-
-@dataclass(frozen=True, eq=False)
-class PipelineEstimate:
-    """A pipeline that has not been simulated: `path` has indices of the tables' candidates, `step_s` is estimated.
-
-    `rows` has per layer the candidate set's index of each candidate in the tables.
-    """
-
-    candidates: CandidateSet
-    tables: CostTables
-    rows: tuple[Indices, ...]
-    cuts: PipelineCuts
-    path: tuple[int, ...]
-    step_s: float
-
-    def simulate(self, schedules: ScheduleSource) -> PipelineCandidate:
-        """What the schedule's own action list makes of it."""
-        shape, actions = self.cuts.shape, self.cuts.shape.actions(schedules)
-        stages = path_stages(self.tables, shape, self.cuts.bounds, self.path, actions)
-        path = tuple(int(rows[index]) for rows, index in zip(self.rows, self.path, strict=True))
-        return PipelineCandidate(self.candidates, self.cuts, path, stages, pipeline_step_s(shape, actions, stages))
 
 
 @dataclass(eq=False)
@@ -150,6 +209,23 @@ class PipelineResults:
             if is_hopeful and (number < _SIMULATED or self.best is None):
                 self.simulated.append(estimate.simulate(self.schedules))
         self.estimated.clear()
+        self._refine()
+
+    def _refine(self) -> None:
+        """Look around the fastest: other shares of the work among the stages of a group, then all candidates."""
+        for pipeline in sorted(self.simulated, key=lambda each: each.step_s)[:_REFINED]:
+            estimate = pipeline.estimate
+            for lean in _LEANS if estimate.cuts.shape.num_stages > estimate.cuts.shape.num_groups else ():
+                self._try(estimate.solved_again(estimate.choices, lean), estimate)
+        if self.best is not None and self.best.longest_group <= SHORT_CHAIN:
+            estimate = self.best.estimate
+            choices = PipelineTables.of_all(estimate.choices.candidates, self.limit_bytes)
+            for lean in (0.0, *_LEANS):
+                self._try(estimate.solved_again(choices, lean), estimate)
+
+    def _try(self, estimate: PipelineEstimate, known: PipelineEstimate) -> None:
+        if estimate.path != known.path or estimate.choices is not known.choices:
+            self.simulated.append(estimate.simulate(self.schedules))
 
 
 def search_pipelines(
@@ -165,7 +241,7 @@ def search_pipelines(
     paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
     paths = largest_first(tables, paths)
     results.lower_bound_s = min(results.lower_bound_s, lower_bound_s)
-    solver = GroupSolver(tables)
+    choices = PipelineTables(candidates, tables, rows)
     spans: dict[int, SpanCosts] = {}
     tried: list[tuple[float, PipelineCuts]] = []
     for shape in shapes:
@@ -178,9 +254,7 @@ def search_pipelines(
     least_s = min((seconds for seconds, _ in tried), default=0.0)
     for seconds, cuts in tried:
         if seconds <= least_s * _WORTH or not np.isfinite(seconds) or is_small(cuts.shape):
-            path = solver.solve(cuts, paths[0].tolist())
-            stages = path_stages(tables, cuts.shape, cuts.bounds, path)
-            results.add(PipelineEstimate(candidates, tables, rows, cuts, path, estimate_s(cuts.shape, stages)))
+            results.add(choices.estimate(cuts, paths[0].tolist()))
 
 
 def _guide_paths(tables: CostTables, shapes: list[Shape]) -> tuple[Indices, float]:

@@ -1,4 +1,4 @@
-"""An output of a training step that becomes a whole plain tensor when it is first read."""
+"""A tensor that is cut over the ranks, and becomes a whole plain tensor when it is first read."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ import torch
 from torch import Tensor
 
 from autopar.lower.compat import make_wrapper, map_leaves
+from autopar.tensor_questions import QUESTIONS
 
-__all__ = ["OutputTensor"]
+__all__ = ["LateTensor"]
 
-_tensor: Any = Tensor
-_FACTS = frozenset({
-    _tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.ndim.__get__,
-    _tensor.requires_grad.__get__, _tensor.layout.__get__, _tensor.is_cuda.__get__, Tensor.size, Tensor.dim,
-    Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point,
-    torch.is_complex, torch.numel,
-})  # fmt: skip
+_FACTS = QUESTIONS - {Tensor.stride}
 """What can be told without reading it."""
 
 
-class OutputTensor(Tensor):
+class LateTensor(Tensor):
     """Stands for a whole tensor, which is gathered from the ranks when a function of torch first gets it.
 
     That is a collective: every rank must read the same outputs, in the same order.  What is computed of it is a plain
@@ -39,10 +34,10 @@ class OutputTensor(Tensor):
         made._gather, made._found = gather, None
         return made
 
-    def then(self, view: Callable[[Tensor], Tensor]) -> Self:
+    def then(self, view: Callable[[Tensor], Tensor]) -> LateTensor:
         """``view(...)`` of the whole tensor, once that is read."""
         like = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-        return self.of(view(like).requires_grad_(self.requires_grad), lambda: view(self.whole()))
+        return LateTensor.of(view(like).requires_grad_(self.requires_grad), lambda: view(self.whole()))
 
     def whole(self) -> Tensor:
         """The whole tensor; the first time every rank must call it."""
@@ -72,4 +67,4 @@ class OutputTensor(Tensor):
 
 
 def _whole(x: Any) -> Any:
-    return x.whole() if isinstance(x, OutputTensor) else x
+    return x.whole() if isinstance(x, LateTensor) else x

@@ -1,0 +1,425 @@
+"""What a compiler makes of a layer: which ops become one kernel, and what it keeps for backward.
+
+The rules are inductor's.  Elementwise ops and reductions over equally many elements become one kernel where one reads
+what the other makes or both read the same tensor, unless something else has to run between them; views take nothing.
+Products, attention, collectives and lookups stay kernels of their own, and nothing is fused across the pieces that
+`lower.program.compiled` compiles one by one.  A kernel reads and writes each tensor once, and what only it reads is
+never in memory.
+
+Backward keeps what such kernels of their own saved, and statistics; the rest it computes again from what is kept, in
+the kernels that read it, unless that would have to keep more bytes than the result itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.tensor_graph import GradientTarget, TensorGraph, TensorKey, TensorNode, tensor_graph
+
+__all__ = ["FusedKernel", "FusedLayer", "fused_layer"]
+
+_STATISTICS_SHARE = 4  # a result so many times smaller than what it is made of is kept: it is a statistic
+_UNROLLED = 8  # a sum of fewer elements is no loop of its own
+_Key = tuple[object, ...]
+
+
+class FusedKernel(NamedTuple):
+    """A kernel made of ops of these indices in the layer: the bytes that it reads and writes."""
+
+    ops: tuple[int, ...]
+    read_bytes: float
+    write_bytes: float
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """A layer as it runs compiled.
+
+    Args:
+        graph: its tensors: what is never in memory has no bytes, and nodes save what their backward then reads.
+        forward: the kernels made of its ops; ops that are in none have a kernel of their own, views have none.
+        backward: likewise of its backward.
+    """
+
+    graph: TensorGraph
+    forward: tuple[FusedKernel, ...]
+    backward: tuple[FusedKernel, ...]
+
+
+@lru_cache(maxsize=64)  # prices and memory of one layer read it one after the other
+def fused_layer(placed: PlacedLayer, *, fuses_attention: bool, is_training: bool) -> FusedLayer:
+    """What a compiler makes of a layer under a strategy.
+
+    Args:
+        placed: the layer.
+        fuses_attention: as in `TrainingSpec`.
+        is_training: whether it has a backward.
+    """
+    graph = tensor_graph(placed, fuses_attention=fuses_attention)
+    saving = _Saving(graph) if is_training else None
+    kept = saving.kept if saving else frozenset[TensorKey]()
+    outputs = {output.key for output in graph.outputs}
+    forward = _kernels(_forward_tasks(graph), kept | outputs, graph.sizes)
+    graph = _in_memory(graph, forward, saving)
+    if saving is None:
+        return FusedLayer(graph, forward.of_ops(graph), ())
+    backward = _BackwardTasks(graph)
+    tasks, leaving = backward.build()
+    joined = _kernels(tasks, leaving, graph.sizes)
+    unseen = {key for key, terms in backward.arriving.items() if joined.inside.issuperset(terms)}
+    graph = _saved_until(_without_gradients(graph, unseen), joined.kernels)
+    return FusedLayer(graph, forward.of_ops(graph), joined.of_ops(graph))
+
+
+# --- kernels
+
+
+@dataclass
+class _Task:
+    """Something that runs: an op, a move or a part of a backward.
+
+    Args:
+        node: number of the node that it belongs to; -1 of none.
+        fuses: whether it can be a part of a kernel.
+        elements: over how many elements it runs; other ways through as many have another sign.
+        reads: bytes by tensor.
+        makes: bytes and elements by tensor.
+        piece: as in `TensorNode`.
+        passes: likewise.
+    """
+
+    node: int
+    fuses: bool
+    elements: int
+    reads: Mapping[_Key, float]
+    makes: Mapping[_Key, tuple[float, int]]
+    piece: int
+    passes: int = 1
+
+
+@dataclass
+class _Kernels:
+    """Kernels made of nodes of these numbers, and what only the kernels that make it read."""
+
+    kernels: tuple[FusedKernel, ...]
+    inside: frozenset[_Key]
+
+    def of_ops(self, graph: TensorGraph) -> tuple[FusedKernel, ...]:
+        """The kernels made of the ops of those nodes."""
+        named = (k._replace(ops=tuple(graph.nodes[n].index for n in k.ops)) for k in self.kernels)
+        found = (k._replace(ops=tuple(op for op in k.ops if op >= 0)) for k in named)
+        return tuple(kernel for kernel in found if kernel.ops)  # moves inside a device cost nothing
+
+
+def _kernels(tasks: Sequence[_Task], leaving: Iterable[_Key], sizes: Mapping[TensorKey, float]) -> _Kernels:
+    """Join tasks, which are in order, into kernels; what is `leaving` is written whoever reads it."""
+    kept = frozenset(leaving)
+    maker = {key: number for number, task in enumerate(tasks) for key in task.makes}
+    readers: dict[_Key, list[int]] = {}
+    for number, task in enumerate(tasks):
+        for key in task.reads:
+            readers.setdefault(key, []).append(number)
+    _share_loops(tasks, maker, readers, kept)
+    group_of = _groups(tasks, maker)
+    members: dict[int, list[int]] = {}
+    for number, group in group_of.items():
+        members.setdefault(group, []).append(number)
+    found: list[FusedKernel] = []
+    inside: set[_Key] = set()
+    for group, numbers in members.items():
+        nodes = tuple(dict.fromkeys(tasks[number].node for number in numbers if tasks[number].node >= 0))
+        written = 0.0
+        for number in numbers:
+            for key, (num_bytes, _) in tasks[number].makes.items():
+                if key in kept or any(group_of.get(reader) != group for reader in readers.get(key, ())):
+                    written += num_bytes
+                else:
+                    inside.add(key)
+        found.append(FusedKernel(nodes, _read_bytes([tasks[n] for n in numbers], sizes), written))
+    return _Kernels(tuple(found), frozenset(inside))
+
+
+def _read_bytes(tasks: Sequence[_Task], sizes: Mapping[TensorKey, float]) -> float:
+    """Of what is made elsewhere, each tensor once; parts that are read of one add up to no more than the whole."""
+    made = {key for task in tasks for key in task.makes}
+    reads: dict[_Key, list[float]] = {}
+    for task in tasks:
+        for key, num_bytes in task.reads.items():
+            if key not in made:
+                reads.setdefault(key, []).append(num_bytes)
+    known: dict[_Key, float] = {**sizes}
+    once = sum(min(sum(each), known.get(key, max(each))) for key, each in reads.items())
+    return once * max(task.passes for task in tasks)
+
+
+def _share_loops(
+    tasks: Sequence[_Task], maker: Mapping[_Key, int], readers: Mapping[_Key, list[int]], kept: frozenset[_Key]
+) -> None:
+    """What is computed of a statistic belongs to the loop that it was taken in; what one larger loop alone reads is
+    computed in that loop, broadcast.
+    """
+    for task in tasks:
+        for key in task.reads if task.fuses else ():
+            number = maker.get(key)
+            if number is None or not tasks[number].fuses or tasks[number].elements <= task.elements:
+                continue
+            if tasks[number].makes[key][1] == task.elements and tasks[number].piece == task.piece:
+                task.elements = tasks[number].elements
+    for number in range(len(tasks) - 1, -1, -1):
+        task = tasks[number]
+        reading = {reader for key in task.makes for reader in readers.get(key, ())}
+        if not task.fuses or len(reading) != 1 or not kept.isdisjoint(task.makes):
+            continue
+        reader = tasks[reading.pop()]
+        is_elementwise = task.elements == max(elements for _, elements in task.makes.values())
+        if reader.fuses and is_elementwise and reader.elements > task.elements and reader.piece == task.piece:
+            task.elements = reader.elements
+
+
+def _groups(tasks: Sequence[_Task], maker: Mapping[_Key, int]) -> dict[int, int]:
+    """Of the tasks that are in kernels, the first one of theirs.
+
+    A task's level counts what has to be done before it starts; tasks of one level never wait for each other but
+    through tasks of their kernel.
+    """
+    level = [0] * len(tasks)
+    parent = {number: number for number, task in enumerate(tasks) if task.fuses}
+
+    def first(number: int) -> int:
+        while parent[number] != number:
+            number = parent[number]
+        return number
+
+    seen: dict[tuple[object, ...], int] = {}
+    for number, task in enumerate(tasks):
+        for key in task.reads:
+            before = maker.get(key)
+            if before is not None and before < number:
+                joins = task.fuses and tasks[before].fuses and _loop(task) == _loop(tasks[before])
+                level[number] = max(level[number], level[before] + (not joins))
+        if not task.fuses:
+            continue
+        for key in (*task.reads, *task.makes):
+            place = (level[number], *_loop(task), key)
+            one, other = sorted((first(number), first(seen.setdefault(place, number))))
+            parent[other] = one
+    return {number: first(number) for number in parent}
+
+
+def _loop(task: _Task) -> tuple[int, int]:
+    return task.elements, task.piece
+
+
+# --- forward
+
+
+def _forward_tasks(graph: TensorGraph) -> list[_Task]:
+    tasks: list[_Task] = []
+    for number, node in enumerate(graph.nodes):
+        if not node.makes:  # a view
+            continue
+        names = node.op.results if node.op else [name for name, _, _ in node.makes]
+        extents = dict(zip(names, node.types[len(node.reads) :], strict=True))
+        tasks.append(
+            _Task(
+                number,
+                node.fuses or (node.op is None and node.is_local),
+                _elements(node),
+                _reads(node),
+                {key: (size, extents[key[0]].num_elements) for key, size in node.makes.items()},
+                node.piece,
+                node.passes,
+            )
+        )
+    return tasks
+
+
+def _elements(node: TensorNode) -> int:
+    return max(tensor.num_elements for tensor in node.types)
+
+
+def _reads(node: TensorNode) -> dict[_Key, float]:
+    reads: dict[_Key, float] = {}
+    for key, tensor in zip(node.reads, node.types, strict=False):
+        reads[key] = reads.get(key, 0.0) + tensor.num_bytes
+    return reads
+
+
+# --- what backward keeps
+
+
+class _Saving:
+    """What is kept from forward to backward, and what else each op's backward reads."""
+
+    def __init__(self, graph: TensorGraph) -> None:
+        self._sizes = graph.sizes
+        self._maker = {key: node for node in graph.nodes for key in node.makes}
+        self.wanted = [_wanted(node) for node in graph.nodes]
+        self._kept = {
+            key for node, keys in zip(graph.nodes, self.wanted, strict=True) if not node.fuses for key in keys
+        }
+        for node, keys in zip(graph.nodes, self.wanted, strict=True):
+            for key in keys if node.fuses else ():
+                self._keep(key, node.piece)
+        self.kept = frozenset(self._kept)
+
+    def reads(self, number: int, node: TensorNode) -> tuple[TensorKey, ...]:
+        """What the backward of this node reads of what is kept."""
+        found = (each for key in self.wanted[number] for each in self.sources(key, node.piece))
+        return tuple(dict.fromkeys(found))
+
+    def sources(self, key: TensorKey, piece: int) -> Iterator[TensorKey]:
+        """What is kept, or always there, from which a tensor is computed again in this piece."""
+        node = self._maker.get(key)
+        if key in self._kept or node is None or not self._is_rerun(node, piece):
+            yield key
+        else:
+            for each in node.reads:
+                yield from self.sources(each, piece)
+
+    def _is_rerun(self, node: TensorNode, piece: int) -> bool:
+        made, read = node.types[len(node.reads) :], node.types[: len(node.reads)]
+        is_statistic = _STATISTICS_SHARE * sum(t.num_bytes for t in made) < sum(t.num_bytes for t in read)
+        return node.fuses and not is_statistic and node.piece == piece
+
+    def _keep(self, key: TensorKey, piece: int) -> None:
+        """Keep a tensor, or what it is computed again from if that takes no more."""
+        sources = {each for each in self.sources(key, piece) if each in self._sizes}
+        missing = sum(self._sizes[each] for each in sources - self._kept)
+        self._kept |= sources if missing <= self._sizes.get(key, 0.0) else {key}
+
+
+def _wanted(node: TensorNode) -> tuple[TensorKey, ...]:
+    """What the backward of a node reads: a fused loss its logits, not what torch keeps in their place."""
+    return (node.reads[0], *node.saves) if node.fuses and node.kept_extra else node.saves
+
+
+def _in_memory(graph: TensorGraph, forward: _Kernels, saving: _Saving | None) -> TensorGraph:
+    """The graph without what is never in memory."""
+    nodes: list[TensorNode] = []
+    for number, node in enumerate(graph.nodes):
+        makes = {key: size for key, size in node.makes.items() if key not in forward.inside}
+        if not node.fuses:
+            nodes.append(node)
+            continue
+        extra = node.saved_extra - node.kept_extra
+        if node.kept_extra:  # the largest element of each row and its sum, in float32
+            extra += 8.0 * node.types[1].num_elements
+        saves = saving.reads(number, node) if saving else ()
+        nodes.append(replace(node, makes=makes, saves=saves, saved_extra=extra, forward_extra=0.0, backward_extra=0.0))
+    sizes = {key: size for key, size in graph.sizes.items() if key not in forward.inside}
+    return replace(graph, nodes=tuple(nodes), sizes=sizes)
+
+
+def _without_gradients(graph: TensorGraph, unseen: Set[TensorKey]) -> TensorGraph:
+    """The graph where the gradients of these tensors are never in memory."""
+
+    def seen(targets: tuple[GradientTarget, ...]) -> tuple[GradientTarget, ...]:
+        return tuple(target._replace(num_bytes=0.0) if target.key in unseen else target for target in targets)
+
+    nodes = (replace(node, targets=seen(node.targets), sources=seen(node.sources)) for node in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _saved_until(graph: TensorGraph, kernels: Sequence[FusedKernel]) -> TensorGraph:
+    """The graph where what a kernel of the backward reads of what is saved is there until its last node has run."""
+    nodes = list(graph.nodes)
+    for kernel in kernels:
+        if kernel.ops:
+            last = min(kernel.ops)
+            saves = dict.fromkeys(key for number in (last, *kernel.ops) for key in nodes[number].saves)
+            nodes[last] = replace(nodes[last], saves=tuple(saves))
+    return replace(graph, nodes=tuple(nodes))
+
+
+# --- backward
+
+
+@dataclass
+class _BackwardTasks:
+    """The tasks of a backward; `arriving` are the terms of each tensor's gradient so far, with bytes."""
+
+    graph: TensorGraph
+    tasks: list[_Task] = field(default_factory=list[_Task])
+    arriving: dict[TensorKey, dict[_Key, float]] = field(default_factory=dict[TensorKey, dict[_Key, float]])
+    leaving: set[_Key] = field(default_factory=set[_Key])
+
+    def build(self) -> tuple[list[_Task], set[_Key]]:
+        """The tasks in order, and the gradients that leave."""
+        for _, target, gets_gradient in self.graph.outputs:
+            if gets_gradient:
+                self.arriving.setdefault(target.key, {})["out", target.key] = target.num_bytes
+        for number in range(len(self.graph.nodes) - 1, -1, -1):
+            node = self.graph.nodes[number]
+            if any(target.key in self.arriving for target in node.targets):
+                self._run(number, node)
+        for key in self.graph.inputs.values():
+            if len(terms := self.arriving.get(key, {})) > 1:
+                self._add_up(key, terms, -1, self.graph.nodes[0].piece)
+        self.leaving.update(key for name in self.graph.inputs.values() for key in self.arriving.get(name, ()))
+        return self.tasks, self.leaving
+
+    def _run(self, number: int, node: TensorNode) -> None:
+        passes = node.passes_gradient and not self._resizes(node)
+        for target in node.targets:
+            terms = self.arriving.get(target.key, {})
+            if len(terms) > 1 and (not node.fuses or (passes and len(node.sources) > 1)):
+                self._add_up(target.key, terms, number, node.piece)
+        reads: dict[_Key, float] = {}
+        for target in node.targets:
+            reads |= self.arriving.get(target.key, {})
+        whole = [source for source in node.sources if passes and self._is_whole(node, source)]
+        for source in whole:
+            share = {key: min(size, source.num_bytes) for key, size in reads.items()}
+            self.arriving.setdefault(source.key, {}).update(share)
+        gradients = dict(reads)
+        for key in node.saves:
+            reads[key] = self.graph.sizes.get(key, 0.0) or max(t.num_bytes for t in node.types)
+        for place, source in enumerate(node.sources):
+            if source not in whole:
+                self._give(number, node, place, gradients if node.op is None else reads)
+
+    def _give(self, number: int, node: TensorNode, place: int, reads: Mapping[_Key, float]) -> None:
+        """One task for each source: those of a product are one kernel's all the same, as they are priced apart."""
+        source = node.sources[place]
+        key: _Key = ("gradient", number, place)
+        elements = _elements(node)
+        if node.fuses and elements < _UNROLLED * source.num_elements:
+            elements = source.num_elements
+        elif node.fuses and self._sums_rows(node, source):
+            elements = -elements
+        makes: dict[_Key, tuple[float, int]] = {key: (source.num_bytes, source.num_elements)}
+        self.tasks.append(_Task(number, node.fuses, elements, reads, makes, node.piece))
+        if source.is_parameter:
+            self.leaving.add(key)
+        self.arriving.setdefault(source.key, {})[key] = source.num_bytes
+
+    def _add_up(self, key: TensorKey, terms: Mapping[_Key, float], node: int, piece: int) -> None:
+        made = ("sum", key, len(self.tasks))
+        size = max(terms.values())
+        count = next((t.num_elements for n in self.graph.nodes for t in (*n.targets, *n.sources) if t.key == key), 0)
+        self.tasks.append(_Task(node, True, count, dict(terms), {made: (size, count)}, piece))
+        self.arriving[key] = {made: size}
+
+    @staticmethod
+    def _resizes(node: TensorNode) -> bool:
+        """Whether a view drops or repeats elements."""
+        is_view = node.op is not None and not node.splits_gradient and len(node.reads) == 1
+        return is_view and node.types[0].num_elements != node.types[-1].num_elements
+
+    @staticmethod
+    def _is_whole(node: TensorNode, source: GradientTarget) -> bool:
+        """Whether a source gets the very gradient of the result, or a slice of it."""
+        return node.splits_gradient or any(source.num_elements == t.num_elements for t in node.targets)
+
+    @staticmethod
+    def _sums_rows(node: TensorNode, source: GradientTarget) -> bool:
+        """Whether a gradient is a sum over rows, not inside of them: another way through the elements."""
+        if source.num_elements >= _elements(node):
+            return False
+        shape = next((t.shape for t in node.types if t.num_elements == source.num_elements), ())
+        return bool(shape) and shape[-1] > 1

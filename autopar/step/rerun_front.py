@@ -1,0 +1,167 @@
+"""Which of a layer's tensors to keep for backward and which to compute again, for every price of memory.
+
+Of the ops of a layer choose a set to rerun, such that every tensor that autograd saves is kept or made by one of them,
+and so is all that these read.  At a price ``p`` of memory minimise::
+
+    sum over rerun ops   forward seconds   +   p * sum over kept tensors   bytes
+
+Both sums are cuts of one graph (`_minimum`), so its minimum cut is the exact optimum; prices from 0 to all give the
+lower convex hull of (seconds, bytes).  It is found on the whole layer of one device: a sharding that divides all of it
+alike changes no choice, and every choice is priced as it is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import networkx
+
+from autopar.program import Layer, Op, Program
+from autopar.step.activation_policies import can_rerun, rerun_policy_name
+from autopar.step.local_layer import place_whole
+from autopar.step.prices import Prices
+from autopar.step.tensor_graph import TensorGraph, TensorKey, tensor_graph
+from autopar.step.training import TrainingSpec, is_differentiable, own_training
+
+__all__ = ["RerunChoice", "rerun_front", "spaced_choices"]
+
+_networkx: Any = networkx  # it has no types
+
+_MAX_CUTS = 12
+"""A hull of a transformer's layer has 10 to 20 points; a cut takes about 10 ms."""
+
+
+_SHARES = (0.7, 0.4, 0.15)
+"""A search takes few points, because each is priced for every sharding; each saves about half of what is left."""
+
+
+@dataclass(frozen=True)
+class RerunChoice:
+    """One point of the front.
+
+    Args:
+        policy: its name, for `LayerStrategy.recompute`.
+        rerun_s: forward seconds of the ops that run again, of the whole layer on one device.
+        kept_bytes: of the tensors that are kept, likewise.
+    """
+
+    policy: str
+    rerun_s: float
+    kept_bytes: float
+
+
+def rerun_front(program: Program, layer: Layer, prices: Prices, training: TrainingSpec) -> tuple[RerunChoice, ...]:
+    """The points of the lower convex hull of (seconds, bytes), from nothing rerun to all that can be.
+
+    Args:
+        program: that the layer is in.
+        layer: the first of its kind.
+        prices: of the devices.
+        training: how it is trained.
+
+    Returns:
+        In order of seconds; of many points a part.  Nothing where no tensor is saved, or none can be computed again.
+
+    Raises:
+        MissingPriceError: an op has no price.
+    """
+    if not own_training(program, layer, training).reruns:
+        return ()
+    placed = place_whole(program, layer)
+    seconds = {
+        op.name: prices.op_s(
+            op, state.operand_types, state.result_types, is_differentiable(program, op, training)
+        ).forward_s
+        for op, state in zip(layer.ops, placed.states, strict=True)
+    }
+    return _Hull(tensor_graph(placed, fuses_attention=training.fuses_attention), seconds).points()
+
+
+def spaced_choices(front: tuple[RerunChoice, ...]) -> tuple[RerunChoice, ...]:
+    """Some points of a front between its ends: those that keep nearest to `_SHARES` of what can be saved."""
+    between = [choice for choice in front[1:-1] if choice.rerun_s > 0]
+    if not between:
+        return ()
+    most, least = front[0].kept_bytes, front[-1].kept_bytes
+    wanted = [least + share * (most - least) for share in _SHARES]
+    nearest = (min(between, key=lambda choice: abs(choice.kept_bytes - each)) for each in wanted)
+    return tuple(dict.fromkeys(nearest))
+
+
+class _Hull:
+    """The hull of one layer's choices."""
+
+    def __init__(self, graph: TensorGraph, seconds: Mapping[str, float]) -> None:
+        self.graph, self.seconds = graph, seconds
+        self.maker: dict[TensorKey, Op | None] = {
+            key: node.op for node in graph.nodes for key in node.makes if node.op is not None and can_rerun(node.op)
+        }
+        self.wanted = {key for node in graph.nodes for key in node.saves if key in graph.sizes}
+        self.known: dict[float, RerunChoice] = {}
+
+    def points(self) -> tuple[RerunChoice, ...]:
+        least_s = min((each for each in self.seconds.values() if each > 0), default=0.0)
+        if not self.wanted or not least_s:
+            return ()
+        dearest = 2 * sum(self.seconds.values())  # a byte costs more than all ops
+        pairs = [(self._at(0.0), self._at(dearest))]
+        while pairs and len(self.known) < _MAX_CUTS:
+            pairs.sort(key=lambda pair: pair[0].kept_bytes - pair[1].kept_bytes)
+            fast, small = pairs.pop()
+            saved = fast.kept_bytes - small.kept_bytes
+            price = (small.rerun_s - fast.rerun_s) / saved if saved > 0 else 0.0
+            if price <= 0 or price in self.known:
+                continue
+            middle = self._at(price)
+            if small.kept_bytes < middle.kept_bytes < fast.kept_bytes:
+                pairs += [(fast, middle), (middle, small)]
+        distinct = {choice.kept_bytes: choice for choice in self.known.values()}
+        return tuple(sorted(distinct.values(), key=lambda choice: choice.rerun_s))
+
+    def _at(self, price: float) -> RerunChoice:
+        if price not in self.known:
+            self.known[price] = self._choice(self._minimum(price))
+        return self.known[price]
+
+    def _minimum(self, price: float) -> frozenset[str]:
+        """The ops to rerun at this price of a byte.
+
+        On the source's side of the cut are the tensors that are needed and the ops that are rerun.  A needed tensor
+        whose op is not costs its bytes, a rerun op its seconds; what a rerun op reads is needed, and views of what is
+        computed again are, too.
+        """
+        flow = _networkx.DiGraph()
+        flow.add_nodes_from(("source", "sink"))
+        for key in self.wanted:
+            flow.add_edge("source", key)  # without a capacity it is never cut
+        for key, num_bytes in self.graph.sizes.items():
+            op = self.maker.get(key)
+            flow.add_edge(key, op.name if op else "sink", capacity=price * num_bytes)
+        for node in self.graph.nodes:
+            if node.op is None or not can_rerun(node.op):
+                continue
+            flow.add_edge(node.op.name, "sink", capacity=self.seconds[node.op.name])
+            for key in node.reads if node.makes else ():
+                if key in self.graph.sizes:
+                    flow.add_edge(node.op.name, key)
+            for maker in filter(None, map(self.maker.get, () if node.makes else node.reads)):
+                flow.add_edge(maker.name, node.op.name)
+        _, sides = _networkx.minimum_cut(
+            flow, "source", "sink", flow_func=_networkx.algorithms.flow.shortest_augmenting_path
+        )
+        return frozenset(each for each in sides[0] if isinstance(each, str) and each != "source")
+
+    def _choice(self, rerun: frozenset[str]) -> RerunChoice:
+        made_again = {key for key, op in self.maker.items() if op is not None and op.name in rerun}
+        needed = self.wanted | {
+            key
+            for node in self.graph.nodes
+            if node.op is not None and node.makes and node.op.name in rerun
+            for key in node.reads
+        }
+        kept = sum(self.graph.sizes.get(key, 0.0) for key in needed - made_again)
+        names = [node.op.name for node in self.graph.nodes if node.op is not None and node.op.name in rerun]
+        policy = rerun_policy_name(names) if names else "none"
+        return RerunChoice(policy, sum(self.seconds[name] for name in names), kept)

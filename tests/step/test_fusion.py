@@ -1,0 +1,127 @@
+"""What a compiler makes of a layer, by the rules of `step.fusion`, against what inductor makes of it."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.api import trace_model
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices
+from autopar.lower.program.single_layer import LoneLayer
+from autopar.plan import LayerStrategy
+from autopar.program import Layer, Program
+from autopar.search import SearchRequest, search
+from autopar.step.fusion import FusedLayer, fused_layer
+from autopar.step.liveness import running_memory
+from autopar.step.local_layer import place
+from autopar.step.op_seconds import op_seconds
+from autopar.step.training import TrainingSpec
+from tests.models import Gated
+from tests.zoo import subject
+
+ON_CPU = TrainingSpec(fuses_attention=False, steps_at_once=False)
+
+
+def one_device(program: Program) -> tuple[tuple[Layer, LayerStrategy], ...]:
+    """Every kind of layer with its strategy on one device."""
+    prices = ClusterPrices(Cluster.of("cpu", devices_per_node=1))
+    plan = search(program, 1, prices, SearchRequest(constraints=("recompute=none",)))
+    planned = {each.kind: plan.strategies[each.strategy] for each in plan.layers}
+    return tuple((layer, planned[layer.kind]) for layer in program.kinds)
+
+
+def fused_names(program: Program) -> tuple[FusedLayer, list[set[str]], list[set[str]]]:
+    ((layer, strategy),) = one_device(program)
+    fused = fused_layer(place(program, layer, strategy), fuses_attention=False, is_training=True)
+    forward, backward = (
+        [{layer.ops[op].target.split(".")[1] for op in kernel.ops} for kernel in kernels]
+        for kernels in (fused.forward, fused.backward)
+    )
+    return fused, forward, backward
+
+
+def test_a_norm_a_gate_and_a_residual_are_a_kernel_each() -> None:
+    program = trace_model(Gated(), {"x": torch.ones(32, 64, requires_grad=True)}).program
+    fused, forward, backward = fused_names(program)
+    assert forward == [{"pow", "sum", "add", "rsqrt", "mul"}, {"silu", "mul"}, {"add", "sum"}]
+    assert {"silu", "mul"} in backward
+    x, wide = 32 * 64 * 4, 32 * 128 * 4
+    norm, gate, last = fused.forward
+    assert (norm.read_bytes, norm.write_bytes) == (x + 64 * 4, x + 32 * 4)  # what is normed; products read it, too
+    assert (gate.read_bytes, gate.write_bytes) == (2 * wide, wide)
+    assert (last.read_bytes, last.write_bytes) == (2 * x, 4)
+
+
+def test_compiled_layers_take_less_time_and_memory_and_never_more() -> None:
+    program = trace_model(Gated(), {"x": torch.ones(32, 64, requires_grad=True)}).program
+    ((layer, strategy),) = one_device(program)
+    placed = place(program, layer, strategy)
+    prices = ClusterPrices(Cluster.of("h100"))
+    eager, compiled = (op_seconds(placed, prices, replace(ON_CPU, compiled=way)) for way in (False, True))
+    for way in ("forward_s", "backward_s"):
+        total_s = [sum(getattr(time, way) for time in times) for times in (eager, compiled)]
+        assert 0 < total_s[1] < total_s[0]
+    products = [index for index, op in enumerate(layer.ops) if "linear" in op.target]
+    assert [compiled[index].forward_s for index in products] == [eager[index].forward_s for index in products]
+    saved = [
+        running_memory(placed, ("none",), replace(ON_CPU, compiled=way))["none"].saved_bytes for way in (False, True)
+    ]
+    x, wide, row = 32 * 64 * 4, 32 * 128 * 4, 32 * 4
+    # The statistic, what products read, and what the gate reads; the input is the caller's.
+    assert saved[1] == row + x + 3 * wide
+    assert saved[1] < saved[0]
+
+
+@contextmanager
+def kernels_counted() -> Generator[list[int]]:
+    """Per graph that inductor compiles, how many kernels it makes besides calls of libraries."""
+    scheduler: Any = importlib.import_module("torch._inductor.scheduler")
+    counts: list[int] = []
+    codegen = scheduler.Scheduler.codegen
+
+    def counting(self: Any) -> Any:
+        own = (scheduler.FusedSchedulerNode, scheduler.SchedulerNode)
+        counts.append(sum(isinstance(node, own) for node in self.nodes))
+        return codegen(self)
+
+    scheduler.Scheduler.codegen = counting
+    try:
+        yield counts
+    finally:
+        scheduler.Scheduler.codegen = codegen
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+@pytest.mark.parametrize(("name", "more"), [("llama", (5, 2)), ("gpt2", (0, 6))])
+def test_kernels_and_saved_bytes_are_those_of_inductor(name: str, more: tuple[int, int]) -> None:
+    """On CPUs inductor makes kernels of concatenations (of rotary embeddings), of sums for a bias, and of copies around
+    attention, which are calls of libraries, fused or free on GPUs: so many `more`, forward and backward.
+    """
+    traced = subject(name).traced
+    program = traced.program
+    layer, strategy = max(one_device(program), key=lambda each: len(each[0].ops))
+    placed = place(program, layer, strategy)
+    fused = fused_layer(placed, fuses_attention=False, is_training=True)
+    saved: list[Tensor] = []
+    with kernels_counted() as counts:
+        lone = LoneLayer(program, layer, strategy, compiled=True, constants=traced.constants)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+            outputs = lone.forward()
+        lone.backward(outputs)
+    held = {x.untyped_storage().data_ptr() for x in lone._held}  # pyright: ignore[reportPrivateUsage]
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    measured = sum(size for key, size in sizes.items() if key not in held)
+    predicted = running_memory(placed, ("none",), replace(ON_CPU, compiled=True))["none"].saved_bytes
+    assert predicted == pytest.approx(measured, rel=0.02)
+    for kernels, count, most in zip((fused.forward, fused.backward), counts, more, strict=True):
+        assert len(kernels) <= count <= len(kernels) + most
