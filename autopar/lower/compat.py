@@ -13,15 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.autograd.function import BackwardCFunction, once_differentiable
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from autopar.lower.communication.torch_groups import open_group
@@ -31,13 +28,9 @@ __all__ = [
     "DispatchMode",
     "ModuleTables",
     "after_backward",
-    "ambient_autocast",
-    "before_backward",
-    "call_function",
     "can_part",
     "compile_graph",
     "dtensor_like",
-    "edge_of",
     "foreach_norm",
     "from_torch_placement",
     "functional_all_gather",
@@ -46,8 +39,6 @@ __all__ = [
     "functional_collectives",
     "functional_reduce_scatter",
     "functional_wait",
-    "gradients_of",
-    "is_custom_node",
     "is_random",
     "leaves_of",
     "local_part_of",
@@ -57,11 +48,7 @@ __all__ = [
     "map_leaves",
     "module_tables",
     "named_tensors",
-    "on_gradient",
     "register_container",
-    "run_backward",
-    "run_backward_from",
-    "run_twice",
     "scale_in_place",
     "split_graph",
     "storage_key",
@@ -76,12 +63,6 @@ __all__ = [
 
 
 _dist: Any = dist  # the annotations of its collectives are incomplete
-
-
-def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, whose annotations are incomplete."""
-    untyped: Any = function
-    return untyped.apply(*args)
 
 
 def make_mesh(sizes: tuple[int, ...], ranks: Sequence[int], device_type: str, *, rank: int | None = None) -> DeviceMesh:
@@ -265,12 +246,6 @@ def register_container(kind: Any, take: Callable[[Any], list[Any]], make: Callab
     )  # fmt: skip
 
 
-def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:
-    """Call `action` with the gradient of `x` when backward has it."""
-    untyped: Any = x
-    untyped.register_hook(action)
-
-
 def split_graph(module: fx.GraphModule, piece_of: Callable[[fx.Node], int]) -> fx.GraphModule:
     """`module` as submodules in a row, each holding the ops of one piece; pieces are numbered in the graph's order."""
     untyped: Any = split_module
@@ -320,24 +295,6 @@ def compile_graph(
         return pool.submit(compile_it).result()
 
 
-def run_backward(loss: Tensor) -> None:
-    """``loss.backward()``, whose annotations are incomplete."""
-    untyped: Any = loss
-    untyped.backward()
-
-
-def run_twice(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``run(*inputs)``, run again in backward, all of it; generators of random numbers are left alone."""
-    untyped: Any = checkpoint
-    return untyped.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
-
-
-def ambient_autocast(device_type: str) -> torch.dtype | None:
-    """The dtype of the ``torch.autocast`` that this is called in; None outside of any."""
-    is_on = torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if is_on else None
-
-
 class ModuleTables(NamedTuple):
     """The registers of one module, by name; writing to them registers."""
 
@@ -357,64 +314,6 @@ def after_backward(action: Callable[[], None]) -> None:
     """Call `action` when the backward that is running has ended; only while one runs."""
     untyped: Any = torch.autograd.Variable
     untyped._execution_engine.queue_callback(action)
-
-
-def edge_of(x: Tensor) -> GradientEdge:
-    """Where the gradient of `x` enters the graph; keeps the graph alive, not the tensor."""
-    return get_gradient_edge(x)
-
-
-def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Any:
-    """Call `action` with the gradients that arrive at `node` before it runs; what it returns takes their place."""
-    return node.register_prehook(action)  # pyright: ignore[reportArgumentType]
-
-
-def is_custom_node(node: Node) -> bool:
-    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, asked for or not."""
-    return isinstance(node, BackwardCFunction)
-
-
-def gradients_of(
-    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge]
-) -> list[Tensor | None]:
-    """The gradients of `inputs` when `roots` have `gradients`; the graph stays for another pass."""
-    untyped: Any = torch.autograd
-    return list(untyped.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True))
-
-
-def run_backward_from(
-    roots: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    leaves: Sequence[Tensor] | None = None,
-    *,
-    keep_graph: bool = False,
-) -> None:
-    """Backward from several places with these gradients, adding up in the leaves' ``grad``.
-
-    With `leaves` only in theirs; the graph then stays for another pass, as it does with `keep_graph`.
-    """
-    untyped: Any = torch.autograd
-    retain_graph = keep_graph or leaves is not None
-    untyped.backward(list(roots), list(gradients), retain_graph=retain_graph, inputs=leaves)
-
-
-def backward_token(backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
-    """A scalar whose backward gives `sources` the gradients that ``backward()`` returns, and holds none of them."""
-    return call_function(_GradientToken, backward, *sources)
-
-
-class _GradientToken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
-        ctx.run_backward = backward
-        return torch.zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *_: Tensor
-    ) -> tuple[Any, ...]:
-        return None, *ctx.run_backward()
 
 
 def keeps_graph() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from autopar.api import ExampleInputs
 from autopar.lower import ParallelModule
-from autopar.lower.compat import on_gradient, run_backward
+from autopar.lower.autograd import on_gradient, run_backward
 from autopar.placement import REPLICATE, Layout
 from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer
 from autopar.program import Layer, Program

@@ -18,9 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.api import ExampleInputs, build, call_planner
 from autopar.errors import AutoparError, VerificationError
 from autopar.lower import ParallelModule
+from autopar.lower.autograd import run_backward
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves, run_backward
+from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
 from autopar.planning.call_plans import CallPlanner, as_call

@@ -25,10 +25,10 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError
 from autopar.lower import ParallelModule
+from autopar.lower.autograd import run_backward
 from autopar.lower.communication.buckets import BucketHandle
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.simulated_ranks import ThreadCommunicator
-from autopar.lower.compat import run_backward
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
 from autopar.lower.program import offloading
 from autopar.lower.program.offloading import OffloadedTensors

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import InfeasibleError
 from autopar.lower import ParallelModule
-from autopar.lower.compat import run_backward
+from autopar.lower.autograd import run_backward
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.lower.compat import edge_of
+from autopar.lower.autograd import edge_of
 from autopar.lower.program.split_backward import SplitBackward
 
 RUNS: Counter[int] = Counter()

@@ -33,10 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, InputShapeError, MeshError, RankError
+from autopar.lower.autograd import on_gradient
 from autopar.lower.communication.consensus import portable
 from autopar.lower.communication.digests import digest_generators, digest_of, start_reading
 from autopar.lower.communication.torch_groups import store_answers
-from autopar.lower.compat import leaves_of, on_gradient
+from autopar.lower.compat import leaves_of
 
 __all__ = ["PLANNING", "POLL_S", "CallConsensus", "Store"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autopar.lower.autograd import call_function
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.held_rows import HeldRows
 from autopar.lower.communication.moves import Move, backward_moves, forward_moves, run_move
-from autopar.lower.compat import call_function
 from autopar.placement import Step
 
 __all__ = ["apply_backward", "apply_forward", "reshard_tensor", "time_slice"]

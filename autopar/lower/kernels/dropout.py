@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.lower.compat import call_function
+from autopar.lower.autograd import call_function
 
 __all__ = ["dropout"]
 

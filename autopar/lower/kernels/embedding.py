@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
-from autopar.lower.compat import call_function
 
 __all__ = ["vocab_parallel_embedding"]
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from autopar.lower.autograd import call_function
 from autopar.lower.communication.buckets import BucketHandle, start_gather_bucket, start_reduce_bucket
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.moves import COLLECTIVE_KINDS
-from autopar.lower.compat import call_function, local_part_of
+from autopar.lower.compat import local_part_of
 from autopar.lower.parameters.store import ParameterStore
 from autopar.placement import Layout, Step, refine_layout, refine_mesh, reshard
 

@@ -61,7 +61,6 @@ class OffloadedTensors:
         self._storages: list[_Storage] = []
         self._saved: list[SavedTensor] = []
         self._stream = _copy_stream(device) if device.type == "cuda" else None
-        self._event: torch.cuda.Event | None = None
 
     def take(self, saved: Iterable[SavedTensor], held: Iterable[Tensor] = ()) -> None:
         """Of what a forward `saved`, take what is on the device alone for that, and not `held` by the layer."""
@@ -112,7 +111,7 @@ class OffloadedTensors:
             return
         self._join()
         for each in self._saved:
-            each.tensor, each.recipe = None, self._bring(each)
+            each.tensor, each.recipe = None, _Bring(self, ref(each))
         for storage in self._storages:
             storage.device = None
         self._saved = []
@@ -146,9 +145,6 @@ class OffloadedTensors:
                     owner.tensor, owner.recipe = _as(storage.device, form), None
         self._storages = []
         self._state = _State.HERE
-
-    def _bring(self, saved: SavedTensor) -> _Bring:
-        return _Bring(self, ref(saved))
 
     def _copying(self) -> AbstractContextManager[object]:
         """Inside, copies run behind what has been computed so far, and beside what follows."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from autopar.lower.autograd import run_twice
 from autopar.lower.communication.null_communicator import NullCommunicator
-from autopar.lower.compat import run_twice
 from autopar.lower.kernels.random import RandomState
 from autopar.lower.program.compiled import compile_program
 from autopar.lower.program.layer_ops import LayerContext

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from autopar.lower.compat import before_backward, edge_of, gradients_of, is_custom_node, run_backward_from
+from autopar.lower.autograd import before_backward, edge_of, gradients_of, is_custom_node, run_backward_from
 
 __all__ = ["SplitBackward"]
 

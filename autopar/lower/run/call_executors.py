@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, InputShapeError, PlanMismatchError, SubmoduleError
-from autopar.lower.compat import ambient_autocast
+from autopar.lower.autograd import ambient_autocast
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap

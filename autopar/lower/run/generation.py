@@ -67,7 +67,7 @@ def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not hasattr(self, "_prepare_cache_for_generation"):
         kwargs["use_cache"] = False
     follow_first_rank(root._communicator)
-    state = torch.get_rng_state()
+    rewind = _rewinds_draws(root._communicator.device)
     with root.global_inputs():
         try:
             return kind.generate(self, *args, **kwargs)
@@ -77,8 +77,21 @@ def _generate(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             root._no_cache = f"its calls with a cache can't be planned ({error})"
         finally:
             root._executors.forget_copies()
-        torch.set_rng_state(state)
+        rewind()
         return kind.generate(self, *args, **kwargs)
+
+
+def _rewinds_draws(device: torch.device) -> Callable[[], None]:
+    """What has the host and `device` draw again what they draw from now on."""
+    host, module = torch.get_rng_state(), torch.get_device_module(device)
+    own = None if device.type == "cpu" else module.get_rng_state(device)
+
+    def rewind() -> None:
+        torch.set_rng_state(host)
+        if own is not None:
+            module.set_rng_state(own, device)
+
+    return rewind
 
 
 def _prepare_cache(kind: Any, self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any) -> None:

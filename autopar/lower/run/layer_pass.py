@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autopar.lower.autograd import backward_token, edge_of, run_backward_from
 from autopar.lower.communication.reshard_ops import reshard_tensor
-from autopar.lower.compat import backward_token, edge_of, run_backward_from
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.offloading import OffloadedTensors

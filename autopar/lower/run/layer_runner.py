@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from autopar.lower.autograd import run_twice
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.moves import COLLECTIVE_KINDS
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import run_twice
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
+from autopar.lower.autograd import on_gradient
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
 from autopar.lower.communication.held_rows import HeldRows
 from autopar.lower.communication.late_tensor import LateTensor
-from autopar.lower.compat import leaves_of, map_leaves, named_tensors, on_gradient
+from autopar.lower.compat import leaves_of, map_leaves, named_tensors
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.lower.compat import backward_token, call_function, keeps_graph, local_part_of
+from autopar.lower.autograd import backward_token, call_function
+from autopar.lower.compat import keeps_graph, local_part_of
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.step_runner import BACKWARD, FORWARD, StepRunner, trained_parameters
 from autopar.lower.run.tied_gradients import sum_over_groups

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autopar.lower.autograd import edge_of, run_backward_from
 from autopar.lower.communication.late_tensor import LateTensor
-from autopar.lower.compat import edge_of, run_backward_from
 from autopar.lower.run.boundary_exchange import BoundaryExchange
 from autopar.lower.run.execution import Executor
 from autopar.program import Program

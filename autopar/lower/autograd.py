@@ -1,0 +1,114 @@
+"""Parts of torch.autograd whose annotations are incomplete, each behind a small function with its types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, once_differentiable
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils import checkpoint
+
+__all__ = [
+    "ambient_autocast",
+    "backward_token",
+    "before_backward",
+    "call_function",
+    "edge_of",
+    "gradients_of",
+    "is_custom_node",
+    "on_gradient",
+    "run_backward",
+    "run_backward_from",
+    "run_twice",
+]
+
+
+def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, whose annotations are incomplete."""
+    untyped: Any = function
+    return untyped.apply(*args)
+
+
+def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:
+    """Call `action` with the gradient of `x` when backward has it."""
+    untyped: Any = x
+    untyped.register_hook(action)
+
+
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()``, whose annotations are incomplete."""
+    untyped: Any = loss
+    untyped.backward()
+
+
+def run_twice(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``run(*inputs)``, run again in backward, all of it; generators of random numbers are left alone."""
+    untyped: Any = checkpoint
+    return untyped.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+
+
+def ambient_autocast(device_type: str) -> torch.dtype | None:
+    """The dtype of the ``torch.autocast`` that this is called in; None outside of any."""
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+def edge_of(x: Tensor) -> GradientEdge:
+    """Where the gradient of `x` enters the graph; keeps the graph alive, not the tensor."""
+    return get_gradient_edge(x)
+
+
+def before_backward(node: Node, action: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Any:
+    """Call `action` with the gradients that arrive at `node` before it runs; what it returns takes their place."""
+    return node.register_prehook(action)  # pyright: ignore[reportArgumentType]
+
+
+def is_custom_node(node: Node) -> bool:
+    """Whether it is the backward of a ``torch.autograd.Function``, which computes all gradients, asked for or not."""
+    return isinstance(node, BackwardCFunction)
+
+
+def gradients_of(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge]
+) -> list[Tensor | None]:
+    """The gradients of `inputs` when `roots` have `gradients`; the graph stays for another pass."""
+    untyped: Any = torch.autograd
+    return list(untyped.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True))
+
+
+def run_backward_from(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    leaves: Sequence[Tensor] | None = None,
+    *,
+    keep_graph: bool = False,
+) -> None:
+    """Backward from several places with these gradients, adding up in the leaves' ``grad``.
+
+    With `leaves` only in theirs; the graph then stays for another pass, as it does with `keep_graph`.
+    """
+    untyped: Any = torch.autograd
+    retain_graph = keep_graph or leaves is not None
+    untyped.backward(list(roots), list(gradients), retain_graph=retain_graph, inputs=leaves)
+
+
+def backward_token(backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
+    """A scalar whose backward gives `sources` the gradients that ``backward()`` returns, and holds none of them."""
+    return call_function(_GradientToken, backward, *sources)
+
+
+class _GradientToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[[], Sequence[Tensor | None]], *sources: Tensor) -> Tensor:
+        ctx.run_backward = backward
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *_: Tensor
+    ) -> tuple[Any, ...]:
+        return None, *ctx.run_backward()
