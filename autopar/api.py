@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
-from autopar.cost.profile_file import keep
-from autopar.errors import MeshError, PlanMismatchError, ProfileError
+from autopar.cost.profile_file import keep, load_profile
+from autopar.errors import MeshError, PlanMismatchError
 from autopar.lower import Executable, ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
@@ -51,11 +51,10 @@ from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
-from autopar.suggestions import suggest_path
 from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
 
 __all__ = [
-    "ExampleInputs", "build", "call_planner", "load_profile", "mesh_prices", "parallelize", "plan",
+    "ExampleInputs", "build", "call_planner", "mesh_prices", "parallelize", "plan",
     "trace_model",
 ]  # fmt: skip
 
@@ -152,7 +151,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         group, lambda: profile if profile is None or profile is False else load_profile(profile)
     )
     draws = agree(group, lambda: _record_draws(model, initialize, state))
-    setup, traced = agree(group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints))
+    setup, traced = agree(
+        group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints, mesh.device_type)
+    )
     setup = replace(setup, draws=draws)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
@@ -250,7 +251,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     where = _read_cluster(cluster)
     constraints = check_constraints(model, constraints, where.world_size)
     measured = load_profile(profile) if profile else None
-    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints)
+    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints, where.device.type)
     setup = replace(setup, compile=read_compile(compile))
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
@@ -278,6 +279,7 @@ class Setup:
     trace_s: float = 0.0
     draws: Draws | None = None
     compile: bool | None = None
+    device_type: str = "cpu"
 
     def priced(self, prices: Prices) -> Setup:
         """The same for the devices that have these prices."""
@@ -291,6 +293,7 @@ def _prepare(
     optimizer: str | Callable[..., torch.optim.Optimizer],
     precision: str | torch.dtype | None,
     constraints: str | Sequence[str] | None,
+    device_type: str,
 ) -> tuple[Setup, Traced]:
     dtype = read_dtype(precision)
     training = training_spec(model, optimizer)
@@ -298,8 +301,9 @@ def _prepare(
     texts = read_constraints(constraints)
     started = time.perf_counter()
     with phase("tracing the model"):
-        traced = trace_model(model, example_inputs, dtype=dtype)
-    setup = Setup(dtype, memory_bytes, training, texts, trace_s=time.perf_counter() - started)
+        traced = trace_model(model, example_inputs, dtype=dtype, device_type=device_type)
+    trace_s = time.perf_counter() - started
+    setup = Setup(dtype, memory_bytes, training, texts, trace_s=trace_s, device_type=device_type)
     return setup, traced
 
 
@@ -395,24 +399,6 @@ def _read_cluster(cluster: object) -> Cluster:
     return cluster
 
 
-def load_profile(given: Profile | str | Path) -> Profile:
-    """The profile in the file that ``python -m autopar.profile`` wrote, or the one that is given.
-
-    Raises:
-        ProfileError: there is no such file.
-        MissingPriceError: there is no profile in it.
-    """
-    if isinstance(given, Profile):
-        return given
-    try:
-        return Profile.load(given)
-    except (OSError, ValueError, TypeError) as error:
-        raise ProfileError(
-            f"profile={str(given)!r} can't be read: {error}. Measure one on the device: "
-            f"python -m autopar.profile --output {given}{suggest_path(given)}"
-        ) from error
-
-
 def _describe(model: nn.Module, program: Program) -> str:
     inputs = (f"{name} {list(program.type_of(name).shape)} {program.type_of(name).dtype}" for name in program.inputs)
     count = sum(p.numel() for p in model.parameters())
@@ -491,4 +477,6 @@ def call_planner(
         plan.memory_limit_bytes, setup.training, plan.constraints, schedules=schedule_actions,
         memory_error=plan.memory_error,
     )  # fmt: skip
-    return CallPlanner(model, program, plan, prices, request, dtype=setup.dtype, finish=finish)
+    return CallPlanner(
+        model, program, plan, prices, request, dtype=setup.dtype, device_type=setup.device_type, finish=finish
+    )

@@ -61,7 +61,7 @@ def plan_graph(
     module = make_module(graph, values)
     inputs = [values[place] for place in graph.places("input")]
     agree(group, lambda: _refuse_custom_functions(graph))
-    result = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), trains=trains))
+    result = agree(group, lambda: _trace(module, inputs, read_dtype(options.precision), session, trains=trains))
     trace_s = time.perf_counter() - started_s
     agree_equal(
         group,
@@ -99,12 +99,13 @@ def _refuse_custom_functions(graph: CapturedGraph) -> None:
 
 
 def _trace(
-    module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | None, *, trains: bool
+    module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype | None, session: Session, *, trains: bool
 ) -> tuple[Traced, dict[int, str]] | None:
     """The program, without a loss: nobody says which output it is, so all are whole and can be differentiated."""
     if not inputs:
         return None
-    traced = trace(module, tuple(inputs), {}, training=trains, dtype=dtype)
+    device_type = session.communicator.device.type
+    traced = trace(module, tuple(inputs), {}, training=trains, dtype=dtype, device_type=device_type)
     program = traced.program
     roles = [program.values[name].role for name in program.outputs]
     fixed = {place: name for place, name in enumerate(program.outputs) if roles[place] not in _PLACED}

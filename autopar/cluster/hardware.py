@@ -55,6 +55,11 @@ class Device:
     host_memory_bytes: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
+    @property
+    def type(self) -> str:
+        """As torch calls it."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
     def __post_init__(self) -> None:
         """Refuse numbers that make prices infinite or negative."""
         positive = ("memory_bytes", "memory_bytes_per_s")
@@ -162,6 +167,11 @@ class Link:
     ring_step_s: float = 0.0
     is_mesh: bool = False
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+
+    @property
+    def type(self) -> str:
+        """As torch calls it."""
+        return "cpu" if self.name == "cpu" else "cuda"
 
     def __post_init__(self) -> None:
         """Refuse numbers that make prices infinite or negative."""

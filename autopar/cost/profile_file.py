@@ -10,11 +10,30 @@ from pathlib import Path
 from filelock import FileLock
 
 from autopar.cost.profile import Profile
-from autopar.errors import MissingPriceError
+from autopar.errors import MissingPriceError, ProfileError
+from autopar.suggestions import suggest_path
 
-__all__ = ["keep", "read", "update"]
+__all__ = ["keep", "load_profile", "read", "update"]
 
 _LOCK_S = 60.0  # others hold the lock for one read and one write: who waits longer waits for a process that hangs
+
+
+def load_profile(given: Profile | str | Path) -> Profile:
+    """The profile in the file that ``python -m autopar.profile`` wrote, or the one that is given.
+
+    Raises:
+        ProfileError: there is no such file.
+        MissingPriceError: there is no profile in it.
+    """
+    if isinstance(given, Profile):
+        return given
+    try:
+        return Profile.load(given)
+    except (OSError, ValueError, TypeError) as error:
+        raise ProfileError(
+            f"profile={str(given)!r} can't be read: {error}. Measure one on the device: "
+            f"python -m autopar.profile --output {given}{suggest_path(given)}"
+        ) from error
 
 
 def read(path: str | Path) -> Profile | None:

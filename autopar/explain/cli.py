@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autopar.api import load_profile
 from autopar.cost import Profile
+from autopar.cost.profile_file import load_profile
 from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
 from autopar.explain.alternatives import Alternative, forced_choices, other_than, sweep
 from autopar.explain.checking import check_plan, load_plan, rehearse

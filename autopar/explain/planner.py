@@ -115,11 +115,14 @@ class Planner:
         return ClusterPrices(question.cluster, measured), request
 
     def _traced_program(self, question: Question) -> tuple[Program, float]:
-        key = (*question.shapes, question.precision)
+        key = (*question.shapes, question.precision, question.cluster.device.type)
         if key not in self._traced:
             target = self.model(question)
             started = time.perf_counter()
             with phase("tracing the model"):
-                traced = trace_model(target.model, target.example_inputs, dtype=read_dtype(question.precision))
+                traced = trace_model(
+                    target.model, target.example_inputs, dtype=read_dtype(question.precision),
+                    device_type=question.cluster.device.type,
+                )  # fmt: skip
             self._traced[key] = traced.program, time.perf_counter() - started
         return self._traced[key]

@@ -35,12 +35,13 @@ def trace_model(
     *,
     training: bool = True,
     dtype: torch.dtype | None = None,
+    device_type: str = "cpu",
 ) -> Traced:
-    """Trace `model` on its example inputs; raises what `autopar.trace.trace` raises.
+    """Trace `model` on its example inputs, to run on devices of this type; raises what `autopar.trace.trace` raises.
 
     For training, whatever mode it is in: pretrained models come in eval mode, and switch before they train.
     """
-    traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype)
+    traced = trace(model, *example_call(model, example_inputs), training=training, dtype=dtype, device_type=device_type)
     return require_target(model, traced) if training else traced
 
 
@@ -73,6 +74,7 @@ class CallPlanner:
         request: SearchRequest,
         *,
         dtype: torch.dtype | None = None,
+        device_type: str = "cpu",
         finish: Callable[[Traced], Traced] = lambda traced: traced,
     ) -> None:
         """Nothing is planned yet.
@@ -83,7 +85,7 @@ class CallPlanner:
             plan: of `program`; it says where parameters are.
             prices: of the devices.
             request: how calls in training mode are searched for.
-            dtype: as in `trace_model`.
+            dtype: as in `trace_model`, and so is `device_type`.
             finish: applied to what is traced.
         """
         self._twin = _on_meta(model)
@@ -91,6 +93,7 @@ class CallPlanner:
         self._prices = prices
         self._request = request
         self._dtype = dtype
+        self._device_type = device_type
         self._finish = finish
         self._made: dict[tuple[bool, str, torch.dtype | None], list[Executable]] = {}
 
@@ -111,7 +114,7 @@ class CallPlanner:
     ) -> Executable:
         """What runs calls as this one, of the model or of its submodule `part`.
 
-        Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes on a CPU.
+        Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes.
 
         Raises:
             InputShapeError: the model takes no such arguments.
@@ -146,7 +149,10 @@ class CallPlanner:
             bind(model, positional, named)
         except ExampleInputsError as error:
             raise InputShapeError(str(error)) from error
-        traced = trace(model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast)
+        traced = trace(
+            model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
+            device_type=self._device_type,
+        )  # fmt: skip
         return require_target(model, traced) if is_training else traced
 
     def _of_mode(self, is_training: bool) -> SearchRequest:

@@ -36,6 +36,8 @@ __all__ = [
     "TORCH_DIRECTORY",
     "argument_names",
     "argument_source",
+    "autocast_kernels",
+    "below_autocast",
     "below_autograd",
     "clone_tree",
     "custom_backwards",
@@ -139,6 +141,20 @@ def argument_names(target: str) -> tuple[str, ...]:
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Inside, a call of an op passes by its kernel for autograd."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def autocast_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, ``torch.autocast("cpu")`` runs these instead of the ops of these names."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutocastCPU")
+        yield
+
+
+def below_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a call of an op passes by its kernel for autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

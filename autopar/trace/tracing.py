@@ -17,6 +17,7 @@ from autopar.trace import broadcasting, cleanup, folding, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
+from autopar.trace.gpu_casts import casts_of
 from autopar.trace.gradients import differentiable
 from autopar.trace.graph import Graph, check
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
@@ -81,6 +82,7 @@ def trace(
     training: bool | None = None,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    device_type: str = "cpu",
 ) -> Traced:
     """Trace `model`, which is not touched and may be on any device, meta included; nothing of its size is
     computed.
@@ -91,7 +93,8 @@ def trace(
         kwargs: its keyword arguments.
         training: trace in training mode; by default the model's own.
         dtype: take floating parameters and floating inputs as of this dtype (mixed precision).
-        autocast: with the casts that ``torch.autocast("cpu", autocast)`` around the call makes.
+        autocast: with the casts that ``torch.autocast(device_type, autocast)`` around the call makes.
+        device_type: of the devices that will run it; autocast, inside the model too, casts as it does there.
 
     Raises:
         TraceError: the model is not one graph, for instance because control flow depends on data.
@@ -100,10 +103,11 @@ def trace(
     """
     form, tensors = call_form(model, args, kwargs, dtype)
     is_training = model.training if training is None else training
-    captured = capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
-    if kwargs.get("use_cache") is True and not is_training:
-        _refuse_cache(captured.outputs)
-    graph = normalise(convert(captured, form.names))
+    with casts_of(device_type):
+        captured = capture(model, form, tensors, training=is_training, dtype=dtype, autocast=autocast)
+        if kwargs.get("use_cache") is True and not is_training:
+            _refuse_cache(captured.outputs)
+        graph = normalise(convert(captured, form.names))
     graph = replace(graph, notes=(*graph.notes, *captured.notes, *_dropped_notes(captured.outputs)))
     graph, pieces = _merge_within_layers(graph, cut_layers(graph, captured.classes))
     graph = attach_factors(graph)

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autopar.api import load_profile
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Curve, Point, Profile
 from autopar.cost.collective_prices import COLLECTIVES
 from autopar.cost.profile import LayerTime, Reading, Readings
+from autopar.cost.profile_file import load_profile
 from autopar.errors import AutoparError, MeshError, MissingPriceError, PlanFormatError, ProfileError
 from autopar.json_reading import read_json
 from autopar.placement import Axis
