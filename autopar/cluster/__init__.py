@@ -15,7 +15,7 @@ with.
 """
 
 from autopar.cluster.description import Cluster
-from autopar.cluster.hardware import Device, HostLink, Link, OpTime
+from autopar.cluster.hardware import Device, HostLink, Link, OpTime, device_type_of
 from autopar.cluster.links import LINKS
 
-__all__ = ["LINKS", "Cluster", "Device", "HostLink", "Link", "OpTime"]
+__all__ = ["LINKS", "Cluster", "Device", "HostLink", "Link", "OpTime", "device_type_of"]

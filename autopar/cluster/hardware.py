@@ -8,10 +8,15 @@ from typing import Any
 
 from autopar.errors import MeshError
 
-__all__ = ["Device", "HostLink", "Link", "OpTime"]
+__all__ = ["Device", "HostLink", "Link", "OpTime", "device_type_of"]
 
 _LEAST, _MOST = 1e-12, 1e21
 """What is positive and finite is between these, so that a price, which divides by two such numbers, is finite too."""
+
+
+def device_type_of(name: str) -> str:
+    """What torch calls devices of this name: ``"cpu"`` or ``"cuda"``; no name is that of a process on a CPU."""
+    return "cpu" if name in ("", "cpu") else "cuda"
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Device:
     @property
     def type(self) -> str:
         """As torch calls it."""
-        return "cpu" if self.name == "cpu" else "cuda"
+        return device_type_of(self.name)
 
     def __post_init__(self) -> None:
         """Refuse numbers that make prices infinite or negative."""
@@ -171,7 +176,7 @@ class Link:
     @property
     def type(self) -> str:
         """As torch calls it."""
-        return "cpu" if self.name == "cpu" else "cuda"
+        return device_type_of(self.name)
 
     def __post_init__(self) -> None:
         """Refuse numbers that make prices infinite or negative."""

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.api import ExampleInputs, trace_model
+from autopar.cluster import device_type_of
 from autopar.errors import AutoparError, PlanMismatchError, VerificationError
 from autopar.lower.compat import map_leaves
 from autopar.lower.run.microbatch_updates import ops_per_microbatch
@@ -214,7 +215,7 @@ def _first_that_fits(
     problem: Exception | None = None
     for inputs in batches:
         try:
-            traced = keep_double_program(trace_model(model, inputs))
+            traced = keep_double_program(trace_model(model, inputs, device_type=device_type_of(plan.device)))
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:
                 run_single(double, _as_double(inputs), 1, in_double=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+import autopar
 from autopar.trace import trace
 from autopar.trace.gpu_casts import IN_FLOAT32, IN_LOW_PRECISION, IN_WIDEST, casts_of
 
@@ -123,3 +124,17 @@ def test_nothing_of_it_stays():
         pass
     with torch.autocast("cpu", dtype=BF16):
         assert torch.softmax(torch.ones(2, 2, dtype=BF16), -1).dtype == BF16
+
+
+def test_a_plan_for_gpus_of_a_model_with_their_casts_is_verified_on_a_cpu():
+    class Trained(Norms):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", dtype=BF16):
+                return self.norm(self.linear(x)).float().square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of autocast on a machine without a GPU
+        plan = autopar.plan(Trained(), autopar.Cluster.of("h100", devices_per_node=2), (torch.randn(8, 8),))
+        report = autopar.verify(Trained(), plan, (torch.randn(8, 8),))
+    assert report.loss_error < 1e-12
+    assert report.worst_gradient[1] < 1e-9
