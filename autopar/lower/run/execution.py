@@ -124,6 +124,14 @@ class Executor:
             if new in values:
                 self.store.buffer(buffer).copy_(self.make_whole(new, values[new].detach()))
 
+    @torch.no_grad()
+    def update_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Give the buffers that a whole step updates their new values, on the ranks of all stages."""
+        for buffer, new in self.executable.program.updates.items():
+            own = values.get(new)
+            whole = self.share_across_groups(new, None if own is None else self.make_whole(new, own.detach()))
+            self.store.buffer(self.executable.program.parameters[buffer]).copy_(whole)
+
     def forget_copies(self) -> None:
         """Parameters may change now."""
         for runner in self.runners.values():

@@ -284,7 +284,7 @@ class ParallelModule(ModuleInspection):
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
         values = run_step(executor, executor.take_parts(tensors), seed)
-        self._update_buffers(executor, values)
+        executor.update_buffers(values)
         if executor.stages.is_pipeline:
             if not self._trains():
                 self._give_nothing_a_gradient(values)
@@ -327,14 +327,6 @@ class ParallelModule(ModuleInspection):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
-
-    @torch.no_grad()
-    def _update_buffers(self, executor: Executor, values: Mapping[str, Tensor]) -> None:
-        program = executor.executable.program
-        for buffer, new in program.updates.items():
-            own = values.get(new)
-            whole = executor.share_across_groups(new, None if own is None else executor.make_whole(new, own.detach()))
-            self.get_buffer(program.parameters[buffer]).copy_(whole)
 
 
 def _plain(x: Any) -> Any:
