@@ -182,7 +182,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
         agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
     chosen = plan
-    setup = replace(setup, training=setup.training.running(compiled=plan.compiled))
+    setup = replace(setup, training=setup.training.by(plan.decisions))
     watch_optimizers(model.parameters())
     made = agree(
         group,

@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from autopar.placement import Layout, format_layout
 from autopar.schedules import Shape, schedule_problem, stage_group
 
-__all__ = ["Decisions", "LayerStrategy", "PlannedLayer", "Stage", "decision_problems", "stages_problem"]
+__all__ = [
+    "GRADIENT_DTYPES",
+    "Decisions",
+    "LayerStrategy",
+    "PlannedLayer",
+    "Stage",
+    "decision_problems",
+    "stages_problem",
+]
+
+GRADIENT_DTYPES = ("float32", "bfloat16")
+"""What `Decisions.gradients` may be.  Not float16: sums of gradients leave its range."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ class Decisions:
         stages: the pipeline stages in order; ``()`` without a pipeline.
         schedule: one of `autopar.schedules.schedule_names()`; "" without a pipeline.
         compiled: whether each distinct layer program is compiled.
+        gradients: dtype in which gradients of the copies that layers compute with are added up, over microbatches below
+            ZeRO-2, and reduced over devices; "": that in which parameters are stored.
     """
 
     fingerprint: str
@@ -123,6 +136,7 @@ class Decisions:
     stages: tuple[Stage, ...] = ()
     schedule: str = ""
     compiled: bool = False
+    gradients: str = ""
 
     @property
     def num_groups(self) -> int:
@@ -170,6 +184,8 @@ def decision_problems(decisions: Decisions) -> Iterator[str]:
     for name, layout in decisions.shared_storage:
         if len(layout) != len(decisions.shared_mesh):
             yield f"shared_storage: {name!r} is {format_layout(layout)!r}, but shared_mesh {decisions.shared_mesh}"
+    if decisions.gradients not in ("", *GRADIENT_DTYPES):
+        yield f"gradients: {decisions.gradients!r:.40} is none of {', '.join(GRADIENT_DTYPES)} and '' (as stored)"
     problem = stages_problem(decisions)
     if problem:
         yield f"stages: {problem}"

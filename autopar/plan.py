@@ -179,6 +179,7 @@ def _decode(text: str) -> Plan:
     for each in (given.get("decisions"), *(cast("list[Any]", others) if isinstance(others, list) else ())):
         if isinstance(each, dict):  # earlier versions did not decide it
             cast("dict[str, Any]", each).setdefault("compiled", False)
+            cast("dict[str, Any]", each).setdefault("gradients", "")
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
     for problem in decision_problems(plan.decisions):
@@ -233,8 +234,9 @@ def _heading(plan: Plan) -> str:
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
     speedups = (f"precision={name!r} is {times:.2g}x faster by estimate" for name, times in plan.prediction.speedups)
     compiled = ", compiled" if plan.compiled else ""
+    gradients = f", gradients in {plan.decisions.gradients}" if plan.decisions.gradients else ""
     precision = "".join(f"; computes in float32: {text}" for text in speedups)
-    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{compiled}{precision}"
+    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{compiled}{gradients}{precision}"
 
 
 def _new_table() -> Table:

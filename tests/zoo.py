@@ -100,7 +100,15 @@ def rehearse(who: Subject, plan: Plan) -> Rehearsal:
     """Train by `plan`; plans that run alike run once."""
     known = _REHEARSALS.setdefault(who, {})
     pipeline = (plan.stages, plan.schedule)
-    key = (plan.num_microbatches, plan.layers, plan.strategies, plan.shared_mesh, plan.shared_storage, pipeline)
+    key = (
+        plan.num_microbatches,
+        plan.layers,
+        plan.strategies,
+        plan.shared_mesh,
+        plan.shared_storage,
+        pipeline,
+        plan.decisions.gradients,
+    )
     if key not in known:
 
         def rank(model: ParallelModule) -> tuple[Run, list[Collective]]:

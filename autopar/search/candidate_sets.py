@@ -81,6 +81,7 @@ class CandidateSet:
             stages=stages,
             schedule=schedule,
             compiled=settings.training.compiled,
+            gradients=settings.training.gradient_dtype,
         )
 
     def _named_strategy(self, candidate: LayerCandidate) -> LayerStrategy:

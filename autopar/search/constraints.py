@@ -10,6 +10,8 @@ text                               meaning
                                    names the ops of each layer that run again
 ``offload=activations``            what every layer keeps for backward is in the host's memory until then; ``none``: on
                                    the device
+``gradients=bf16``                 gradients are added up over microbatches and reduced over devices in this dtype:
+                                   ``fp32`` or ``bf16``
 ``microbatches=8``                 the batch runs in 8 microbatches
 ``mesh=2x4``                       every layer has this mesh, outermost axis first
 ``pipeline=2``                     the devices form 2 groups, each with its own stages; 1: no stages.  Degrees and
@@ -36,6 +38,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from autopar.decisions import GRADIENT_DTYPES
 from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
@@ -54,7 +57,8 @@ OPS = "ops"
 _OFFLOADED = ("none", "activations")
 _SCOPED = (*DEGREES, "zero", "recompute", "offload", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
-_GLOBAL = (*DEGREES, "zero", "recompute", "offload", "mesh", *_COUNTS, "cuts", "schedule")
+_GLOBAL = (*DEGREES, "zero", "recompute", "offload", "mesh", *_COUNTS, "cuts", "schedule", "gradients")
+_GRADIENTS = {"fp32": "float32", "bf16": "bfloat16", **{dtype: dtype for dtype in GRADIENT_DTYPES}}
 
 WORDS = {
     "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "sequence", "pp": "pipeline", "fsdp": "data",
@@ -172,12 +176,15 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
 
 
 def _parse_value(key: str, value: str, text: str, world_size: int) -> ConstraintValue:
-    choices = {"recompute": (*policy_names(), OPS), "schedule": schedule_names(), "offload": _OFFLOADED}.get(key)
+    choices = {
+        "recompute": (*policy_names(), OPS), "schedule": schedule_names(), "offload": _OFFLOADED,
+        "gradients": tuple(_GRADIENTS),
+    }.get(key)  # fmt: skip
     if choices:
         if value not in choices:
             known = f"{', '.join(choices)}{suggest(value, choices)}"
             raise ConstraintError(f"constraint {text!r}: {value!r} is none of {known}")
-        return value
+        return _GRADIENTS[value] if key == "gradients" else value
     if key == "cuts":
         return tuple(part.strip() for part in value.split(","))
     parts = value.split("x") if key == "mesh" else [value]

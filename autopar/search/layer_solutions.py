@@ -153,7 +153,7 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     trains = updates(parameter.flow, training)
     stored = storage_layout(copy, tensor, problem.mesh, variant.shard_axes)
     gathers, reduces = parameter_times(zero, count, training)
-    gradient_bytes = tensor.num_elements * training.gradient_itemsize(tensor.dtype)
+    gradient_bytes = tensor.num_elements * training.sum_itemsize(tensor.dtype)
 
     def price(kind: str, axis: Axis, num_bytes: float, times: int) -> float:
         if kind in LOCAL or not times or not num_bytes:

@@ -29,6 +29,7 @@ from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
 from autopar.step.prices import Prices
+from autopar.step.training import TrainingSpec
 
 __all__ = ["search"]
 
@@ -50,6 +51,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     """
     started = time.perf_counter()
     constraints = parse_constraints(request.constraints, world_size)
+    request = replace(request, training=_training_by(constraints, request.training))
     layer_demands = demands_on(program, constraints)
     _check_host(layer_demands, prices)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
@@ -78,6 +80,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     lower_s = min(single_stage.lower_bound_s, pipelines.lower_bound_s if pipelines else math.inf)
     least_s = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf)
     plan, notes = selected
+    notes = [*notes, _note_gradients(plan)]
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
     return replace(
@@ -88,6 +91,11 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         notes=(*program.notes, *prices.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),
     )
+
+
+def _training_by(constraints: Constraints, training: TrainingSpec) -> TrainingSpec:
+    """`training` as constraints demand it."""
+    return replace(training, gradient_dtype=str(constraints.get("gradients") or training.gradient_dtype))
 
 
 def _check_host(demands: Sequence[LayerDemands], prices: Prices) -> None:
@@ -136,6 +144,16 @@ def _note_approximations(program: Program, plan: Plan, constraints: Constraints)
         program, plan.num_microbatches, joins_outputs=True, per_microbatch=constraints.per_microbatch
     )
     return () if isinstance(assignment, str) else assignment.notes
+
+
+def _note_gradients(plan: Plan) -> str:
+    """What it means that gradients are added up and reduced in a narrow dtype."""
+    if plan.decisions.gradients != "bfloat16":
+        return ""
+    return (
+        "gradients are added up over microbatches and reduced over devices in bfloat16: each of these sums rounds to "
+        "8 bits (by up to 0.2 %), in float32 to 24; losses are as exact as without"
+    )
 
 
 def _note_outputs(program: Program) -> str:

@@ -269,7 +269,7 @@ def step_actions(
     else:
         kinds = "FB" if training.is_training else "F"
         listed = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
-    training = training.running(compiled=decisions.compiled)
+    training = training.by(decisions)
     own = {layer.kind: own_training(program, layer, training) for layer in program.kinds}
     return StepActions(
         listed,

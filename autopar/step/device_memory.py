@@ -161,7 +161,8 @@ class ParameterMemory:
         if not sizes.reduced_bytes:
             return 0.0, 0.0
         term = self._term_bytes(index)
-        return sizes.packed_bytes + term, sizes.arriving_bytes - term
+        cast = 0.0 if self._sums[index] else sizes.cast_bytes  # sums have the dtype of what is reduced
+        return sizes.packed_bytes + cast + term, sizes.arriving_bytes - term
 
     def reduce(self, index: int) -> None:
         """A layer's gradients have been handed to their reduction."""

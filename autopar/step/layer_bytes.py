@@ -42,8 +42,9 @@ class LayerBytes:
         gradient_bytes: gradients where parameters are stored, those of shared parameters apart.
         copy_gradient_bytes: gradients of what is computed with.
         sum_bytes: the same, in the dtype in which microbatches add them up.
-        reduced_bytes: the part of `copy_gradient_bytes` that collectives reduce.
+        reduced_bytes: the part of `sum_bytes` that collectives reduce.
         packed_bytes: the part of that which is put into a buffer of its own to be reduced.
+        cast_bytes: the part that is put into one only because it is reduced in another dtype than it was computed in.
         scattered_bytes: the part of which every device gets a part; it is there until that has come.
         arriving_bytes: what comes of reductions.
     """
@@ -62,6 +63,7 @@ class LayerBytes:
     sum_bytes: float = 0.0
     reduced_bytes: float = 0.0
     packed_bytes: float = 0.0
+    cast_bytes: float = 0.0
     scattered_bytes: float = 0.0
     arriving_bytes: float = 0.0
 
@@ -98,6 +100,7 @@ def layer_bytes(placed: PlacedLayer, training: TrainingSpec) -> LayerBytes:
         sum_bytes=sum(part.sum_bytes for part in parts),
         reduced_bytes=sum(part.reduced_bytes for part in parts),
         packed_bytes=sum(part.reduced_bytes for part in reduced if len(reduced) > 1 or part.is_reordered),
+        cast_bytes=sum(part.reduced_bytes for part in reduced if len(reduced) == 1 and part.is_cast_alone),
         scattered_bytes=sum(part.reduced_bytes for part in reduced if part.is_scattered),
         arriving_bytes=sum(part.arriving_bytes for part in reduced),
     )

@@ -114,7 +114,7 @@ def _storage_collectives(placed: PlacedLayer, flow: Flow, training: TrainingSpec
     """The collectives between a parameter's storage and its copy."""
     tensor = flow.value.type
     gathers, reduces = parameter_times(placed.zero, placed.view.num_microbatches, training)
-    gradient_bytes = float(tensor.num_elements * training.gradient_itemsize(tensor.dtype))
+    gradient_bytes = float(tensor.num_elements * training.sum_itemsize(tensor.dtype))
     has_gradient = training.is_training and flow.value.requires_grad
     calls = reshard_calls(
         placed.to_copy(flow), tensor.num_bytes, gradient_bytes=gradient_bytes, has_gradient=has_gradient

@@ -57,9 +57,10 @@ class ParameterBytes:
         gradient_bytes: of the gradient where the parameter is stored.
         copy_gradient_bytes: of the gradient of what is computed with.
         sum_bytes: the same, in the dtype in which microbatches add up.
-        reduced_bytes: `copy_gradient_bytes` where collectives reduce it.
+        reduced_bytes: the same where collectives reduce it.
         arriving_bytes: what comes of that.
         is_cast: whether it is stored in another dtype than it is computed with.
+        is_sum_cast: whether its gradient is reduced in another.
         is_reordered: whether what collectives move is not contiguous: slices of inner dims.
         is_scattered: whether each device gets a part of the reduced gradient.
     """
@@ -75,8 +76,14 @@ class ParameterBytes:
     reduced_bytes: float = 0.0
     arriving_bytes: float = 0.0
     is_cast: bool = False
+    is_sum_cast: bool = False
     is_reordered: bool = False
     is_scattered: bool = False
+
+    @property
+    def is_cast_alone(self) -> bool:
+        """Whether its gradient would be reduced where it is, were it not in another dtype."""
+        return self.is_sum_cast and not self.is_reordered
 
     def held(self, zero: int) -> LayerCost:
         """The bytes that a search counts at this ZeRO level: always, and (`transient_bytes`) while the layer runs."""
@@ -105,6 +112,7 @@ def parameter_bytes(
     """
     compute, storage = itemsize_bytes(dtype), training.storage_itemsize(dtype)
     gradient, computed = (training.gradient_itemsize(dtype), compute) if trains else (0, 0)
+    summed = training.sum_itemsize(dtype) if trains else 0
     moves = any(step.forward != "none" for step in steps)
     reduces = any(step.backward != "none" for step in steps)
     return ParameterBytes(
@@ -115,10 +123,11 @@ def parameter_bytes(
         optimizer_bytes=stored * training.optimizer_state_bytes_per_element if trains else 0.0,
         gradient_bytes=float(stored * gradient),
         copy_gradient_bytes=float(copied * computed),
-        sum_bytes=float(copied * max(gradient, computed)),
-        reduced_bytes=float(copied * computed) if reduces else 0.0,
-        arriving_bytes=float(stored * computed) if reduces else 0.0,
+        sum_bytes=float(copied * summed),
+        reduced_bytes=float(copied * summed) if reduces else 0.0,
+        arriving_bytes=float(stored * summed) if reduces else 0.0,
         is_cast=storage != compute,
+        is_sum_cast=trains and summed != computed,
         is_reordered=any(max(step.src.dim, step.dst.dim) > 0 for step in steps),
         is_scattered=trains and any(step.backward == "reduce_scatter" for step in steps),
     )
@@ -203,12 +212,13 @@ def gradient_sum_s(
         return 0.0
     mesh, layout = copy if zero < 2 else stored
     dtype = value.type.dtype
-    if training.gradient_itemsize(dtype) != itemsize_bytes(dtype):
-        dtype = "float32"
-    summed = TensorType(local_shape(value.type.shape, layout, mesh), dtype)
-    if not math.prod(summed.shape):
+    summed = training.sum_itemsize(dtype) if zero < 2 else training.gradient_itemsize(dtype)
+    if summed != itemsize_bytes(dtype):
+        dtype = training.gradient_dtype if zero < 2 and training.gradient_dtype else "float32"
+    total = TensorType(local_shape(value.type.shape, layout, mesh), dtype)
+    if not math.prod(total.shape):
         return 0.0
-    time = prices.op_s(_SUM, (summed, summed), (summed,), differentiable=False)
+    time = prices.op_s(_SUM, (total, total), (total,), differentiable=False)
     return (num_microbatches - 1) * time.forward_s
 
 

@@ -42,7 +42,7 @@ def plan_collectives(
     Raises:
         ValueError: the plan does not fit the program.
     """
-    training = training or TrainingSpec()
+    training = (training or TrainingSpec()).by(plan.decisions)
     layers = PlannedLayers(program, plan.decisions)
     between = step_collectives(layers, training)
     found: list[PricedCollective] = []

@@ -60,7 +60,7 @@ def predict(
         ValueError: a strategy does not fit its layer.
         MissingPriceError: an op or collective has no price.
     """
-    training = training.running(compiled=decisions.compiled)
+    training = training.by(decisions)
     layers = PlannedLayers(program, decisions, facts or LayerFacts())
     costs = layer_costs(layers, prices, training)
     memory = step_memory(layers, training, schedules)

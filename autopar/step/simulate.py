@@ -184,7 +184,7 @@ def simulate_step(
     Returns:
         The step's seconds, the same for every `detail`; the events and the memory of every device group.
     """
-    training = training.running(compiled=plan.compiled)
+    training = training.by(plan.decisions)
     layers = PlannedLayers(program, plan.decisions)
     simulation = _Simulation(step_work(layers, prices, training, schedules))
     step_s = simulation.run()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.placement import Layout
+from autopar.plan import Decisions
 from autopar.program import Layer, Op, Program, itemsize_bytes
 
 __all__ = ["TrainingSpec", "is_differentiable", "own_training"]
@@ -28,6 +29,7 @@ class TrainingSpec:
             the parameter and its gradient, as its step on slices would be another; -1: it gathers none of these.
         gathers_outputs: whether the outputs beside the loss are made whole in every step.
         compiled: whether a compiler makes kernels of each layer's ops, and decides what is kept for backward.
+        gradient_dtype: in which gradients of the copies are added up and reduced (`Decisions.gradients`).
         reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
     """
 
@@ -40,6 +42,7 @@ class TrainingSpec:
     whole_states: tuple[int, int] = (-1, -1)
     gathers_outputs: bool = False
     compiled: bool = False
+    gradient_dtype: str = ""
     reruns: bool = True
 
     def on_device(self, name: str) -> TrainingSpec:
@@ -49,6 +52,14 @@ class TrainingSpec:
     def running(self, *, compiled: bool) -> TrainingSpec:
         """The same with layers compiled or not."""
         return self if self.compiled == compiled else replace(self, compiled=compiled)
+
+    def by(self, decisions: Decisions) -> TrainingSpec:
+        """The same with what a plan decides about it."""
+        return replace(self, compiled=decisions.compiled, gradient_dtype=decisions.gradients)
+
+    def sum_itemsize(self, dtype: str) -> int:
+        """Bytes of an element of what microbatches add up and collectives reduce, of a parameter of this dtype."""
+        return itemsize_bytes(self.gradient_dtype) if self.gradient_dtype else self.gradient_itemsize(dtype)
 
     def gradient_itemsize(self, dtype: str) -> int:
         """Bytes of a gradient element of a parameter of this dtype."""

@@ -32,13 +32,19 @@ def start_gather_bucket(
 
 
 def start_reduce_bucket(
-    gradients: Sequence[Tensor], steps_list: Sequence[Sequence[Step]], communicator: Communicator, layer: str = ""
+    gradients: Sequence[Tensor],
+    steps_list: Sequence[Sequence[Step]],
+    communicator: Communicator,
+    layer: str = "",
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> BucketHandle:
     """Start the `backward` of each gradient's steps in reverse, outside autograd, with shared collectives.
 
-    The first round of collectives is under way when this returns.  `layer` is the name of the layer that they are for.
+    The first round of collectives is under way when this returns.  `layer` is the name of the layer that they are for;
+    `dtypes` are those in which gradients are reduced, if not in their own.
     """
-    return BucketHandle(gradients, [backward_moves(steps) for steps in steps_list], communicator, ("reduce", layer))
+    moves = [backward_moves(steps) for steps in steps_list]
+    return BucketHandle(gradients, moves, communicator, ("reduce", layer), dtypes)
 
 
 class BucketHandle:
@@ -50,9 +56,13 @@ class BucketHandle:
         moves: Sequence[Sequence[Move]],
         communicator: Communicator,
         purpose: tuple[str, str],
+        dtypes: Sequence[torch.dtype] | None = None,
     ) -> None:
-        """Start moving ``xs[i]`` by ``moves[i]``; `purpose` is what `Communicator.serving` is told."""
+        """Start moving ``xs[i]`` by ``moves[i]``; `purpose` is what `Communicator.serving` is told; collectives move it
+        in the dtype ``dtypes[i]``.
+        """
         self._purpose = purpose
+        self._dtypes = [x.dtype for x in xs] if dtypes is None else dtypes
         # Without those that are under way: their buffer is all that is kept of them.
         self._xs = {index: x.detach() for index, x in enumerate(xs)}
         self._left = [[move for move in own if _moves_something(move)] for own in moves]
@@ -77,18 +87,18 @@ class BucketHandle:
             while left and left[0].kind not in COLLECTIVE_KINDS:
                 self._xs[index] = run_move(self._xs[index], left.pop(0), self._communicator)
             if left:
-                key = (Move(left[0].axis, left[0].kind, -1, -1), self._xs[index].dtype)
+                key = (Move(left[0].axis, left[0].kind, -1, -1), self._dtypes[index])
                 waiting.setdefault(key, []).append(index)
         with self._communicator.serving(*self._purpose):
-            return [self._start(move, indices) for (move, _), indices in waiting.items()]
+            return [self._start(move, indices, dtype) for (move, dtype), indices in waiting.items()]
 
-    def _start(self, move: Move, indices: list[int]) -> _SharedCollective:
+    def _start(self, move: Move, indices: list[int], dtype: torch.dtype) -> _SharedCollective:
         moves = [self._left[index].pop(0) for index in indices]
         shapes = [self._xs[index].shape for index in indices]
         pack, unpack = _PACKERS[move.kind]
         packed = [pack(self._xs.pop(index), own) for index, own in zip(indices, moves, strict=True)]
         sizes = [piece.shape[-1] for piece in packed]
-        flat = packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
+        flat = _side_by_side(packed, dtype)
         handle = _start_flat(flat, move, self._communicator)
 
         def unpack_all(buffer: Tensor) -> Iterable[Tensor]:
@@ -105,6 +115,16 @@ class _SharedCollective:
     indices: list[int]
     handle: Handle
     unpack: Callable[[Tensor], Iterable[Tensor]]
+
+
+def _side_by_side(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Along the last dim and in this dtype; a piece alone as it is, if it can be."""
+    if len(pieces) == 1:
+        return pieces[0].to(dtype)
+    if all(piece.dtype == dtype for piece in pieces):
+        return torch.cat(pieces, dim=-1)
+    first, total = pieces[0], sum(piece.shape[-1] for piece in pieces)
+    return torch.cat(pieces, dim=-1, out=first.new_empty((*first.shape[:-1], total), dtype=dtype))
 
 
 def _moves_something(move: Move) -> bool:

@@ -60,6 +60,7 @@ class LayerParameters:
         self.names = tuple(names)
         self.positions = tuple(positions)
         self.dtypes = tuple(dtypes)
+        self.gradient_dtypes = tuple(store.gradient_dtype or store.stored[name].dtype for name in names)
         self.communicator = communicator
         self.steps: tuple[tuple[Step, ...], ...] = tuple(
             reshard(
@@ -93,7 +94,7 @@ class LayerParameters:
         return self._cast(parameters) if handle is None else handle.wait()
 
     def start_reduce(self, gradients: Sequence[Tensor | None]) -> Reduction:
-        """Set off: gradients of the copies -> gradients of the stored parts, in the dtype that they have."""
+        """Set off: gradients of the copies -> gradients of the stored parts; what collectives reduce is cast first."""
         if not self.moves_backward:
             return Reduction(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -102,6 +103,7 @@ class LayerParameters:
             [self.steps[i] for i in present],
             self.communicator,
             self.layer,
+            [self.gradient_dtypes[i] for i in present],
         )
         return Reduction([None] * len(gradients), present, handle, self._apart)
 
@@ -145,7 +147,7 @@ class StepParameters:
         Args:
             layer: how they move.
             frees: whether the copies are freed between forward and backward (ZeRO-3): autograd must not hold them.
-            adds_up: whether several backwards add up before one reduction; that is done in the dtype of storage.
+            adds_up: whether several backwards add up before one reduction; that is done in the dtype of the latter.
         """
         self.layer = layer
         self.frees = frees
@@ -155,7 +157,7 @@ class StepParameters:
         self._copies: list[Tensor] | None = None
         self._leaves: list[Tensor] | None = None
         self._terms: list[Tensor | None] | None = None  # of copies that are no leaves
-        self._sums: list[Tensor | None] | None = None  # of earlier backwards, in the dtype of storage
+        self._sums: list[Tensor | None] | None = None  # of earlier backwards, in `gradient_dtypes`
         self._reduction: Reduction | None = None
 
     def unshard(self) -> None:
@@ -205,13 +207,13 @@ class StepParameters:
         self._terms = owned if self._terms is None else _add_all(self._terms, owned)
 
     def end_backward(self) -> None:
-        """One backward is through: what was computed in a narrower dtype than is stored is added up in the latter."""
-        stored = self.layer.current()
+        """One backward is through: what was computed in another dtype than is reduced is added up in the latter."""
+        wanted = self.layer.gradient_dtypes
         if not self._adds_up or self._leaves is None:
             return
-        if any(leaf.dtype != p.dtype for leaf, p in zip(self._leaves, stored, strict=True)):
-            pairs = zip(self._take_terms(), stored, strict=True)
-            terms = [None if term is None else term.to(p.dtype) for term, p in pairs]
+        if any(leaf.dtype != dtype for leaf, dtype in zip(self._leaves, wanted, strict=True)):
+            pairs = zip(self._take_terms(), wanted, strict=True)
+            terms = [None if term is None else term.to(dtype) for term, dtype in pairs]
             self._sums = terms if self._sums is None else _add_all(self._sums, terms)
 
     def start_reduce(self) -> None:

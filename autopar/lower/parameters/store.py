@@ -50,6 +50,7 @@ class ParameterStore:
     `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes, over the
     ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
     `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
+    `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's.
     """
 
     mesh: tuple[int, ...]
@@ -57,6 +58,7 @@ class ParameterStore:
     module: nn.Module
     stored: Mapping[str, Stored]
     first_name: Mapping[str, str]
+    gradient_dtype: torch.dtype | None = None
 
     def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where the parameter is registered: to look it up each step without walking the module's tree."""
@@ -145,7 +147,8 @@ def make_store(
     if draws is not None:
         draws.play(communicator.device, keep_drawn)
     copy_skeleton(module, target, make_parameter, make_buffer)
-    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module))
+    dtype = getattr(torch, plan.decisions.gradients) if plan.decisions.gradients else None
+    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype)
 
 
 def _stored(
