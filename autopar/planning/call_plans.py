@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import ExampleInputsError, InputShapeError
+from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
 from autopar.lower.run.call_executors import MOST_FORMS
@@ -19,12 +20,28 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
+from autopar.planning.padded_calls import as_longer, padded_rows, with_size
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.prices import Prices
-from autopar.trace import Traced, as_batch, as_model, bind, copy_with, default_example_inputs, require_target, trace
+from autopar.trace import (
+    NotAlikeError,
+    Traced,
+    as_batch,
+    as_model,
+    bind,
+    compare,
+    copy_with,
+    default_example_inputs,
+    ignored_labels,
+    require_target,
+    trace,
+)
 
 __all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "trace_model"]
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+_LOGGER = logging.getLogger("autopar")
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
@@ -128,7 +145,15 @@ class CallPlanner:
                 return executable
         with torch.autocast("cpu", enabled=False):  # which this is called in
             traced = self._finish(self._trace(args, kwargs, is_training, part, autocast))
-        plan = self._plan(traced.program, self._of_mode(is_training), made, part)
+        request = self._of_mode(is_training)
+        plan = self._reuse(traced.program, request, made, part)
+        if plan is None:
+            padded = self._with_more_rows(traced, (args, kwargs), is_training, part, autocast)
+            if padded is not None:
+                made.insert(0, padded)
+                del made[MOST_FORMS:]
+                return padded
+            plan = plan_like(traced.program, *self._first, self._prices, request)
         keeps_copies = not traced.program.carried.isdisjoint(traced.program.inputs) and self._have_room(plan)
         if traced.program.carried and not keeps_copies:
             stored = replace(self._of_mode(is_training), stored=self._stored)
@@ -174,7 +199,31 @@ class CallPlanner:
         mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
         return tuple((name, mesh, layout) for name, layout in storage_layouts(program, plan, mesh).items())
 
-    def _plan(self, program: Program, request: SearchRequest, like: Sequence[Executable], part: str) -> Plan:
+    def _with_more_rows(
+        self, short: Traced, call: Call, is_training: bool, part: str, autocast: torch.dtype | None
+    ) -> Executable | None:
+        """What runs the call with a few more rows that don't count, where that is exact, by a plan that is known."""
+        rows = short.program.batch_size
+        made = self._made[is_training, part, autocast]
+        known = [] if part else [self._first]
+        for longer in padded_rows(rows, [*known, *((each.program, each.plan) for each in made)]):
+            args, kwargs = with_size(map_leaves(_shape_of, call), 0, rows, longer)
+            try:
+                with torch.autocast("cpu", enabled=False):
+                    long = self._finish(self._trace(args, kwargs, is_training, part, autocast))
+                fills = ignored_labels(long.program)
+                alike = compare(short, long, fills)
+            except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
+                _LOGGER.debug("%s rows are not padded to %s: %s", rows, longer, error)
+                return None
+            plan = None if alike.last else self._reuse(long.program, self._of_mode(is_training), made, part)
+            if plan is not None:
+                note = f"batches of {rows} rows run as {longer}: the rows that are added count for nothing"
+                return as_longer(short, long, replace(plan, notes=(*plan.notes, note)), alike, fills)
+        return None
+
+    def _reuse(self, program: Program, request: SearchRequest, like: Sequence[Executable], part: str) -> Plan | None:
+        """A plan for `program` whose decisions are known."""
         first_program, first = self._first
         for decisions in first.other_calls:
             if decisions.fingerprint == program.fingerprint:
@@ -188,7 +237,7 @@ class CallPlanner:
             usable = [plan for plan in reused if plan is not None]
             if usable:
                 return min(usable, key=lambda plan: plan.step_time_s)
-        return plan_like(program, first_program, first, self._prices, request)
+        return None
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

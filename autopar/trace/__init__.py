@@ -9,24 +9,29 @@ from autopar.trace.capture import copy_with
 from autopar.trace.flex_attention import dense_flex_attention
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.parts import as_model
+from autopar.trace.prefixes import LongerProgram, NotAlikeError, compare, ignored_labels
 from autopar.trace.signature import as_batch, bind, default_example_inputs
 from autopar.trace.source_lines import frame_of_text
 from autopar.trace.torch_internals import argument_source, custom_backwards, is_wrapped_number, run_captured
 from autopar.trace.tracing import Traced, trace
 
 __all__ = [
+    "LongerProgram",
     "LossFunction",
+    "NotAlikeError",
     "Traced",
     "argument_source",
     "as_batch",
     "as_model",
     "bind",
     "call_opener",
+    "compare",
     "copy_with",
     "custom_backwards",
     "default_example_inputs",
     "dense_flex_attention",
     "frame_of_text",
+    "ignored_labels",
     "is_wrapped_number",
     "put_loss_inside",
     "require_target",

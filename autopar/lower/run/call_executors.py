@@ -179,7 +179,9 @@ class CallExecutors:
     ) -> list[tuple[PlannedCall, Executor]]:
         program, plan = executor.executable.program, executor.executable.plan
         plain = [name for name in program.inputs if name not in program.carried]
-        text = ", ".join(f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in plain)
+        text = executor.executable.form or ", ".join(
+            f"{n} {list(program.type_of(n).shape)} {program.type_of(n).dtype}" for n in plain
+        )
         text += ", keys and values" if len(plain) < len(program.inputs) else ""
         text += f", autocast to {self.autocast}" if self.autocast else ""
         known = self._known.setdefault((mode, part, self.autocast), [])

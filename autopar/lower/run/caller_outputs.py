@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,9 +11,9 @@ from torch import Tensor
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor
-from autopar.lower.run.lowering import Executable
+from autopar.lower.run.lowering import Cuts, Executable
 
-__all__ = ["caller_outputs", "do_outputs_fit"]
+__all__ = ["caller_outputs", "cut_outputs", "do_outputs_fit"]
 
 Later = Callable[[str, Callable[[], Tensor]], Tensor]
 """``(name, gather)`` -> ``gather()``, when all ranks have come to read the output of that name."""
@@ -32,6 +33,24 @@ def caller_outputs(
     names = executor.executable.program.outputs
     made = {name: _output(executor, name, values.get(name), later, is_later) for name in dict.fromkeys(names)}
     return [made[name] for name in names]
+
+
+def cut_outputs(names: Sequence[str], outputs: Sequence[Tensor | None], cuts: Cuts) -> list[Tensor | None]:
+    """Outputs without what padding added to them; `names` are theirs."""
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        for dim, length in cuts[name].items():
+            x = x.narrow(dim, 0, length)
+        return x
+
+    return [
+        x
+        if x is None or name not in cuts
+        else x.then(partial(cut, name))
+        if isinstance(x, LateTensor)
+        else cut(name, x)
+        for name, x in zip(names, outputs, strict=True)
+    ]
 
 
 def do_outputs_fit(executable: Executable) -> bool:

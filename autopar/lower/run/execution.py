@@ -61,6 +61,7 @@ class Executor:
         )
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
         self.whole_outputs = False
+        self.cut_outputs = frozenset[str]()  # those of the next call that are longer than what the caller gets
         self.stopwatch: Stopwatch | None = None  # while somebody measures
         # In an order that all ranks share: what is made whole is so one value after the other.
         self.kept = tuple(dict.fromkeys((*program.outputs, *program.updates.values())))
@@ -240,7 +241,7 @@ class Executor:
     def stays_cut(self, name: str) -> bool:
         """Whether the caller gets an output as the devices hold it, for whoever wants it to gather it."""
         program = self.executable.program
-        if self.whole_outputs or not program.loss or name == program.loss:
+        if self.whole_outputs or not program.loss or name == program.loss or name in self.cut_outputs:
             return False
         return self._is_on_store_mesh(self.value_layouts[name].mesh) and self._can_be_cut(self.value_layouts[name])
 

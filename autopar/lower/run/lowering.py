@@ -25,7 +25,16 @@ from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, r
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 
-__all__ = ["Executable", "Lowering", "ValueLayout"]
+__all__ = ["Cuts", "Executable", "Lowering", "ValueLayout"]
+
+
+Cuts = Mapping[str, Mapping[int, int]]
+"""Outputs by name -> dim -> length of what the caller gets of it."""
+
+
+def no_cuts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
+    """Outputs as they are."""
+    return {}
 
 
 class Executable(NamedTuple):
@@ -39,6 +48,9 @@ class Executable(NamedTuple):
         unflatten_outputs: values of `Program.outputs` -> what the model returns.
         keeps_copies: parameters don't change between calls, until `Executor.forget_copies`, and there is room to keep
             them gathered.
+        cuts: ``(args, kwargs)`` of a call that `flatten_inputs` pads -> the outputs that are longer than the caller's:
+            dim -> length.
+        form: name, shape and dtype of each tensor of those calls; ``""``: they are the program's inputs.
     """
 
     program: Program
@@ -47,6 +59,8 @@ class Executable(NamedTuple):
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Tensor]]
     unflatten_outputs: Callable[[Sequence[Any]], Any]
     keeps_copies: bool = False
+    cuts: Callable[[Sequence[Any], Mapping[str, Any]], Cuts] = no_cuts
+    form: str = ""
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.

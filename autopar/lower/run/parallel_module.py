@@ -32,10 +32,10 @@ from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
 from autopar.lower.run.call_inputs import Call, CallInputs
-from autopar.lower.run.caller_outputs import caller_outputs, do_outputs_fit
+from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, do_outputs_fit
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor, check_plan
-from autopar.lower.run.lowering import Executable
+from autopar.lower.run.lowering import Cuts, Executable
 from autopar.lower.run.module_inspection import ModuleInspection
 from autopar.lower.run.module_state import NamedTensors
 from autopar.lower.run.original_class import make_instance
@@ -224,11 +224,12 @@ class ParallelModule(ModuleInspection):
         if executor is not self._executor:
             self._first_steps.interrupt()
         calls = self._communicator.calls
+        cuts = executor.executable.cuts(args, kwargs)
         with torch.autocast(self._communicator.device.type, enabled=False) if autocast else nullcontext():
             if calls is None:
-                return self._compute(executor, tensors, kind)
+                return self._compute(executor, tensors, kind, cuts)
             with calls.failing():
-                outputs = self._compute(executor, tensors, kind)
+                outputs = self._compute(executor, tensors, kind, cuts)
         calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs
 
@@ -277,10 +278,11 @@ class ParallelModule(ModuleInspection):
             found, problem = attempt(look_up)
         return give
 
-    def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str) -> Any:
+    def _compute(self, executor: Executor, tensors: Sequence[Tensor], kind: str, cuts: Cuts) -> Any:
         executable = executor.executable
         is_later = self.whole_outputs is None and (self.training or not do_outputs_fit(executable))
         executor.whole_outputs = not is_later if self.whole_outputs is None else self.whole_outputs
+        executor.cut_outputs = frozenset(cuts)
         seed = agree_base_seed(self._communicator) if executor.is_random else 0
         executor.begin_step()
         values = run_step(executor, executor.take_parts(tensors), seed)
@@ -293,6 +295,7 @@ class ParallelModule(ModuleInspection):
                     on_gradient(value, self._mark_gradients_later)
         one = f"{'a' if self.training else 'an'} {kind.replace(' {}', '')}"
         outputs = caller_outputs(executor, values, partial(self._read_output, one), is_later=is_later)
+        outputs = cut_outputs(executable.program.outputs, outputs, cuts)
         if self.call_inputs is not None and self.call_inputs.is_local:
             rows = executor.output_rows
             named = zip(executable.program.outputs, outputs, strict=True)

@@ -1,0 +1,472 @@
+"""What one op makes of values that are longer in one program than in another; see `autopar.trace.prefixes`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from autopar.ops import family_of, options_for
+from autopar.ops.family import argument, packet_name
+from autopar.program import Arg, Op, Option, Ref, TensorType
+from autopar.trace.evaluation import run_op
+
+__all__ = ["Fill", "Longer", "OpPair", "Prefix", "follow"]
+
+Fill = float | int | bool | None
+"""What all entries of a longer value are that are beyond the shorter one along one dim alone; None: not known."""
+
+
+class Longer(NamedTuple):
+    """A dim that is longer: it is ``blocks`` times as long as a block, and each block begins with the shorter one's.
+
+    (There is more than one block where a view made one dim of rows and places.)
+    """
+
+    fill: Fill = None
+    blocks: int = 1
+
+
+Prefix = Mapping[int, Longer]
+"""The dims along which a value is longer; along all others it is as long as the shorter one."""
+
+Types = tuple[TensorType, TensorType]
+
+_LOSSES = {"autopar.cross_entropy": 1, "autopar.cross_entropy_denominator": 0}  # -> which operand is the target
+_SUMS = {"aten.sum", "aten.nansum"}
+_PRODUCTS = {"aten.mm", "aten.bmm", "aten.matmul", "aten.linear", "aten.dot", "aten.mv", "aten.einsum"}
+_PADS = {"aten.constant_pad_nd", "aten.pad"}
+_SAME_ENTRIES = {"aten.clone", "aten.contiguous", *_PADS}
+_DRAWS_APART = {"autopar.dropout", "aten.scaled_dot_product_attention"}  # entries draw on their own
+
+
+@dataclass
+class OpPair:
+    """An op of the longer program and the one in its place in the shorter one.
+
+    Args:
+        op: the former.
+        other: the latter.
+        states: of the operands of `op`.
+        operands: the types of both ops' operands, the longer ones first.
+        results: of their results.
+        constants: those operands that are constants, of both.
+
+    `last` is found: the dim along which the op takes the last entry; and `reads_out_of_range`: a fill that no index is.
+    """
+
+    op: Op
+    other: Op
+    states: Sequence[Prefix] = ()
+    operands: Sequence[Types] = ()
+    results: Sequence[Types] = ()
+    constants: Sequence[tuple[Tensor | None, Tensor | None]] = ()
+    last: int | None = None
+    reads_out_of_range: Fill = None
+    is_followed: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # operands' longer dims
+    made: dict[tuple[int, int], Longer] = field(default_factory=dict[tuple[int, int], Longer])  # results' longer dims
+    literals: set[int | str] = field(default_factory=set[int | str])  # arguments that may differ
+
+    @classmethod
+    def of_one(cls, op: Op) -> OpPair:
+        """For an op alone."""
+        return cls(op, op)
+
+    @property
+    def kind(self) -> str:
+        """The op without its overload."""
+        return packet_name(self.op.target)
+
+    @property
+    def target(self) -> str:
+        """The value with the labels, if the op is a cross entropy."""
+        place = _LOSSES.get(self.op.target)
+        return "" if place is None else self.op.operands[place]
+
+    @property
+    def ignore_index(self) -> Arg:
+        """The label that counts for nothing."""
+        return argument(self.op, 4 if self.op.target == "autopar.cross_entropy" else 2, "ignore_index", -100)
+
+    def is_in_one(self) -> bool:
+        """Whether all that is longer is so in one block."""
+        return all(longer.blocks == 1 for state in self.states for longer in state.values())
+
+    def longer(self) -> set[tuple[int, int]]:
+        """Operands and their dims that are longer."""
+        return {(place, dim) for place, state in enumerate(self.states) for dim in state}
+
+
+def follow(pair: OpPair, *, is_known: bool) -> list[Prefix | None] | None:
+    """What is known of the results, if all operands are known, or those that are not say to take the last entry."""
+    op = pair.op
+    if not is_known:
+        return _last_entry(pair)
+    differing = _differing(op, pair.other)
+    if not pair.longer() and not differing and all(a == b for a, b in pair.results):
+        return [{} for _ in pair.results]
+    if op.is_random and pair.kind not in _DRAWS_APART:
+        return None
+    if _is_index_beyond(pair):
+        return None
+    special = _SPECIAL.get(pair.kind)
+    if special is not None and (special is _reshape or pair.is_in_one()):
+        special(pair)
+    for option in _options(pair):
+        _split(pair, option)
+    if not pair.longer() <= pair.is_followed or not differing <= pair.literals | _sizes(pair):
+        return None
+    return [_result(pair, place, kinds) for place, kinds in enumerate(pair.results)]
+
+
+def _options(pair: OpPair) -> Sequence[Option]:
+    """The ways to split the op by its rule; those of hoisted ones are not on record."""
+    if pair.op.options:
+        return pair.op.options if pair.op.rule_source == "rule" else ()
+    operands, results = (tuple(long for long, _ in kinds) for kinds in (pair.operands, pair.results))
+    match = options_for(pair.op, operands, results)
+    return () if match is None else match.options
+
+
+def _result(pair: OpPair, place: int, kinds: Types) -> Prefix | None:
+    """The state of a result, if its longer dims are those that were followed."""
+    long, short = (kind.shape for kind in kinds)
+    found = {dim: longer for (which, dim), longer in pair.made.items() if which == place}
+    differs = {dim for dim, (a, b) in enumerate(zip(long, short, strict=False)) if a != b}
+    return found if found.keys() == differs and len(long) == len(short) and kinds[0].dtype == kinds[1].dtype else None
+
+
+def _split(pair: OpPair, option: Option) -> None:
+    """Follow the factor that `option` splits, if it is longer."""
+    cut = {(place, placement.dim) for place, placement in enumerate(option.operands) if placement.is_shard}
+    if option.kernel or not option.extent or not cut or not cut <= pair.longer() or cut & pair.is_followed:
+        return
+    made = {(place, placement.dim) for place, placement in enumerate(option.results) if placement.is_shard}
+    sizes = [_sizes_of(pair.operands[place], dim) for place, dim in cut]
+    sizes += [_sizes_of(pair.results[place], dim) for place, dim in made]
+    # The op works on each of `extent` slices apart; the shorter operands and results are the first few of them.
+    counts = {short * option.extent / long for long, short in sizes}
+    if len(counts) != 1 or not counts.pop().is_integer():
+        return
+    blocks = {pair.states[place][dim].blocks for place, dim in cut}
+    if len(blocks) != 1 or (blocks != {1} and any(long != option.extent for long, _ in sizes)):
+        return
+    rest = [place for place, placement in enumerate(option.results) if not placement.is_shard]
+    if rest and not _is_nothing_beyond(pair, cut):
+        return
+    pair.is_followed |= cut
+    pair.made |= {(place, dim): Longer(_fill(pair, cut), *blocks) for place, dim in made}
+
+
+def _sizes_of(types: Types, dim: int) -> tuple[int, int]:
+    return types[0].shape[dim], types[1].shape[dim] if dim < len(types[1].shape) else 0
+
+
+def _is_nothing_beyond(pair: OpPair, cut: set[tuple[int, int]]) -> bool:
+    """Whether what is beyond adds nothing to a sum along a factor."""
+    fills = {place: pair.states[place][dim].fill for place, dim in cut}
+    if pair.op.target in _LOSSES:
+        return fills.get(_LOSSES[pair.op.target]) == pair.ignore_index
+    if pair.kind in _SUMS:
+        return set(fills.values()) == {0}
+    return pair.kind in _PRODUCTS and 0 in fills.values()
+
+
+def _fill(pair: OpPair, cut: set[tuple[int, int]]) -> Fill:
+    """What a result holds beyond, along the factor that operands have at `cut`."""
+    op = pair.op
+    fills = {place: pair.states[place][at].fill for place, at in cut}
+    if op.target == "autopar.cross_entropy":
+        return 0.0 if fills.get(1) == pair.ignore_index else None
+    if pair.kind in _PADS:
+        return fills[0] if fills[0] == _padding(op) else None
+    if op.is_view or pair.kind in _SAME_ENTRIES:
+        return fills.get(0)
+    return _computed(pair, fills) if family_of(op.target).is_pointwise else None
+
+
+def _computed(pair: OpPair, fills: Mapping[int, Fill]) -> Fill:
+    """What an op makes, element by element, of what is beyond."""
+    op, kind = pair.op, pair.kind
+    if kind == "aten.mul" and 0 in fills.values():
+        return 0
+    if kind == "aten.where" and fills.get(0) is not None:
+        chosen: Arg = op.args[1 if fills[0] else 2]
+        return _beyond(pair, chosen, fills)
+    if kind == "aten.masked_fill" and fills.get(1) is not None:
+        return _beyond(pair, op.args[2 if fills[1] else 0], fills)
+    if kind in ("aten.bitwise_and", "aten.logical_and", "aten.__and__") and False in fills.values():
+        return False if pair.results[0][0].dtype == "bool" else None
+    if kind in ("aten.bitwise_or", "aten.logical_or", "aten.__or__") and True in fills.values():
+        return True if pair.results[0][0].dtype == "bool" else None
+    if kind == "aten.add" and -math.inf in fills.values():
+        return -math.inf
+    values: dict[str, Tensor] = {}
+    for place in range(len(op.operands)):
+        fill = _operand_beyond(pair, place, fills)
+        if fill is None:
+            return None
+        values[str(place)] = torch.tensor(fill, dtype=getattr(torch, pair.operands[place][0].dtype))
+    try:
+        (found,) = run_op(op.with_numbered_operands(), values)
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    return cast("Tensor", found).item()
+
+
+def _beyond(pair: OpPair, arg: Arg, fills: Mapping[int, Fill]) -> Fill:
+    if isinstance(arg, Ref):
+        return _operand_beyond(pair, pair.op.operands.index(arg.name), fills)
+    return arg if isinstance(arg, bool | int | float) else None
+
+
+def _operand_beyond(pair: OpPair, place: int, fills: Mapping[int, Fill]) -> Fill:
+    """What an operand holds beyond: known there, or one number everywhere."""
+    constant = pair.constants[place][0]
+    if place in fills:
+        return fills[place]
+    return constant.item() if constant is not None and constant.numel() == 1 else None
+
+
+def _is_index_beyond(pair: OpPair) -> bool:
+    """Whether the op may use labels that are filled as indices, which they are not."""
+    op = pair.op
+    if op.target in _LOSSES or op.is_view or pair.kind in _SAME_ENTRIES or family_of(op.target).is_pointwise:
+        return False
+    for state, (kind, _) in zip(pair.states, pair.operands, strict=True):
+        fills = [fill for fill, _ in state.values() if fill is not None and not isinstance(fill, bool) and fill < 0]
+        if fills and not kind.is_floating:
+            pair.reads_out_of_range = fills[0]
+            return True
+    return False
+
+
+def _differing(op: Op, other: Op) -> set[int | str]:
+    """The arguments whose literals differ."""
+    one, two = op.with_numbered_operands(), other.with_numbered_operands()
+    found: set[int | str] = {place for place in range(max(len(one.args), len(two.args)))
+                             if not _alike(one.args[place : place + 1], two.args[place : place + 1])}  # fmt: skip
+    first, second = dict(one.kwargs), dict(two.kwargs)
+    return found | {key for key in first.keys() | second.keys() if not _alike(first.get(key), second.get(key))}
+
+
+def _alike(a: Arg, b: Arg) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return type(a) is type(b) and (a == b or (a != a and b != b))
+
+
+def _sizes(pair: OpPair) -> set[int | str]:
+    """The arguments that repeat the result's sizes."""
+    return {
+        place for place in family_of(pair.op.target).size_args
+        if all(map(_fits, (pair.op.args[place], pair.other.args[place]), (kind.shape for kind in pair.results[0])))
+    }  # fmt: skip
+
+
+def _fits(arg: Arg, shape: tuple[int, ...]) -> bool:
+    return (
+        isinstance(arg, tuple) and len(arg) == len(shape) and all(a in (b, -1) for a, b in zip(arg, shape, strict=True))
+    )
+
+
+# ---------------------------------------------------------------- ops that can't be split along what is longer
+
+
+def _dim_of(pair: OpPair, place: int, default: Arg = 0) -> int:
+    dim, rank = argument(pair.op, place, "dim", default), len(pair.operands[0][0].shape)
+    return dim % rank if isinstance(dim, int) and rank else -1
+
+
+def _attention(pair: OpPair) -> None:
+    """(q, k, v, mask, dropout_p, is_causal): a row sees keys up to its own, or those that the mask lets it see."""
+    ranks = [len(kinds[0].shape) for kinds in pair.operands]
+    query, key, value = ((place, rank - 2) for place, rank in enumerate(ranks[:3]))
+    longer = pair.longer()
+    if argument(pair.op, 5, "is_causal", False):
+        # Rows are counted from the first: rows and keys are alike, and grow alike.
+        both = {_sizes_of(pair.operands[place], dim) for place, dim in (query, key, value)}
+        if len(both) == 1 and {query, key, value} <= longer and len(ranks) == 3:
+            pair.is_followed |= {query, key, value}
+            pair.made[0, query[1]] = Longer()
+    elif len(ranks) == 4 and {key, value} <= longer:
+        mask = (3, ranks[3] - 1)
+        hidden = pair.states[3].get(mask[1], Longer()).fill
+        if mask in longer and hidden in (False, -math.inf) and not (hidden == 0 and pair.operands[3][0].is_floating):
+            pair.is_followed |= {key, value, mask}
+
+
+def _softmax(pair: OpPair) -> None:
+    place = (0, _dim_of(pair, 1, -1))
+    if place in pair.longer() and pair.states[0][place[1]].fill == -math.inf:
+        pair.is_followed.add(place)
+        pair.made[place] = Longer(0.0)
+
+
+def _running(pair: OpPair) -> None:
+    """What depends on the entries before only."""
+    place = (0, _dim_of(pair, 1))
+    if place in pair.longer():
+        pair.is_followed.add(place)
+        pair.made[place] = Longer()
+
+
+def _slice(pair: OpPair) -> None:
+    """slice(x, dim, start, end, step)."""
+    dim = _dim_of(pair, 1)
+    size, shorter = _sizes_of(pair.operands[0], dim)
+    spans = [range(length)[_span(op)] for op, length in ((pair.op, size), (pair.other, shorter))]
+    long, short = spans
+    if not long or not short or long.step != short.step:
+        return
+    if size == shorter:  # a part of a table, which is longer in the one
+        if long.start == short.start and len(long) != len(short):
+            pair.made[0, dim] = Longer()
+            pair.literals |= {2, 3}
+    elif dim in pair.states[0]:
+        if len(long) == len(short) == 1 and (long[0], short[0]) == (size - 1, shorter - 1):
+            _take_last(pair, dim)
+        elif long == short:
+            pair.is_followed.add((0, dim))
+            pair.literals |= {2, 3}
+        elif long.start == short.start and long.step == 1 and (long.stop, short.stop) == (size, shorter):
+            pair.is_followed.add((0, dim))
+            pair.made[0, dim] = pair.states[0][dim]
+            pair.literals |= {3}
+
+
+def _span(op: Op) -> slice:
+    start, end, step = (argument(op, at, "", default) for at, default in ((2, None), (3, None), (4, 1)))
+    return slice(*(x if isinstance(x, int) else None for x in (start, end, step)))
+
+
+def _select(pair: OpPair) -> None:
+    """select(x, dim, index)."""
+    dim = _dim_of(pair, 1)
+    if dim not in pair.states[0]:
+        return
+    size, shorter = _sizes_of(pair.operands[0], dim)
+    long, short = (argument(op, 2, "index") for op in (pair.op, pair.other))
+    if not isinstance(long, int) or not isinstance(short, int):
+        return
+    long, short = range(size)[long], range(shorter)[short]
+    if (long, short) == (size - 1, shorter - 1):
+        _take_last(pair, dim)
+    elif long == short:
+        pair.is_followed.add((0, dim))
+
+
+def _last_entry(pair: OpPair) -> list[Prefix | None] | None:
+    """index(x, [None, places]) with other places, which are the last ones."""
+    if pair.kind == "aten.index" and pair.is_in_one():
+        _index(pair)
+    return follow(pair, is_known=True) if pair.last is not None else None
+
+
+def _index(pair: OpPair) -> None:
+    """index(x, indices), with constant indices that name the same entries, or the last one."""
+    indices = argument(pair.op, 1, "indices")
+    if not isinstance(indices, tuple) or any(a is None or b is None for a, b in pair.constants[1:]):
+        return
+    dims = [place for place, index in enumerate(indices) if isinstance(index, Ref)]
+    given = [(cast("Tensor", a), cast("Tensor", b)) for a, b in pair.constants[1:]]
+    if not set(dims) & pair.states[0].keys() or any(a.dtype == torch.bool for a, _ in given):
+        return
+    if len(dims) == 1 and given[0][0].shape == (1,) == given[0][1].shape and dims[0] in pair.states[0]:
+        sizes = _sizes_of(pair.operands[0], dims[0])
+        if [range(size)[int(x.item())] for size, x in zip(sizes, given[0], strict=True)] == [size - 1 for size in sizes]:
+            _take_last(pair, dims[0])
+            return
+    if any(bool((b < 0).any()) for _, b in given):
+        return
+    # What the shorter one reads is in what both have, so that the result is longer where the indices are.
+    rank = max(a.dim() for a, _ in given)
+    start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    long, short = (kind.shape for kind in pair.results[0])
+    pair.is_followed |= {(0, dim) for dim in dims if dim in pair.states[0]}
+    pair.is_followed |= {(place, dim) for place, state in enumerate(pair.states[1:], 1) for dim in state}
+    pair.made |= {(0, dim): Longer() for dim in range(start, start + rank) if long[dim] != short[dim]}
+
+
+def _take_last(pair: OpPair, dim: int) -> None:
+    pair.last = dim
+    pair.is_followed.add((0, dim))
+    pair.literals |= {1, 2, 3}
+
+
+def _padding(op: Op) -> Arg:
+    """What a pad adds; None for one that repeats entries."""
+    if packet_name(op.target) == "aten.constant_pad_nd":
+        return argument(op, 2, "value", 0)
+    value = argument(op, 3, "value")
+    return (0 if value is None else value) if argument(op, 2, "mode", "constant") == "constant" else None
+
+
+def _pad(pair: OpPair) -> None:
+    """constant_pad_nd(x, pad, value): before what is longer, or behind it with what is there already."""
+    pads = argument(pair.op, 1, "pad", ())
+    rank = len(pair.operands[0][0].shape)
+    value = _padding(pair.op)
+    for dim, longer in pair.states[0].items():
+        at = 2 * (rank - 1 - dim)
+        if not isinstance(pads, tuple) or at >= len(pads):
+            continue
+        before, behind = pads[at], pads[at + 1]
+        fits = isinstance(before, int) and isinstance(behind, int) and before >= 0
+        is_there = isinstance(behind, int) and behind > 0 and longer.fill is not None and longer.fill == value
+        if fits and value is not None and (behind == 0 or is_there):
+            pair.is_followed.add((0, dim))
+            pair.made[0, dim] = longer
+
+
+def _expand(pair: OpPair) -> None:
+    """A dim of size 1 repeated."""
+    source, (long, short) = pair.operands[0][0].shape, (kind.shape for kind in pair.results[0])
+    shift = len(long) - len(source)
+    for dim, (a, b) in enumerate(zip(long, short, strict=False)):
+        if a != b and (dim < shift or source[dim - shift] == 1):
+            pair.made[0, dim] = Longer()
+
+
+def _reshape(pair: OpPair) -> None:
+    """The same entries, in the same order, as another shape: rows and places become one dim, or two again."""
+    if len(pair.states[0]) != 1:
+        return
+    ((dim, (fill, blocks)),) = pair.states[0].items()
+    source, short_source = (kind.shape for kind in pair.operands[0])
+    target, short_target = (kind.shape for kind in pair.results[0])
+    changed = [place for place, (a, b) in enumerate(zip(target, short_target, strict=False)) if a != b]
+    if len(changed) != 1 or len(target) != len(short_target):
+        return
+    # Of all entries in order, each of so many runs is longer.
+    runs, before = math.prod(source[:dim]) * blocks, math.prod(target[: changed[0]])
+    is_same = math.prod(source) == math.prod(target) and math.prod(short_source) == math.prod(short_target)
+    if not is_same or before == 0 or runs % before or pair.operands[0][0].dtype != pair.results[0][0].dtype:
+        return
+    made = runs // before
+    if target[changed[0]] % made == short_target[changed[0]] % made == 0:
+        pair.is_followed.add((0, dim))
+        pair.made[0, changed[0]] = Longer(fill, made)
+
+
+_RESHAPES = ("view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
+
+_SPECIAL: Mapping[str, Callable[[OpPair], None]] = {
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.softmax": _softmax,
+    "aten._softmax": _softmax,
+    "aten._safe_softmax": _softmax,
+    "aten.cumsum": _running,
+    "aten.cumprod": _running,
+    "aten.slice": _slice,
+    "aten.select": _select,
+    "aten.index": _index,
+    "aten.constant_pad_nd": _pad,
+    "aten.pad": _pad,
+    "aten.expand": _expand,
+    **{f"aten.{name}": _reshape for name in _RESHAPES},
+}
