@@ -119,7 +119,7 @@ class KernelCollective:
     operand: int
     drop_dims: tuple[int, ...] = ()
     dtype: str = "float32"
-    count: int = 1
+    count: float = 1
     is_ring: bool = False
 
 

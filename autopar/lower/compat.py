@@ -61,7 +61,6 @@ __all__ = [
     "written_arguments",
 ]
 
-
 _dist: Any = dist  # the annotations of its collectives are incomplete
 
 
@@ -361,7 +360,8 @@ def functional_collectives(module: fx.GraphModule) -> list[tuple[str, str, int]]
         kind = _FUNCTIONAL.get(getattr(node.target, "_opname", ""))
         if node.op == "call_function" and kind is not None and node.target.namespace == "_c10d_functional":
             whole = node if kind == "all_gather" else node.args[0]
-            found.append((kind, node.args[-1], whole.meta["val"].nbytes))
+            is_message = kind == "all_to_all" and 0 in node.args[1]
+            found.append(("send" if is_message else kind, node.args[-1], whole.meta["val"].nbytes))
     return found
 
 
@@ -389,9 +389,9 @@ def functional_all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     return _functional.all_reduce(x, op, group)
 
 
-def functional_all_to_all(stack: Tensor, size: int, group: str) -> Tensor:
-    """``[size, ...] -> [size, ...]``, entry c to and from member c, to be waited for."""
-    return _functional.all_to_all_single(stack, [1] * size, [1] * size, group)
+def functional_all_to_all(stack: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """``[sum(sent), ...] -> [sum(received), ...]``, so many entries to and from each member, to be waited for."""
+    return _functional.all_to_all_single(stack, received, sent, group)
 
 
 def functional_wait(x: Tensor) -> Tensor:

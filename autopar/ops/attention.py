@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from autopar.ops.family import OpFamily, Saves, Types, argument, aten
+from autopar.ops.family import Buffers, Kernel, OpFamily, Saves, Types, argument, aten
 from autopar.ops.memory_order import followed
 from autopar.ops.work import Work, sum_bytes
-from autopar.program import Op, itemsize_bytes
+from autopar.program import KernelCollective, Op, itemsize_bytes
 
 __all__ = ["FAMILIES"]
 
@@ -17,10 +17,42 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> str:
     """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal).
 
     ``*`` holds the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number bounds the
-    slices. A causal mask counts rows from the first, so the query rows stay whole then.
+    slices. A causal mask counts rows from the first, so slices of the query rows need a kernel that knows where they
+    are; there is none that drops out, or takes fewer rows than columns.
     """
-    query = "_" if argument(op, 5, "is_causal", False) else "q"
-    return f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _"
+    query, remark = "q", ""
+    if argument(op, 5, "is_causal", False):
+        sizes = {kind.shape[-2] for kind in operand_types[:2]}
+        can_split = all(len(kind.shape) == 4 for kind in operand_types[:3]) and len(sizes) == 1 and not _drops(4)(op)
+        query, remark = ("q", " | by q context_attention") if can_split else ("_", "")
+    return f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _{remark}"
+
+
+def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """Half of the rows go to the mirrored device, and half of the result comes back; so do their gradients.
+
+    Backward sends the query again and the result with its gradient, which takes less memory than to keep them.
+    """
+    query, result, dtype = 0, len(operands), operands[0].dtype
+    return (
+        KernelCollective("send", "forward", query, dtype=dtype, count=0.5),
+        KernelCollective("send", "forward", result, dtype=dtype, count=0.5),
+        KernelCollective("send", "backward", query, dtype=dtype, count=0.5),
+        KernelCollective("send", "backward", result, dtype=dtype, count=1.0),
+        KernelCollective("send", "backward", query, dtype=dtype, count=0.5),
+    )
+
+
+def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Of `context_attention`: exchanged halves, and results of blocks, joined in float32 at least."""
+    if not has_kernel:
+        return Buffers()
+    query, result = operands[0].num_bytes, results[0].num_bytes
+    wide = result * max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
+    return Buffers(
+        forward=0.5 * query + 1.5 * result + wide,
+        backward=2.0 * query + 2.0 * result + sum_bytes(operands[1:3]),
+    )
 
 
 def _flash(op: Op, operand_types: Types, result_types: Types) -> str:
@@ -83,6 +115,8 @@ FAMILIES = (
         aten({"scaled_dot_product_attention": _rule}),
         is_random=_drops(4),
         is_cheap=False,
+        kernels={"context_attention": Kernel(_exchanges, unit=2)},
+        buffers=_buffers,
         count_work=_work(-2),
         function="attention",
         saves=_saves,

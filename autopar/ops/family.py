@@ -38,11 +38,13 @@ class Kernel:
         cuts_vocabulary: the factor is a vocabulary, or the classes of a classifier.
         uses_statistics: the op computes statistics of the whole batch, and could take a part of the batch for all of
             it where a user allows that.
+        unit: the size of a slice divides by it.
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()
     cuts_vocabulary: bool = False
     uses_statistics: bool = False
+    unit: int = 1
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,17 @@ def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch 
     options = derive_options(
         line, op, operand_types, result_types, creates=bool(family.size_args), collectives=collectives
     )
-    return None if options is None else RuleMatch(options, family.size_args, family.is_view, family.draws(op))
+    if options is None:
+        return None
+    fitting = tuple(_in_units(option, family) for option in options)
+    return RuleMatch(tuple(filter(None, fitting)), family.size_args, family.is_view, family.draws(op))
+
+
+def _in_units(option: Option, family: OpFamily) -> Option | None:
+    """The option with slices that its kernel takes; None if there are none."""
+    unit = family.kernels[option.kernel].unit if option.kernel else 1
+    extent = option.extent // unit if option.extent % unit == 0 else 1
+    return option if unit == 1 else replace(option, extent=extent) if extent > 1 else None
 
 
 def is_cheap(op: Op) -> bool:

@@ -4,7 +4,8 @@
 text                               meaning
 =================================  ===========================================================================
 ``data=4``                         mesh axes that split the batch, which must divide by it, multiply to 4; so
-                                   ``tensor=``, ``sequence=``, which leave layers alone that can't (the plan says which)
+                                   ``tensor=``, ``sequence=`` and ``context=``, which leave layers alone that can't (the
+                                   plan says which)
 ``zero=3``                         every layer has this ZeRO level
 ``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``; ``ops``: the search
                                    names the ops of each layer that run again
@@ -51,7 +52,7 @@ __all__ = [
     "parse_constraints", "spell_out",
 ]  # fmt: skip
 
-DEGREES = ("data", "tensor", "sequence")
+DEGREES = ("data", "tensor", "sequence", "context")
 OPS = "ops"
 """The value of ``recompute=`` that lets the search name ops."""
 _OFFLOADED = ("none", "activations")
@@ -61,7 +62,7 @@ _GLOBAL = (*DEGREES, "zero", "recompute", "offload", "mesh", *_COUNTS, "cuts", "
 _GRADIENTS = {"fp32": "float32", "bf16": "bfloat16", **{dtype: dtype for dtype in GRADIENT_DTYPES}}
 
 WORDS = {
-    "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "sequence", "pp": "pipeline", "fsdp": "data",
+    "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "context", "pp": "pipeline", "fsdp": "data",
 }  # fmt: skip
 """What people type -> the key; ``fsdp`` is ``zero=3`` as well, and needs no degree."""
 _EXPERTS = (

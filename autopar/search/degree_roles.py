@@ -90,9 +90,10 @@ def _role_dims(program: Program, op: Op, role: str) -> tuple[int, ...]:
     num_dims = len(program.type_of(op.results[0]).shape)
     if role == "data":
         return (0,)
-    if role == "sequence" and family_of(op.target).is_attention:
-        return tuple(range(1, num_dims - 1))  # heads (Ulysses) or queries (context)
-    return (1,) if role == "sequence" and num_dims == 3 else ()
+    if role in ("sequence", "context") and family_of(op.target).is_attention:
+        heads_too = role == "sequence"  # Ulysses; queries: context
+        return tuple(range(1 if heads_too else num_dims - 2, num_dims - 1))
+    return (1,) if role in ("sequence", "context") and num_dims == 3 else ()
 
 
 def meets_degrees(
@@ -102,8 +103,9 @@ def meets_degrees(
     if not demands.degrees:
         return True
     labels = axis_labels(program, layer, strategy)
+    names = {name for name, _ in demands.degrees}
     return all(
-        label in DEGREE_LABELS[role]
+        label in DEGREE_LABELS[role] and not (role == "sequence" and label in names)  # asked for as context apart
         if role
         else size == 1 or all(label not in DEGREE_LABELS[name] for name, _ in demands.degrees)
         for label, role, size in zip(labels, roles, strategy.mesh, strict=True)

@@ -33,6 +33,7 @@ DEGREE_LABELS = {
     "data": ("data",),
     "tensor": ("tensor", "tensor+sequence", "vocabulary"),
     "sequence": ("sequence (Ulysses)", "sequence", "context"),
+    "context": ("context", "sequence"),
 }
 _MOST = 0.8  # of what is cut, from which share on it gives the axis its name: odd ops are no reason for another
 

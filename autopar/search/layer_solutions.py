@@ -130,7 +130,7 @@ def _objective(problem: LayerProblem, variant: SolvedVariant) -> list[Table]:
     training, recompute = problem.training, variant.recompute
     again = 2.0 if is_layer_rerun(recompute, training) else 1.0
     for index, (op, each) in enumerate(zip(problem.layer.ops, problem.op_tables, strict=True)):
-        runs = 2.0 if is_rerun(op, recompute, training) else 1.0
+        runs = np.array([2.0 if is_rerun(op, s, recompute, training) else 1.0 for s in problem.states[index]])
         kernels = again * each.kernel_forward_s + each.kernel_backward_s
         tables.append(((index,), runs * each.forward_s + each.backward_s + kernels))
     tables += [(each.scope, again * each.forward_s + each.backward_s) for each in problem.reshards]

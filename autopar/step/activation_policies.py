@@ -30,7 +30,8 @@ class ActivationPolicy:
     Args:
         name: as in plans, and in the constraint ``recompute=NAME``.
         reruns: whether backward computes an op's results again, from what other ops gave, in place of keeping them;
-            None: what autograd saves is kept.  Results of random ops and of collectives can't be computed again so.
+            None: what autograd saves is kept.  Results of random ops, collectives and special kernels can't be computed
+            again so.
         keeps_inputs_only: whether the layer keeps its inputs alone, and its whole forward runs again in backward,
             collectives included.  All ops are rerun then.
         offloads: whether what is kept stays in the host's memory between forward and backward: it is copied there while
@@ -44,16 +45,16 @@ class ActivationPolicy:
     offloads: bool = False
     is_searched: bool = True
 
-    def is_rerun(self, op: Op) -> bool:
-        """Whether backward computes `op` again."""
+    def is_rerun(self, op: Op, *, has_kernel: bool = False) -> bool:
+        """Whether backward computes `op` again; `has_kernel`: a special kernel runs it."""
         if self.keeps_inputs_only or self.reruns is None:
             return self.keeps_inputs_only
-        return can_rerun(op) and self.reruns(op)
+        return can_rerun(op) and not has_kernel and self.reruns(op)
 
 
 def can_rerun(op: Op) -> bool:
-    """Whether an op alone can be computed again: not if it draws random numbers, or a kernel of it communicates."""
-    return not (op.is_random or op.has_collectives)
+    """Whether an op alone can be computed again, where no special kernel runs it: not if it draws random numbers."""
+    return not op.is_random
 
 
 _RERUN, _OFFLOAD = "rerun:", "+offload"

@@ -25,7 +25,7 @@ from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_seconds import op_seconds
-from autopar.step.op_states import kernel_runs
+from autopar.step.op_states import OpState, kernel_runs
 from autopar.step.optimizer_costs import optimizer_s
 from autopar.step.parameter_costs import gradient_sums_s, held_cost
 from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
@@ -164,8 +164,8 @@ def running_costs(
     found: dict[str, LayerCost] = {}
     kept_bytes = count * _returned_bytes(placed) if count > 1 else 0.0
     for how, memory in running_memory(placed, hows, training).items():
-        rerun = zip(placed.layer.ops, forward_s, strict=True)
-        recompute_s = sum(seconds for op, seconds in rerun if is_rerun(op, how, training))
+        rerun = zip(placed.layer.ops, placed.states, forward_s, strict=True)
+        recompute_s = sum(seconds for op, state, seconds in rerun if is_rerun(op, state, how, training))
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
         leave_s, return_s = (
             prices.host.exposed_s(count * offload_s(memory, prices), beside_s)
@@ -228,11 +228,12 @@ def weight_share(program: Program, op: Op) -> float:
     return 1.0 if weights == len(taking) else 0.5
 
 
-def is_rerun(op: Op, recompute: str, training: TrainingSpec) -> bool:
+def is_rerun(op: Op, state: OpState, recompute: str, training: TrainingSpec) -> bool:
     """Whether backward computes the op again; in place of some ops, a compiler reruns what it finds best."""
     policy = activation_policy(recompute)
     is_left = training.compiled and policy.reruns is not None
-    return training.is_training and training.reruns and not is_left and policy.is_rerun(op)
+    is_chosen = policy.is_rerun(op, has_kernel=state.has_kernel)
+    return training.is_training and training.reruns and not is_left and is_chosen
 
 
 def is_layer_rerun(recompute: str, training: TrainingSpec) -> bool:

@@ -265,7 +265,7 @@ class _Liveness:
 
 def _is_rerun(node: TensorNode, policy: ActivationPolicy) -> bool:
     """Whether a layer that reruns ops reruns this one; moves inside a device are rerun with them."""
-    return node.is_local if node.op is None else policy.is_rerun(node.op)
+    return node.is_local if node.op is None else policy.is_rerun(node.op, has_kernel=node.has_kernel)
 
 
 def _text(key: TensorKey) -> str:

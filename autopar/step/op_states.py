@@ -32,6 +32,11 @@ class OpState:
     result_types: tuple[TensorType, ...]
 
     @cached_property
+    def has_kernel(self) -> bool:
+        """Whether a special kernel runs the op."""
+        return any(option.kernel for option in self.options)
+
+    @cached_property
     def factors(self) -> tuple[str, ...]:
         """The factor that each axis splits."""
         return tuple(option.factor for option in self.options)

@@ -138,7 +138,7 @@ def _rerun_problems(layer: Layer, strategy: LayerStrategy, where: str) -> Iterat
         if name not in ops:
             yield f"{where}: recompute names {name!r}, which is no op of layer {layer.name}"
         elif not can_rerun(ops[name]):
-            yield f"{where}: recompute names {name!r}, which draws random numbers or communicates and can't run again"
+            yield f"{where}: recompute names {name!r}, which draws random numbers and can't run again"
 
 
 def _op_problems(

@@ -214,6 +214,7 @@ def _sources(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tup
 def _computing_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[str, float]]:
     """What the price of each op rests on, and its seconds in all microbatches, run again in backward included."""
     own = own_training(placed.program, placed.layer, training)
-    for op, time in zip(placed.layer.ops, op_seconds(placed, prices, training), strict=True):
-        runs = 2 if is_rerun(op, placed.recompute, own) else 1
+    times = op_seconds(placed, prices, training)
+    for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
+        runs = 2 if is_rerun(op, state, placed.recompute, own) else 1
         yield time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)

@@ -166,9 +166,10 @@ def _op_seconds(
     rerun_s: list[float] = []
     back_s: list[float] = []
     weight_s: list[float] = []
-    for op, time in zip(placed.layer.ops, op_seconds(placed, prices, training), strict=True):
+    times = op_seconds(placed, prices, training)
+    for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
         ahead_s.append(time.forward_s)
-        rerun_s.append(time.forward_s if is_rerun(op, placed.recompute, training) else 0.0)
+        rerun_s.append(time.forward_s if is_rerun(op, state, placed.recompute, training) else 0.0)
         back_s.append(time.backward_s)
         weight_s.append(time.backward_s * weight_share(placed.program, op))
     return ahead_s, rerun_s, back_s, weight_s

@@ -65,6 +65,7 @@ class TensorNode:
         piece: counts what a compiler leaves out up to here; what is compiled in one go has the same number.
         kept_extra: of `saved_extra`, what is kept in place of the first operand.
         passes: how often its forward reads its operands, in between of collectives.
+        has_kernel: whether a special kernel runs it.
     """
 
     reads: tuple[TensorKey, ...]
@@ -85,6 +86,7 @@ class TensorNode:
     piece: int = 0
     kept_extra: float = 0.0
     passes: int = 1
+    has_kernel: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class _TensorGraphBuilder:
         placed, op, state = self.placed, run.op, run.state
         operands = [self.located[index] for index in run.operands]
         trains = [placed.flows[name].value.requires_grad for name in op.operands]
-        family, has_kernel = family_of(op.target), any(option.kernel for option in state.options)
+        family, has_kernel = family_of(op.target), state.has_kernel
         buffers = family.buffers(state.operand_types, state.result_types, trains, has_kernel)
         makes = self._add_results(run, operands)
         results = [self.located[index] for index in run.results]
@@ -197,6 +199,7 @@ class _TensorGraphBuilder:
                 types=(*state.operand_types, *state.result_types),
                 fuses=is_fused(op),
                 passes=2 if has_kernel else 1,
+                has_kernel=has_kernel,
                 piece=self.piece,
                 kept_extra=buffers.kept,
             )

@@ -101,17 +101,19 @@ def test_grouped_query_heads_are_bounded_by_the_key_heads():
     assert "d1 S(1),S(1),S(1) -> S(1) /8" in shown("aten.scaled_dot_product_attention.default", (X, W, B), [q, k, k], q)
 
 
-def test_query_rows_split_unless_attention_is_causal():
-    shape = (2, 8, 64, 16)
+def test_query_rows_of_causal_attention_need_a_kernel():
+    target, shape = "aten.scaled_dot_product_attention.default", (2, 8, 64, 16)
 
-    def factors(*rest):
-        return {
-            text.split()[0]
-            for text in shown("aten.scaled_dot_product_attention.default", (X, W, B, *rest), [shape] * 3, shape)
-        }
+    def rows(*rest, columns=64):
+        others = (2, 8, columns, 16)
+        found = options_for(op(target, X, W, B, *rest), types([shape, others, others]), types([shape]))
+        assert found is not None
+        return [(o.kernel, o.extent, [str(p) for p in o.operands]) for o in found.options if o.factor == "q"]
 
-    assert "q" in factors()
-    assert "q" not in factors(None, 0.0, True)
+    assert rows() == [("", 64, ["S(2)", "B", "B"])]
+    assert rows(None, 0.0, True) == [("context_attention", 32, ["S(2)", "B", "B"])]  # halves of slices are exchanged
+    assert rows(None, 0.1, True) == []
+    assert rows(None, 0.0, True, columns=80) == []
 
 
 def test_broadcast_dims_of_size_one_stay_whole():

@@ -35,7 +35,7 @@ def test_parameters_are_matched_by_name() -> None:
     [
         (["tp=2", "DP = 4"], ["tensor=2", "data=4"]),
         (["sp=2"], ["sequence=2"]),
-        (["cp=2"], ["sequence=2"]),
+        (["cp=2"], ["context=2"]),
         (["fsdp"], ["zero=3"]),
         (["fsdp=8"], ["data=8", "zero=3"]),
         (["tp=4", "pp=2"], ["pipeline=2", "tensor=4"]),

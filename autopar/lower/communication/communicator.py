@@ -175,6 +175,16 @@ class Communicator:
         self._check_peer(axis, source)
         return self._guard("receive", axis, lambda: self._start_receive(tuple(shape), dtype, axis, source))
 
+    def start_permute(self, x: Tensor, axis: Axis, to: int, source: int) -> Handle:
+        """Send `x` to coordinate `to` and receive the `x` of coordinate `source`, of the same shape and dtype, at once.
+
+        All members take part, and together they say who sends to whom; who sends to itself keeps what it has.  It
+        counts as one send.
+        """
+        return self._begin(
+            "send", axis, x.nbytes, lambda: self._start_permute(x.detach().contiguous(), axis, to, source)
+        )
+
     def _check_peer(self, axis: Axis, coordinate: int) -> None:
         if not 0 <= coordinate < axis.size or coordinate == axis.coordinate(self.rank):
             raise ValueError(
@@ -228,6 +238,20 @@ class Communicator:
     def _start_receive(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis, source: int) -> Handle:
         """``[...]``, what coordinate `source` sends next."""
         raise NotImplementedError
+
+    def _start_permute(self, x: Tensor, axis: Axis, to: int, source: int) -> Handle:
+        """``[...] -> [...]``; by default a message each way, none of which waits for the other."""
+        if to == axis.coordinate(self.rank):
+            return Handle(lambda: x)
+        sent = self._start_send(x, axis, to)
+        received = self._start_receive(tuple(x.shape), x.dtype, axis, source)
+
+        def finish() -> Tensor:
+            came = received.wait()
+            sent.wait()
+            return came
+
+        return Handle(finish)
 
 
 class TracedCommunicator(Communicator, ABC):

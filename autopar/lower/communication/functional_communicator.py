@@ -31,7 +31,7 @@ class GroupOrder(NamedTuple):
 
 
 class FunctionalCommunicator(TracedCommunicator):
-    """See `Communicator`; the stacked buffers travel by functional collectives.  No layer broadcasts or sends.
+    """See `Communicator`; the stacked buffers travel by functional collectives.  No layer broadcasts.
 
     Args:
         like: whose rank, world and device it has.
@@ -72,8 +72,17 @@ class FunctionalCommunicator(TracedCommunicator):
     def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
         order = self._order(axis)
         sent = self._carried(stack if order.to_group is None else stack[order.to_group])
-        received = compat.functional_all_to_all(sent.contiguous(), axis.size, order.name)
+        each = [1] * axis.size
+        received = compat.functional_all_to_all(sent.contiguous(), each, each, order.name)
         return self._received(received, tuple(sent.shape), stack.dtype, order.from_group)
+
+    def _start_permute(self, x: Tensor, axis: Axis, to: int, source: int) -> Handle:
+        order = self._order(axis)
+        in_group = order.from_group or list(range(axis.size))
+        sent = self._carried(x)
+        there, here = ([int(rank == in_group[peer]) for rank in range(axis.size)] for peer in (to, source))
+        received = compat.functional_all_to_all(sent.unsqueeze(0), there, here, order.name)
+        return self._received(received, sent.shape, x.dtype, None)
 
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
         order = self._order(axis)

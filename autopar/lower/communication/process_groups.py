@@ -194,6 +194,20 @@ class ProcessGroupCommunicator(Communicator):
         work = torch_groups.start_receive(self._carried(buffer), group.members[source], group.process_group)
         return _Received(work, buffer, buffer, None).to_handle()
 
+    def _start_permute(self, x: Tensor, axis: Axis, to: int, source: int) -> Handle:
+        if self._is_gloo or to == axis.coordinate(self.rank):  # gloo's messages don't wait for each other
+            return super()._start_permute(x, axis, to, source)
+        group = self._group(axis)
+        result = torch.empty_like(x)
+        works = torch_groups.start_permute(result, x, group.members[to], group.members[source], group.process_group)
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            return result
+
+        return Handle(finish)
+
     @property
     def _look(self) -> Callable[[], None] | None:
         """What to do while a collective is waited for: gloo's, as the host does not wait for others."""

@@ -38,3 +38,13 @@ class Shards:
         for axis in self.axes:
             x = self.communicator.all_reduce(x, axis, "max" if op == "max" else "sum")
         return x
+
+    def exchange_mirrored(self, x: Tensor) -> Tensor:
+        """The `x` of the shard that is as far from the last one as this one is from the first, which gets ours.
+
+        Of a middle one its own.  Shapes are equal on all of them.
+        """
+        for axis in self.axes:
+            mirrored = axis.size - 1 - axis.coordinate(self.communicator.rank)
+            x = self.communicator.start_permute(x, axis, mirrored, mirrored).wait()
+        return x

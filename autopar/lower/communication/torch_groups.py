@@ -25,6 +25,7 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_broadcast",
+    "start_permute",
     "start_receive",
     "start_reduce_scatter",
     "start_send",
@@ -83,6 +84,13 @@ def start_send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
 def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
     """Overwrite `x`, contiguous, by what process `source` sends next."""
     return _dist.irecv(x, source, group=group)
+
+
+def start_permute(result: Tensor, x: Tensor, to: int, source: int, group: dist.ProcessGroup) -> Sequence[dist.Work]:
+    """Send `x` to process `to` and fill `result` with what process `source` sends, both contiguous, as one call."""
+    return _dist.batch_isend_irecv(
+        [_dist.P2POp(dist.isend, x, to, group), _dist.P2POp(dist.irecv, result, source, group)]
+    )
 
 
 def open_group(ranks: Sequence[int], *, keeps_order: bool = False, backend: str | None = None) -> dist.ProcessGroup:
