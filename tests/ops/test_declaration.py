@@ -106,7 +106,7 @@ def test_query_rows_of_causal_attention_need_a_kernel():
 
     def rows(*rest, columns=64):
         others = (2, 8, columns, 16)
-        found = options_for(op(target, X, W, B, *rest), types([shape, others, others]), types([shape]))
+        found = found_for(target, (X, W, B, *rest), [shape, others, others], shape)
         assert found is not None
         return [(o.kernel, o.extent, [str(p) for p in o.operands]) for o in found.options if o.factor == "q"]
 

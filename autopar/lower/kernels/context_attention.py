@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
-from autopar.lower.compat import call_function
 from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks
 
 __all__ = ["context_attention"]
