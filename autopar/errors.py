@@ -16,6 +16,7 @@ __all__ = [
     "LossError",
     "MaterializationError",
     "MeshError",
+    "MissingPackageError",
     "MissingPriceError",
     "ModelError",
     "OptimizerError",
@@ -29,6 +30,7 @@ __all__ = [
     "RuleError",
     "SubmoduleError",
     "TraceError",
+    "TrainerError",
     "VerificationError",
 ]
 
@@ -115,6 +117,14 @@ class ProfileError(AutoparError):
 
 class QuestionError(AutoparError):
     """A question to ``python -m autopar.explain`` can't be read: its target, cluster, or what it varies."""
+
+
+class MissingPackageError(AutoparError, ImportError):
+    """An integration needs a package that is not installed.  The message says how to install it."""
+
+
+class TrainerError(AutoparError):
+    """An argument of a trainer of another project has no meaning, or another one, for a parallelized model."""
 
 
 class RankError(AutoparError):

@@ -1,0 +1,180 @@
+"""`AutoparAccelerator`: an accelerate `Accelerator` whose models are parallelized by autopar.
+
+Every process goes through the same whole batches, as one device does: to the script there is one process, and autopar
+distributes the work inside of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import TrainerError
+from autopar.integrations.packages import optional
+from autopar.integrations.parallel_model import (
+    count_ranks,
+    exchange_parameters,
+    first_batch,
+    own_rank,
+    parallelize_over_ranks,
+)
+from autopar.lower import ParallelModule
+from autopar.lower.compat import leaves_of, map_leaves
+
+__all__ = ["AutoparAccelerator"]
+
+_accelerate = optional("accelerate", "accelerate")
+_Accelerator: type[Any] = _accelerate.Accelerator
+_NO: Any = _accelerate.DistributedType.NO
+
+
+class AutoparAccelerator(_Accelerator):
+    """An `accelerate.Accelerator`, used as that of one process.
+
+    Args:
+        args: as of `Accelerator`.
+        parallelize_kwargs: arguments of `autopar.parallelize`, such as ``{"constraints": ["tensor=2"]}``.  Without
+            ``"example_inputs"`` the first batch of the first loader that is prepared with the model is the example.
+        kwargs: as of `Accelerator`.  ``mixed_precision="bf16"`` is what the plan computes in.
+
+    Raises:
+        TrainerError: another mixed precision.
+    """
+
+    parallelize_kwargs: Mapping[str, Any] = {}
+
+    def __init__(self, *args: Any, parallelize_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        untyped: Any = super()
+        untyped.__init__(*args, **kwargs)
+        self._begin(parallelize_kwargs)
+
+    def _begin(self, parallelize_kwargs: Mapping[str, Any] | None) -> None:
+        self.parallelize_kwargs = dict(parallelize_kwargs or {})
+        if count_ranks() > 1 and self.mixed_precision not in ("no", "bf16"):
+            raise TrainerError(
+                f"mixed_precision={self.mixed_precision!r} is accelerate's own: a parallelized model computes in "
+                "'bf16' or, with 'no', in the dtype of its parameters"
+            )
+
+    @classmethod
+    def of(cls, accelerator: Any, parallelize_kwargs: Mapping[str, Any]) -> AutoparAccelerator:
+        """The same accelerator, nothing prepared yet, as one of this class."""
+        made: Any = object.__new__(cls)
+        made.__dict__.update(vars(accelerator))
+        made._begin(parallelize_kwargs)
+        return made
+
+    # --- to the script there is one process
+
+    @property
+    def num_processes(self) -> int:
+        """One, which is why batches, their sizes, schedulers and what is gathered are those of one device."""
+        return 1
+
+    @property
+    def distributed_type(self) -> Any:
+        """That nothing is distributed by accelerate."""
+        return _NO
+
+    @property
+    def split_batches(self) -> bool:
+        """That the batch size of a loader is that of all processes together."""
+        return True
+
+    @property
+    def process_index(self) -> int:
+        """The rank, for whoever writes or logs."""
+        return own_rank()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return own_rank() == 0
+
+    def gather(self, tensor: Any) -> Any:
+        """The same: every process has the whole."""
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Likewise, as one process does it: without what a loader repeats to fill its last batch."""
+        is_tensors = all(isinstance(x, torch.Tensor) for x in leaves_of(input_data))
+        untyped: Any = super()
+        return untyped.gather_for_metrics(input_data) if is_tensors and not use_gather_object else input_data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Likewise, scaled as accelerate scales sums."""
+        return map_leaves(lambda x: x * scale if isinstance(x, torch.Tensor) else x, tensor)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Likewise."""
+        return tensor
+
+    # --- preparing
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As `Accelerator.prepare`; optimizers that were made of a model's parameters then train the parallel ones."""
+        models = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, ParallelModule)]
+        untyped: Any = super()
+        if count_ranks() == 1 or not models:
+            return untyped.prepare(*args, device_placement=device_placement)
+        if len(models) > 1:
+            raise TrainerError(
+                f"prepare() got {len(models)} models: pass each with its optimizer, and a loader or "
+                "parallelize_kwargs={'example_inputs': ...}, to a prepare() of its own"
+            )
+        model = models[0]
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        made = self.parallelize(model, [x for x in args if isinstance(x, torch.utils.data.DataLoader)], optimizers)
+        for optimizer in optimizers:
+            exchange_parameters(optimizer, model, made)
+        return untyped.prepare(*(made if x is model else x for x in args), device_placement=device_placement)
+
+    def parallelize(self, model: nn.Module, loaders: Any, optimizers: Any) -> Any:
+        """The parallel model, for these loaders and optimizers."""
+        options = dict(self.parallelize_kwargs)
+        if self.mixed_precision == "bf16":
+            options.setdefault("precision", "bf16")
+        if optimizers:
+            options.setdefault("optimizer", type(optimizers[0]))
+        return parallelize_over_ranks(model, self.device, functools.partial(_example, loaders, self.device), options)
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """As `Accelerator.prepare_model`; a parallel model stays as it is."""
+        if not isinstance(model, ParallelModule):
+            untyped: Any = super()
+            return untyped.prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if not any(each is model for each in self._models):
+            self._models.append(model)
+        return model
+
+    # --- training and saving
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As `Accelerator.clip_grad_norm_`, of gradients that lie on all ranks."""
+        listed = list(parameters)
+        for model in self._models:
+            if isinstance(model, ParallelModule):
+                own = list(model.parameters())
+                if len(own) == len(listed) and all(x is y for x, y in zip(own, listed, strict=True)):
+                    return model.clip_grad_norm_(max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(listed, max_norm, norm_type)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Whole tensors on rank 0, nothing on others; every rank calls it."""
+        if isinstance(model, ParallelModule):
+            return model.full_state_dict(rank=0)
+        untyped: Any = super()
+        return untyped.get_state_dict(model, unwrap=unwrap)
+
+
+def _example(loaders: Any, device: torch.device) -> Any:
+    if not loaders:
+        raise TrainerError(
+            "prepare() got a model without a DataLoader, so there are no example inputs to plan with: pass the loader "
+            "with it, or AutoparAccelerator(parallelize_kwargs={'example_inputs': ...})"
+        )
+    return first_batch(loaders[0], device)

@@ -1,0 +1,138 @@
+"""What all trainers do: parallelize over the processes that were started, with a batch that a loader gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.api import parallelize
+from autopar.errors import TrainerError
+from autopar.lower import ParallelModule
+from autopar.lower.kernels.random import generators_kept
+
+_DCP: Any = dcp  # incomplete annotations
+
+__all__ = [
+    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "load_optimizer", "own_rank",
+    "parallelize_over_ranks", "save_optimizer", "wait_for_ranks",
+]  # fmt: skip
+
+
+def count_ranks() -> int:
+    """The number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    """This process's place among them."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def wait_for_ranks() -> None:
+    """Return when all processes have come here."""
+    if dist.is_initialized():
+        untyped: Any = dist
+        untyped.barrier()
+
+
+def parallelize_over_ranks(
+    model: nn.Module, device: torch.device, example: Callable[[], Any], options: Mapping[str, Any]
+) -> Any:
+    """`autopar.parallelize` on a mesh of all ranks; one that is parallel already, or alone, stays as it is.
+
+    Args:
+        model: of this rank, equal on all.
+        device: of this rank.
+        example: makes the example inputs, where `options` have none.
+        options: the user's, for `parallelize`; a ``"mesh"`` among them is used.
+
+    Raises:
+        TrainerError: `options` have ``inputs="local"``.
+    """
+    if isinstance(model, ParallelModule) or count_ranks() == 1:
+        return model
+    known = dict(options)
+    if known.get("inputs", "global") != "global":
+        raise TrainerError(
+            "trainers pass the whole batch on every rank, but the options of parallelize have inputs="
+            f"{known['inputs']!r}: leave it out"
+        )
+    mesh = known.pop("mesh", None)
+    if mesh is None:
+        mesh = init_device_mesh(device.type, (count_ranks(),))
+    inputs = known.pop("example_inputs", None)
+    return parallelize(model, mesh, example() if inputs is None else inputs, **known)
+
+
+@contextmanager
+def draws_kept(device: torch.device, *generators: torch.Generator | None) -> Generator[None]:
+    """A context after which random generators stand where they did before: Python's, NumPy's, torch's and these."""
+    known = [each for each in generators if each is not None]
+    states = [each.get_state() for each in known]
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with generators_kept(device):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for each, state in zip(known, states, strict=True):
+            each.set_state(state)
+
+
+def first_batch(loader: Iterable[Any], device: torch.device) -> Any:
+    """The first batch of `loader`, of which later nothing is to be seen."""
+    samplers = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    samplers.append(getattr(samplers[-1], "sampler", None))
+    with draws_kept(device, *{getattr(each, "generator", None) for each in samplers}):
+        for batch in loader:
+            return batch
+    raise TrainerError("the loader gives no batch, so there are no example inputs to plan with")
+
+
+def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, parallel: nn.Module) -> None:
+    """Have an optimizer of the parameters of `original`, that has not stepped yet, train those of `parallel`.
+
+    Raises:
+        TrainerError: the optimizer has state, or parameters of something else.
+    """
+    if optimizer.state:
+        raise TrainerError(
+            f"the {type(optimizer).__name__} has stepped before its model was parallelized: pass it to prepare() first"
+        )
+    names = {id(p): name for name, p in original.named_parameters(remove_duplicate=False)}
+    own = dict(parallel.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups:
+        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise TrainerError(
+                f"the {type(optimizer).__name__} has parameters that are not the model's, of shapes {unknown[:3]}: "
+                "make it of model.parameters() of the one model that is prepared with it"
+            )
+        group["params"] = [own[names[id(p)]] for p in group["params"] if names[id(p)] in own]
+    if not any(group["params"] for group in optimizer.param_groups):  # a stage in which nothing trains
+        optimizer.param_groups[0]["params"] = list(parallel.parameters())
+
+
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Save the optimizer's state by names of parameters, of all ranks, to load it on any number of ranks."""
+    _DCP.save(
+        {"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder, no_dist=count_ranks() == 1
+    )
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Load what `save_optimizer` saved, by whatever plan and number of ranks."""
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    _DCP.load(state, checkpoint_id=folder, no_dist=count_ranks() == 1)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
