@@ -103,6 +103,10 @@ class InfeasibleError(AutoparError):
     """No plan fits.  The message names the smallest memory that would do, and what fills it."""
 
 
+class HostMemoryError(InfeasibleError):
+    """What fits on devices offloads more than their hosts have room for."""
+
+
 class PlanFormatError(AutoparError):
     """The text of a plan can't be read."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.search.chain_dp import Chain, path_costs, relaxed_paths
+from autopar.step.hull import HullPoint, follow_hull
 
 __all__ = ["PathPool", "fastest_path", "fastest_paths", "pareto_indices", "transient_caps"]
 
@@ -166,27 +167,15 @@ def transient_caps(chain: Chain, max_caps: int) -> list[float]:
 
 def _follow_hull(pool: PathPool, cap: float, max_prices: int, aim_bytes: float) -> list[_Relaxation]:
     """Relaxations along the lower convex hull of (persistent bytes, seconds), by price."""
-    points: dict[float, tuple[_Relaxation, float, float]] = {}
+    fixed_bytes = pool.chain.fixed_bytes
 
-    def visit(price: float) -> tuple[_Relaxation, float, float]:
+    def best_at(price: float) -> HullPoint[_Relaxation]:
         relaxation, persistent = _relax(pool, price, cap)
-        seconds = relaxation.value_s - price * (persistent - pool.chain.fixed_bytes)
-        points[price] = (relaxation, seconds, persistent)
-        return points[price]
+        own_bytes = persistent - fixed_bytes
+        return HullPoint(relaxation.value_s - price * own_bytes, own_bytes, relaxation)
 
-    pairs = [(visit(0.0), visit(_DEAREST_S_PER_BYTE))]
-    while pairs and len(points) < max_prices:
-        # The pair with the most memory between its ends first: there a missing point hurts most.
-        pairs.sort(key=lambda pair: (pair[1][2] <= aim_bytes <= pair[0][2], pair[0][2] - pair[1][2]))
-        fast, small = pairs.pop()
-        saved = fast[2] - small[2]
-        price = (small[1] - fast[1]) / saved if saved > 0 else 0.0
-        if price <= 0 or price in points:
-            continue
-        middle = visit(price)
-        if middle[0].value_s < (fast[1] + price * (fast[2] - pool.chain.fixed_bytes)) * (1 - 1e-9):
-            pairs += [(fast, middle), (middle, small)]
-    return [points[price][0] for price in sorted(points)]
+    points = follow_hull(best_at, _DEAREST_S_PER_BYTE, max_prices, aim_bytes - fixed_bytes)
+    return [points[price].choice for price in sorted(points)]
 
 
 def _relax(pool: PathPool, price: float, cap: float) -> tuple[_Relaxation, float]:

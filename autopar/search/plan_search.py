@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.errors import ConstraintError, HostMemoryError, InfeasibleError
 from autopar.garbage import collected_seldom
 from autopar.plan import Plan
 from autopar.program import Program
@@ -67,8 +67,11 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     pipelines = _search_pipelines(context, demands, limit, single_stage.best_s) if considers_pipelines else None
     single_stage.go_on(pipelines.best_s if pipelines else math.inf)
     _report_considered(request, single_stage.searched, pipelines)
+    lower_s = min(single_stage.lower_bound_s, pipelines.lower_bound_s if pipelines else math.inf)
     try:
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
+    except HostMemoryError:
+        raise  # less of the device's memory would offload no less
     except InfeasibleError:
         if pipelines is None:
             raise
@@ -77,7 +80,6 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     if selected is None:
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
-    lower_s = min(single_stage.lower_bound_s, pipelines.lower_bound_s if pipelines else math.inf)
     least_s = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf)
     plan, notes = selected
     notes = [*notes, _note_gradients(plan)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
-from autopar.errors import InfeasibleError
+from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Shape
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
@@ -52,8 +52,8 @@ def select_plan(
     out the batch, of `batch_bytes`, which the walk counts.
 
     Raises:
-        InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does; or what
-            fits on devices offloads more than their hosts have room for.
+        HostMemoryError: what fits on devices offloads more than their hosts have room for.
+        InfeasibleError: there are pipelines only, and they fit as the search counts, but not as the walk does.
     """
     best: Plan | None = None
     fastest: Plan | None = None
@@ -176,7 +176,7 @@ def host_shortage(plan: Plan, prices: Prices) -> str:
 def _refuse(shortages: Sequence[str], too_large: Sequence[float], allowed_bytes: float, error: float) -> None:
     """Raise what the walks through the steps of plans found: hosts that have no room, or `too_large` peaks."""
     for short in filter(None, shortages):
-        raise InfeasibleError(f"no plan fits: {short}")
+        raise HostMemoryError(f"no plan fits: {short}")
     if too_large:
         raise InfeasibleError(
             f"no plan fits into {allowed_bytes * error / 2**30:.6g} GiB per device: a step of the smallest pipeline "

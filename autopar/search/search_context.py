@@ -55,6 +55,7 @@ class SearchContext:
         facts: of layers, which all parts of a search share.
         known_candidates: of layers that were searched before.
         known_reruns: `reruns`, once it is known.
+        known_seconds: of whole layers, by whether they are compiled: device groups of any size share them.
     """
 
     program: Program
@@ -72,6 +73,7 @@ class SearchContext:
     )
 
     known_reruns: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    known_seconds: dict[bool, dict[int, list[OpTime]]] = field(default_factory=dict[bool, dict[int, list[OpTime]]])
 
     @property
     def reruns(self) -> dict[int, tuple[str, ...]]:
@@ -161,8 +163,12 @@ class SearchContext:
 
     def _whole_s(self, training: TrainingSpec) -> dict[int, list[OpTime]]:
         """Per kind of layers, the seconds of each op on one device."""
-        wholes = {layer.kind: place_whole(self.program, layer) for layer in self.program.kinds}
-        return {kind: op_seconds(whole, self.prices, training) for kind, whole in wholes.items()}
+        if training.compiled not in self.known_seconds:
+            wholes = {layer.kind: place_whole(self.program, layer) for layer in self.program.kinds}
+            self.known_seconds[training.compiled] = {
+                kind: op_seconds(whole, self.prices, training) for kind, whole in wholes.items()
+            }
+        return self.known_seconds[training.compiled]
 
     @cached_property
     def op_shares(self) -> dict[int, tuple[tuple[float, float], ...]]:

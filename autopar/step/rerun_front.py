@@ -20,10 +20,12 @@ import networkx
 
 from autopar.program import Layer, Op, Program
 from autopar.step.activation_policies import can_rerun, rerun_policy_name
+from autopar.step.hull import HullPoint, follow_hull
 from autopar.step.local_layer import place_whole
+from autopar.step.op_seconds import op_seconds
 from autopar.step.prices import Prices
 from autopar.step.tensor_graph import TensorGraph, TensorKey, tensor_graph
-from autopar.step.training import TrainingSpec, is_differentiable, own_training
+from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["RerunChoice", "rerun_front", "spaced_choices"]
 
@@ -70,12 +72,8 @@ def rerun_front(program: Program, layer: Layer, prices: Prices, training: Traini
     if not own_training(program, layer, training).reruns:
         return ()
     placed = place_whole(program, layer)
-    seconds = {
-        op.name: prices.op_s(
-            op, state.operand_types, state.result_types, is_differentiable(program, op, training)
-        ).forward_s
-        for op, state in zip(layer.ops, placed.states, strict=True)
-    }
+    times = op_seconds(placed, prices, training)
+    seconds = {op.name: time.forward_s for op, time in zip(layer.ops, times, strict=True)}
     return _Hull(tensor_graph(placed, fuses_attention=training.fuses_attention), seconds).points()
 
 
@@ -99,31 +97,19 @@ class _Hull:
             key: node.op for node in graph.nodes for key in node.makes if node.op is not None and can_rerun(node.op)
         }
         self.wanted = {key for node in graph.nodes for key in node.saves if key in graph.sizes}
-        self.known: dict[float, RerunChoice] = {}
 
     def points(self) -> tuple[RerunChoice, ...]:
         least_s = min((each for each in self.seconds.values() if each > 0), default=0.0)
         if not self.wanted or not least_s:
             return ()
         dearest = 2 * sum(self.seconds.values())  # a byte costs more than all ops
-        pairs = [(self._at(0.0), self._at(dearest))]
-        while pairs and len(self.known) < _MAX_CUTS:
-            pairs.sort(key=lambda pair: pair[0].kept_bytes - pair[1].kept_bytes)
-            fast, small = pairs.pop()
-            saved = fast.kept_bytes - small.kept_bytes
-            price = (small.rerun_s - fast.rerun_s) / saved if saved > 0 else 0.0
-            if price <= 0 or price in self.known:
-                continue
-            middle = self._at(price)
-            if small.kept_bytes < middle.kept_bytes < fast.kept_bytes:
-                pairs += [(fast, middle), (middle, small)]
-        distinct = {choice.kept_bytes: choice for choice in self.known.values()}
+        points = follow_hull(self._best_at, dearest, _MAX_CUTS)
+        distinct = {point.num_bytes: point.choice for point in points.values()}
         return tuple(sorted(distinct.values(), key=lambda choice: choice.rerun_s))
 
-    def _at(self, price: float) -> RerunChoice:
-        if price not in self.known:
-            self.known[price] = self._choice(self._minimum(price))
-        return self.known[price]
+    def _best_at(self, price: float) -> HullPoint[RerunChoice]:
+        choice = self._choice(self._minimum(price))
+        return HullPoint(choice.rerun_s, choice.kept_bytes, choice)
 
     def _minimum(self, price: float) -> frozenset[str]:
         """The ops to rerun at this price of a byte.
