@@ -15,17 +15,23 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 __all__ = [
+    "COMPUTE",
+    "COSTS",
+    "REACH",
     "Action",
     "ScheduleActions",
     "ScheduleSource",
     "Span",
     "StageCost",
     "Timeline",
+    "Wiring",
     "count_flights",
     "parse_action",
     "peak_held",
     "schedule_s",
+    "seconds_of",
     "simulate_schedule",
+    "wire",
 ]
 
 
@@ -144,7 +150,7 @@ def simulate_schedule(
     Raises:
         ValueError: the lists wait for each other for ever.
     """
-    starts, stops = _run(_wire(actions), stages, seconds, begins_s)
+    starts, stops = _run(wire(actions), stages, seconds, begins_s)
     timed = map(Span, itertools.chain.from_iterable(actions), starts, stops)
     return Timeline(tuple(tuple(itertools.islice(timed, len(listed))) for listed in actions))
 
@@ -155,25 +161,25 @@ def schedule_s(actions: ScheduleActions, stages: tuple[StageCost, ...]) -> float
     Raises:
         ValueError: the lists wait for each other for ever.
     """
-    _, stops = _run(_wire(actions), stages)
+    _, stops = _run(wire(actions), stages)
     return max(stops)
 
 
 def _run(
-    wiring: _Wiring, stages: tuple[StageCost, ...], seconds: Sequence[float] = (), begins_s: Sequence[float] = ()
+    wiring: Wiring, stages: tuple[StageCost, ...], seconds: Sequence[float] = (), begins_s: Sequence[float] = ()
 ) -> tuple[list[float], list[float]]:
     """When every action starts and stops."""
-    costs = [s for times in stages for s in _seconds(times)]
+    costs = [s for times in stages for s in seconds_of(times)]
     starts = [0.0] * (wiring.num_actions + 1)  # the last one is what nobody waits for
     stops = [0.0] * (wiring.num_actions + 1)
     clocks = list(begins_s) or [0.0] * wiring.num_groups
     free = [0.0] * wiring.num_links
     for event, index, actor, cost, read in wiring.events:
-        if event == _COMPUTE:
+        if event == COMPUTE:
             start = max(clocks[actor], stops[read])
             clocks[actor] = stops[index] = start + (seconds[index] if seconds else costs[cost])
             starts[index] = start
-        elif event == _REACH:
+        elif event == REACH:
             starts[index] = stops[index] = clocks[actor]
         else:
             start = max(starts[index], stops[read], free[actor])
@@ -207,23 +213,23 @@ def peak_held(
 
 # Events of a wiring: (event, index, actor, cost, read).
 _Event = tuple[int, int, int, int, int]
-_COMPUTE = 0  # F, B, I or W `index` on group `actor`, taking seconds `cost`, after RECV `read`
-_REACH = 1  # group `actor` comes to SEND or RECV `index`
-_TRANSFER = 2  # RECV `index` over link `actor`, taking seconds `cost`, after SEND `read`
+COMPUTE = 0  # F, B, I or W `index` on group `actor`, taking seconds `cost`, after RECV `read`
+REACH = 1  # group `actor` comes to SEND or RECV `index`
+TRANSFER = 2  # RECV `index` over link `actor`, taking seconds `cost`, after SEND `read`
 
 _COMPUTED = ("F", "B", "I", "W")
-_COSTS = {"F": 0, "B": 1, "I": 2, "W": 3, "SEND_F": 4, "SEND_B": 5}
+COSTS = {"F": 0, "B": 1, "I": 2, "W": 3, "SEND_F": 4, "SEND_B": 5}
 _AFTER = {"W": "B", "SEND_F": "F", "SEND_B": "B"}  # what of its own stage an action comes after
 
 
-def _seconds(times: StageCost) -> tuple[float, ...]:
-    """In the order of `_COSTS`."""
+def seconds_of(times: StageCost) -> tuple[float, ...]:
+    """In the order of `COSTS`."""
     inputs_s = times.backward_s - times.weight_s
     sends_s = (times.send_forward_s, times.send_backward_s)
     return (times.forward_s, times.backward_s, inputs_s, times.weight_s, *sends_s)
 
 
-class _Wiring(NamedTuple):
+class Wiring(NamedTuple):
     """Everything about lists of actions that doesn't depend on seconds.
 
     `events` are in an order in which each comes after what it waits for.  An action's `index` counts through all lists.
@@ -236,7 +242,12 @@ class _Wiring(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _wire(actions: ScheduleActions) -> _Wiring:
+def wire(actions: ScheduleActions) -> Wiring:
+    """What waits for what in these lists.
+
+    Raises:
+        ValueError: they wait for each other for ever.
+    """
     return _Wirer(actions).wire()
 
 
@@ -256,7 +267,7 @@ class _Wirer:
         self.events: list[_Event] = []
         self.waiting: dict[Action, int] = {}
 
-    def wire(self) -> _Wiring:
+    def wire(self) -> Wiring:
         """The wiring, or ValueError if some list can't go on."""
         to_visit = list(reversed(range(len(self.actions))))
         while to_visit:
@@ -267,7 +278,7 @@ class _Wirer:
                 for wanted, group in self.waiting.items()
             )
             raise ValueError(f"the schedule never ends: {stuck}")
-        return _Wiring(self.events, self.num_actions, len(self.actions), len(self.links))
+        return Wiring(self.events, self.num_actions, len(self.actions), len(self.links))
 
     def _advance(self, group: int, to_visit: list[int]) -> None:
         listed = self.actions[group]
@@ -308,13 +319,13 @@ class _Wirer:
         stage, kind, microbatch = action
         received = Action(stage, "RECV_F" if kind == "F" else "RECV_B", microbatch)
         read = self.num_actions if kind == "W" else self.indices.get(received, self.num_actions)
-        self.events.append((_COMPUTE, index, group, len(_COSTS) * stage + _COSTS[kind], read))
+        self.events.append((COMPUTE, index, group, len(COSTS) * stage + COSTS[kind], read))
         return Action(stage, "B", microbatch) if kind == "I" else action
 
     def _reach(self, action: Action, group: int, index: int) -> Action | None:
         """Returns the RECV that is there now, if both sides have been reached."""
         stage, kind, microbatch = action
-        self.events.append((_REACH, index, group, 0, 0))
+        self.events.append((REACH, index, group, 0, 0))
         self.indices[action] = index
         way, direction = kind.split("_")
         step = 1 if (way == "SEND") == (direction == "F") else -1
@@ -323,8 +334,8 @@ class _Wirer:
             return None
         sent, received = (action, other) if way == "SEND" else (other, action)
         link = self.links.setdefault((self.group_of[sent.stage], self.group_of[received.stage]), len(self.links))
-        cost = len(_COSTS) * sent.stage + _COSTS[sent.kind]
-        self.events.append((_TRANSFER, self.indices[received], link, cost, self.indices[sent]))
+        cost = len(COSTS) * sent.stage + COSTS[sent.kind]
+        self.events.append((TRANSFER, self.indices[received], link, cost, self.indices[sent]))
         return received
 
 

@@ -67,7 +67,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     pipelines = _search_pipelines(context, demands, limit, single_stage.best_s) if considers_pipelines else None
     single_stage.go_on(pipelines.best_s if pipelines else math.inf)
     _report_considered(request, single_stage.searched, pipelines)
-    lower_s = min(single_stage.lower_bound_s, pipelines.lower_bound_s if pipelines else math.inf)
+    lower_s = _lower_bound_s(single_stage, pipelines)
     try:
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
     except HostMemoryError:
@@ -117,6 +117,17 @@ def _search_pipelines(
     pipelines = pipeline_search.run(known_s)
     context.notes.extend(pipeline_search.notes)
     return pipelines
+
+
+def _lower_bound_s(single_stage: SingleStageSearch, pipelines: PipelineResults | None) -> float:
+    """No plan that was looked at and fits is faster; pipelines are bounded as closely as that matters."""
+    lower_s = single_stage.lower_bound_s
+    if pipelines is None:
+        return lower_s
+    least_s = min(single_stage.best_s, pipelines.best_s)
+    if math.isfinite(least_s):
+        pipelines.raise_bounds(min(lower_s, least_s))
+    return min(lower_s, pipelines.lower_bound_s)
 
 
 def _report_considered(

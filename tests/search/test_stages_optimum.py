@@ -10,8 +10,12 @@ import pytest
 
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.schedules import Shape, schedule_names, schedule_problem
-from autopar.schedules.action_lists import ScheduleActions, count_flights
+from autopar.schedules.action_lists import ScheduleActions, StageCost, count_flights, schedule_s, seconds_of
+from autopar.schedules.critical_paths import schedule_paths
+from autopar.schedules.packing import pack
+from autopar.search.cost_tables import CostTables
 from autopar.search.pipeline.pipeline_bounds import least_step_s
+from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
 from tests.search.stage_problems import every_pipeline, make_tables, search_shapes
 
 CASES = [
@@ -111,3 +115,59 @@ def test_no_pipeline_beats_its_bound(shape: Shape) -> None:
     bound_s = least_step_s(shape, forward_s, total_s)
     assert bound_s > float(total_s.sum()) / shape.num_groups  # layers that can't be divided count
     assert all(seconds >= bound_s for seconds, _ in every_pipeline(tables, shape))
+
+
+@pytest.mark.parametrize(("shape", "num_layers", "num_candidates"), CASES, ids=str)
+def test_no_pipeline_that_fits_is_faster_than_the_relaxed_one(
+    shape: Shape, num_layers: int, num_candidates: int
+) -> None:
+    tables = make_tables(7, num_layers, num_candidates, shape.num_microbatches)
+    every = list(every_pipeline(tables, shape))
+    peaks = sorted(peak for _, peak in every)
+    actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+    for limit_bytes in (np.inf, peaks[len(peaks) // 3], peaks[len(peaks) // 20], peaks[0]):
+        best_s = min(seconds for seconds, peak in every if peak <= limit_bytes)
+        own = replace(tables, limit_bytes=limit_bytes)
+        for hoped in (0.5, 1.0, 3.0):
+            assert relaxed_step_s(own, shape, actions, hoped * best_s) <= best_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "dualpipev"])
+def test_of_equal_layers_the_relaxed_pipeline_is_nearly_the_best(schedule: str) -> None:
+    """As many layers as stages can share evenly, which need no more than the fill and drain of the schedule."""
+    stages = 4 if schedule in ("gpipe", "1f1b") else 8
+    shape = Shape(schedule, 4, stages, 8)
+    one = make_tables(3, 1, 1, 8).layers[0]
+    layer = replace(one, state_in=one.state_in * 0, state_out=one.state_out * 0, weight_s=one.backward_s / 2)
+    tables = CostTables(8, 1, (layer,) * 16, (None,) * 15)
+    actions = schedule_actions(schedule, 4, stages, 8)
+    found = search_shapes(tables, shape)
+    assert found.best is not None
+    found.raise_bounds(found.best_s)
+    assert found.lower_bound_s <= found.best_s <= 1.08 * found.lower_bound_s
+    assert relaxed_step_s(tables, shape, actions, found.best_s) <= found.best_s
+
+
+def test_no_chain_is_longer_than_the_step() -> None:
+    random = np.random.default_rng(0)
+    for shape in (Shape("1f1b", 4, 4, 8), Shape("interleaved_1f1b", 4, 8, 8), Shape("zbv", 4, 8, 8)):
+        actions = schedule_actions(shape.schedule, shape.num_groups, shape.num_stages, shape.num_microbatches)
+        chains = schedule_paths(actions, shape.num_stages).counts
+        for _ in range(5):
+            costs = random.uniform(0.5, 1.5, (shape.num_stages, 5))
+            costs[:, 2] *= costs[:, 1] / 2
+            stages = tuple(StageCost(*each) for each in costs.tolist())
+            longest_s = float(np.einsum("psk,sk->p", chains, [seconds_of(stage) for stage in stages]).max())
+            step_s = schedule_s(actions, stages)
+            assert longest_s <= step_s * (1 + 1e-12)
+            assert longest_s >= 0.7 * step_s
+
+
+def test_packing_finds_the_largest_sum_and_what_its_limits_are_worth() -> None:
+    random = np.random.default_rng(1)
+    for rows, columns in ((1, 1), (3, 5), (20, 12), (40, 60)):
+        takes, limits = random.uniform(0.1, 1.0, (rows, columns)), random.uniform(1.0, 2.0, rows)
+        amounts, gains = pack(takes, limits)
+        assert (takes @ amounts <= limits * (1 + 1e-9)).all()
+        assert (gains @ takes >= 1 - 1e-9).all()  # so no sum is larger than what the limits are worth
+        assert amounts.sum() == pytest.approx(gains @ limits)

@@ -7,6 +7,7 @@ simulated with the schedule's own action list where it may be the fastest.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,11 +22,12 @@ from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
+from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
 from autopar.search.pipeline.schedule_estimates import estimate_s, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
 
-__all__ = ["PipelineCandidate", "PipelineEstimate", "PipelineResults", "search_pipelines"]
+__all__ = ["PipelineCandidate", "PipelineEstimate", "PipelineResults", "ShapeBound", "search_pipelines"]
 
 Indices = npt.NDArray[np.intp]
 
@@ -152,8 +154,22 @@ class PipelineCandidate:
 
 
 @dataclass(eq=False)
+class ShapeBound:
+    """No pipeline of this shape that fits takes fewer seconds than `bound_s`.
+
+    `tables` has all candidates, None if they are not known; `cuts` are the first layers of the stages but the first, if
+    they are demanded.
+    """
+
+    shape: Shape
+    bound_s: float
+    tables: CostTables | None = None
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
 class PipelineResults:
-    """The pipelines of a search: those that were simulated, those that have yet to be, and a lower bound on the seconds
+    """The pipelines of a search: those that were simulated, those that have yet to be, and lower bounds on the seconds
     of everything that was looked at.
     """
 
@@ -161,7 +177,12 @@ class PipelineResults:
     limit_bytes: float
     simulated: list[PipelineCandidate] = field(default_factory=list[PipelineCandidate])
     estimated: list[PipelineEstimate] = field(default_factory=list[PipelineEstimate])
-    lower_bound_s: float = np.inf
+    bounds: list[ShapeBound] = field(default_factory=list[ShapeBound])
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No pipeline that was looked at and fits is faster."""
+        return min((each.bound_s for each in self.bounds), default=np.inf)
 
     @property
     def fitting(self) -> list[PipelineCandidate]:
@@ -200,7 +221,7 @@ class PipelineResults:
         """Take over those of `other`."""
         self.simulated += other.simulated
         self.estimated += other.estimated
-        self.lower_bound_s = min(self.lower_bound_s, other.lower_bound_s)
+        self.bounds += other.bounds
 
     def finish(self) -> None:
         """Simulate those that may still be the best."""
@@ -210,6 +231,20 @@ class PipelineResults:
                 self.simulated.append(estimate.simulate(self.schedules))
         self.estimated.clear()
         self._refine()
+
+    def raise_bounds(self, enough_s: float) -> None:
+        """Make `lower_bound_s` at least so much, as far as that is possible: the least of the bounds first."""
+        todo = [(each.bound_s, number) for number, each in enumerate(self.bounds)]
+        heapq.heapify(todo)
+        while todo and todo[0][0] < enough_s:
+            each = self.bounds[heapq.heappop(todo)[1]]
+            if each.tables is None:
+                return
+            actions = each.shape.actions(self.schedules)
+            relaxed_s = relaxed_step_s(each.tables, each.shape, actions, enough_s, each.cuts)
+            each.bound_s = max(each.bound_s, relaxed_s)
+            if todo and each.bound_s < todo[0][0]:
+                return  # no other bound is the least one now
 
     def _refine(self) -> None:
         """Look around the fastest: other shares of the work among the stages of a group, then all candidates."""
@@ -240,7 +275,7 @@ def search_pipelines(
     tables, rows = useful_candidates(whole, paths, _typical_flights(shapes))
     paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
     paths = largest_first(tables, paths)
-    results.lower_bound_s = min(results.lower_bound_s, lower_bound_s)
+    results.bounds += [ShapeBound(shape, lower_bound_s, whole, demanded_cuts) for shape in shapes]
     choices = PipelineTables(candidates, tables, rows)
     spans: dict[int, SpanCosts] = {}
     tried: list[tuple[float, PipelineCuts]] = []

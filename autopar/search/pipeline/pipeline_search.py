@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.pipeline.pipeline_bounds import least_step_s
-from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
+from autopar.search.pipeline.pipeline_candidates import PipelineResults, ShapeBound, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
@@ -170,6 +170,7 @@ class PipelineSearch:
         least = self._least_layers(groups, count)
         bounds = {shape: least_step_s(shape, *least) for shape in self._shapes(groups, count)}
         if not any(bound_s < known_s for bound_s in bounds.values()):
+            results.bounds += [ShapeBound(shape, bound_s) for shape, bound_s in bounds.items()]
             return min(bounds.values(), default=np.inf)
         own = PipelineResults(self.schedules, self.limit_bytes)
         for shared in shared_storage_choices(context):
@@ -178,7 +179,14 @@ class PipelineSearch:
                 continue
             least = _least_of(candidates)
             best_s = min(known_s, own.hoped_s)
-            shapes = [shape for shape in bounds if max(bounds[shape], least_step_s(shape, *least)) < best_s]
+            nearer = {shape: max(bound_s, least_step_s(shape, *least)) for shape, bound_s in bounds.items()}
+            shapes = [shape for shape, bound_s in nearer.items() if bound_s < best_s]
+            whole = replace(candidates.tables, limit_bytes=self.limit_bytes)
+            own.bounds += [
+                ShapeBound(shape, bound_s, whole, self.demands.cuts)
+                for shape, bound_s in nearer.items()
+                if shape not in shapes
+            ]
             if shapes:
                 search_pipelines(candidates, shapes, self.demands.cuts, own)
             self._least_s[groups, count] = np.minimum(self._least_s.get((groups, count), np.inf), least)

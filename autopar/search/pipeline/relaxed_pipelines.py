@@ -1,0 +1,390 @@
+"""A lower bound on the step of all pipelines of a shape that fit, wherever they are cut and whatever they run.
+
+A step takes at least as long as every chain of actions that wait for each other (`autopar.schedules.critical_paths`),
+and what a device group holds at any moment is within the limit.  With shares ``a`` of the chains (they sum to 1) and
+seconds ``m`` for the whole memory of each group, no pipeline that fits takes less than::
+
+    sum over chains   a * seconds of the chain   +   sum over groups   m * (bytes held / limit - 1)
+
+Each layer adds to this what depends on its candidate and its stage, and on the boundary state that it shares with its
+neighbour, so dynamic programming over the layers finds the least value over all cuts and candidates exactly.  Shares
+and seconds are improved by subgradient steps until the value is as large as is asked for, or for a few steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.schedules import Shape
+from autopar.schedules.action_lists import COSTS, ScheduleActions
+from autopar.schedules.critical_paths import moments, schedule_paths
+from autopar.schedules.packing import pack
+from autopar.search.cost_tables import CostTables, LayerCosts
+
+__all__ = ["relaxed_step_s"]
+
+Array = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+_STEPS = 40  # of the subgradient; later ones gain next to nothing, and each takes 10 to 30 ms for a hundred layers
+_MISSES = 4  # steps without a gain before one goes back, to hope for half as much
+_USUAL_PRICES = (0.0, *(10.0**power for power in range(-3, 4)))  # of a layer's bytes, relative to its seconds
+_LITTLE = 1e-3  # of a limit is left, at least, for the most frequent layers
+_F, _B, _I, _W, _SEND_F, _SEND_B = (COSTS[kind] for kind in ("F", "B", "I", "W", "SEND_F", "SEND_B"))
+
+
+def relaxed_step_s(
+    tables: CostTables, shape: Shape, actions: ScheduleActions, enough_s: float, cuts: Sequence[int] = ()
+) -> float:
+    """No pipeline that fits is faster; as tight as a few steps make it, or at least `enough_s`.
+
+    Args:
+        tables: all candidates, and the limit.
+        shape: the schedule.
+        actions: its lists.
+        enough_s: no more is needed of the bound than this many seconds.
+        cuts: the first layers of the stages but the first, if they are demanded.
+    """
+    if shape.num_stages > len(tables.layers):
+        return math.inf
+    problem = _Problem.of(tables, shape, actions, _most_layers(tables, shape, enough_s), cuts)
+    best = problem.first(enough_s)
+    best_s, *best_slopes = problem.value(best)
+    if 0 < best_s < enough_s:
+        nearer = problem.first(best_s)  # shares for about the seconds that can be had
+        value, *found = problem.value(nearer)
+        if value > best_s:
+            best_s, best, best_slopes = value, nearer, found
+    if best_s >= enough_s:
+        return best_s
+    slopes = best_slopes
+    at, hope, misses = best, 1.0, 0
+    for _ in range(_STEPS):
+        at = problem.moved(at, slopes, hope * (enough_s - best_s), enough_s)
+        value, *found = problem.value(at)
+        slopes = found
+        misses = 0 if value > best_s else misses + 1
+        if value > best_s:
+            best_s, best, best_slopes = value, at, slopes
+            if best_s >= enough_s:
+                break
+        elif misses == _MISSES:
+            at, slopes, hope, misses = best, best_slopes, hope / 2, 0
+    return best_s
+
+
+def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
+    """A device group with more layers takes as long as is asked for: such pipelines need no bound."""
+    count = tables.num_microbatches
+    least = np.sort([float(layer.total_s(count).min()) for layer in tables.layers])
+    most = int(np.searchsorted(np.cumsum(least), enough_s))
+    return max(1, min(most, len(least) - shape.num_groups + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Class:
+    """What equal layers cost by stage: candidates in the order of their ways through the layer."""
+
+    costs: LayerCosts
+    ways: Indices  # the distinct ones, state before * states + state behind
+    starts: Indices  # of each way's candidates
+    order: Indices
+
+
+@dataclass(eq=False)
+class _Problem:
+    """One shape's relaxation; `counts` has the chains, ``[chain, stage, cost]``."""
+
+    tables: CostTables
+    shape: Shape
+    counts: Array
+    chain_group: Indices
+    held: Array  # [moment, stage, 2]: microbatches in flight, and between the parts of a backward, of one group
+    is_held: npt.NDArray[np.bool_]  # [moment, stage]: of this group
+    most_layers: int
+    cuts: tuple[int, ...]
+    owner: Indices  # [stage]
+    classes: dict[int, _Class] = field(default_factory=dict[int, _Class])
+    tied_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    tied_s: Array = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def of(
+        cls, tables: CostTables, shape: Shape, actions: ScheduleActions, most_layers: int, cuts: Sequence[int]
+    ) -> _Problem:
+        chains = schedule_paths(actions, shape.num_stages)
+        owner, held = np.array(shape.groups, dtype=np.intp), moments(actions, shape.num_stages)
+        groups = owner[held.sum(axis=2).argmax(axis=1)]
+        problem = cls(
+            tables, shape, chains.counts, chains.group, held, owner == groups[:, None], most_layers, tuple(cuts), owner
+        )
+        for layer in tables.layers:
+            if id(layer) not in problem.classes:
+                ways = layer.state_in * tables.num_states + layer.state_out
+                order = np.argsort(ways, kind="stable")
+                distinct, starts = np.unique(ways[order], return_index=True)
+                problem.classes[id(layer)] = _Class(layer, distinct, starts, order)
+        # A tied parameter is with its first reader, wherever the others are.
+        problem.tied_bytes, problem.tied_s = np.zeros((2, len(tables.layers)))
+        for tied in tables.tied:
+            problem.tied_bytes[min(tied.readers)] += tied.static_bytes
+            problem.tied_s[min(tied.readers)] += tied.step_s
+        return problem
+
+    def of_groups(self, shares: Array) -> Array:
+        """The shares of the chains by the group that does most of them."""
+        return np.bincount(self.chain_group, shares, self.shape.num_groups).astype(np.float64)
+
+    def first(self, step_s: float) -> tuple[Array, Array]:
+        """Shares and seconds for memory that are the best if all layers are like the most frequent one.
+
+        How many of its candidates can be run in so many seconds, by stage, is a linear program; what each limit is
+        worth is what is sought.
+        """
+        tables, ends = self.tables, self.owner[[0, -1]]
+        seconds, once_s, static, saved, split = self._usual_layers()
+        chain_s = np.einsum("psk,ck->psc", self.counts, seconds)
+        chain_s += (self.owner[None, :] == self.chain_group[:, None])[:, :, None] * once_s
+        takes = chain_s.reshape(len(chain_s), -1)
+        fixed_s, fixed_once_s, fixed_bytes = self._fixed_layers()
+        limits = step_s - tables.broadcast_s - np.einsum("psk,sk->p", self.counts[:, [0, -1]], fixed_s)
+        limits -= (self.chain_group[:, None] == ends) @ fixed_once_s
+        if math.isfinite(tables.limit_bytes):
+            held = static + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
+            own = np.where(self.is_held[:, :, None], held, 0.0)
+            takes = np.concatenate([takes, own.reshape(len(own), -1)])
+            left = tables.limit_bytes - self.is_held[:, [0, -1]] @ fixed_bytes
+            limits = np.concatenate([limits, np.maximum(left, _LITTLE * tables.limit_bytes)])
+        limits[: len(chain_s)] = np.maximum(limits[: len(chain_s)], _LITTLE * step_s)
+        gains = pack(takes, limits)[1]
+        chains, memory = gains[: len(chain_s)], gains[len(chain_s) :]
+        if not chains.sum() > 0:
+            return np.full(len(chains), 1 / len(chains)), np.zeros(len(self.held))
+        memory_s = memory * tables.limit_bytes / chains.sum() if len(memory) else np.zeros(len(self.held))
+        return chains / chains.sum(), memory_s
+
+    def _most_frequent(self) -> LayerCosts:
+        return Counter(self.tables.layers).most_common(1)[0][0]
+
+    def _usual_layers(self) -> tuple[Array, Array, Array, Array, Array]:
+        """Of the most frequent layer the candidates that are the best at some price of memory: ``[candidate, cost]``,
+        seconds once per step, static, saved, split bytes.  What moves from such a layer to one like it is included.
+        """
+        tables, costs = self.tables, self._most_frequent()
+        pairs = zip(tables.transfers, itertools.pairwise(tables.layers), strict=True)
+        transfer = next((each for each, (one, other) in pairs if one is costs and other is costs), None)
+        ways = costs.state_out, costs.state_in
+        forward_s = costs.forward_s + (transfer.forward_s[ways] if transfer else 0.0)
+        backward_s = costs.backward_s + (transfer.backward_s[ways] if transfer else 0.0)
+        static = costs.static_bytes + costs.transient_bytes / self.most_layers
+        total_s = tables.num_microbatches * (forward_s + backward_s) + costs.step_s
+        chosen: set[int] = set()
+        for in_flight in np.unique(self.held[:, :, 0].max(axis=0))[[0, -1]]:
+            held = static + in_flight * costs.saved_bytes
+            scale = float(total_s.min()) / max(float(held.max()), 1.0)
+            chosen |= {int((total_s + price * scale * held).argmin()) for price in _USUAL_PRICES}
+        rows = np.array(sorted(chosen))
+        weight_s = costs.weight_s[rows]
+        seconds = np.zeros((len(rows), len(COSTS)))
+        seconds[:, [_F, _B, _I, _W]] = np.stack(
+            [forward_s[rows], backward_s[rows], backward_s[rows] - weight_s, weight_s], axis=1
+        )
+        return seconds, costs.step_s[rows], static[rows], costs.saved_bytes[rows], costs.split_bytes[rows]
+
+    def _fixed_layers(self) -> tuple[Array, Array, Array]:
+        """What the other layers take at least, those before the most frequent one on the first stage, the others on the
+        last: ``[first or last, cost]`` seconds, seconds once per step, bytes.
+        """
+        usual = self._most_frequent()
+        begins = self.tables.layers.index(usual)
+        seconds, once_s, num_bytes = np.zeros((2, len(COSTS))), np.zeros(2), np.zeros(2)
+        for index, layer in enumerate(self.tables.layers):
+            if layer is usual:
+                continue
+            end = int(index > begins)
+            ahead_s, back_s = float(layer.forward_s.min()), float(layer.backward_s.min())
+            weight_s = min(back_s, float(layer.weight_s.min()))
+            seconds[end, [_F, _B, _I, _W]] += ahead_s, back_s, back_s - weight_s, weight_s
+            once_s[end] += float(layer.step_s.min())
+            num_bytes[end] += float((layer.static_bytes + layer.saved_bytes).min())
+        return seconds, once_s, num_bytes
+
+    def moved(
+        self, at: tuple[Array, Array], slopes: Sequence[Array], gain_s: float, scale_s: float
+    ) -> tuple[Array, Array]:
+        """Other shares and seconds, along the slopes, that would gain so much if the value were linear."""
+        along = slopes[0] - slopes[0].mean(), scale_s * slopes[1]
+        along = along[0], np.where((at[1] <= 0) & (along[1] < 0), 0.0, along[1])
+        norm = float((along[0] ** 2).sum() + (along[1] ** 2).sum())
+        pace = gain_s / norm if norm > 0 else 0.0
+        shares = _on_simplex(at[0] + pace * along[0])
+        return shares, np.maximum(0.0, at[1] + pace * scale_s * along[1])
+
+    def value(self, at: tuple[Array, Array]) -> tuple[float, Array, Array]:
+        """The bound for these shares of chains and seconds for memory, the seconds of each chain, and how much more
+        than the limit each group holds, both of what attains it.
+        """
+        shares, memory_s = at
+        return _Pass(self, shares, memory_s).run()
+
+
+class _Pass:
+    """One run of dynamic programming over the layers, by stage and boundary state."""
+
+    def __init__(self, problem: _Problem, shares: Array, memory_s: Array) -> None:
+        self.problem, self.tables = problem, problem.tables
+        self.weights = np.einsum("p,psk->sk", shares, problem.counts)
+        self.once = problem.of_groups(shares)[problem.owner]
+        limit = self.tables.limit_bytes
+        per_byte = memory_s / limit if math.isfinite(limit) else np.zeros(len(memory_s))
+        self.price = per_byte @ problem.is_held
+        self.priced = np.einsum("m,msk->sk", per_byte, problem.held)  # of a microbatch's bytes
+        self.memory_s = memory_s
+        backward = self.weights[:, _B] + self.weights[:, _I]
+        self.ahead, self.back = self.weights[:, _F], backward
+        self.values = {key: self._values(own) for key, own in problem.classes.items()}
+        self.least = {key: self._least(own, self.values[key]) for key, own in problem.classes.items()}
+        self.moves: dict[int, Array] = {}
+
+    def run(self) -> tuple[float, Array, Array]:
+        """As `_Problem.value`."""
+        tables, num_stages = self.tables, self.problem.shape.num_stages
+        reached = np.full((num_stages, tables.num_states), np.inf)
+        reached[0] = 0.0
+        came: list[tuple[npt.NDArray[np.bool_], Indices, Indices]] = []
+        skips = self._skips()
+        for index, layer in enumerate(tables.layers):
+            is_cut = np.zeros(reached.shape, dtype=np.bool_)
+            source = np.broadcast_to(np.arange(tables.num_states), reached.shape)
+            if index:
+                is_cut, reached = self._cut(index, reached)
+                source, reached = self._move(index, reached)
+            if index in skips:
+                reached = reached + skips[index]
+            reached = reached + self._tied(index)[:, None]
+            entry, reached = _arrive(self.least[id(layer)], reached)
+            came.append((is_cut, source, entry))
+        state = int(reached[-1].argmin())
+        value = float(reached[-1, state])
+        if not math.isfinite(value):
+            return math.inf, np.zeros(len(self.problem.counts)), np.zeros(len(self.problem.held))
+        total = value - float(self.memory_s.sum()) + tables.broadcast_s
+        return total, *self._slopes(came, state)
+
+    def _values(self, own: _Class) -> Array:
+        """``[stage, candidate]``."""
+        costs, weights, priced = own.costs, self.weights, self.priced
+        seconds = (
+            np.outer(weights[:, _F], costs.forward_s)
+            + np.outer(self.back, costs.backward_s)
+            + np.outer(weights[:, _W] - weights[:, _I], costs.weight_s)
+            + np.outer(self.once, costs.step_s)
+        )
+        seconds += np.outer(self.price, self._always(costs))
+        return seconds + np.outer(priced[:, 0], costs.saved_bytes) + np.outer(priced[:, 1], costs.split_bytes)
+
+    def _always(self, costs: LayerCosts) -> Array:
+        """Bytes whatever is in flight; of transients a share, as the largest is at least their mean."""
+        return costs.static_bytes + costs.transient_bytes / self.problem.most_layers
+
+    def _least(self, own: _Class, values: Array) -> Array:
+        """``[stage, state behind, state before]``: of the best candidate."""
+        states = self.tables.num_states
+        least = np.full((len(values), states * states), np.inf)
+        least[:, own.ways] = np.minimum.reduceat(values[:, own.order], own.starts, axis=1)
+        return np.ascontiguousarray(least.reshape(-1, states, states).transpose(0, 2, 1))
+
+    def _cut(self, index: int, reached: Array) -> tuple[npt.NDArray[np.bool_], Array]:
+        """Begin the next stage before this layer, or not."""
+        cut = np.full_like(reached, np.inf)
+        cuts = self.problem.cuts
+        if not cuts or index in cuts:
+            cut[1:] = reached[:-1] + self._send_s(index)
+        stay = np.full_like(reached, np.inf) if cuts and index in cuts else reached
+        return cut < stay, np.minimum(cut, stay)
+
+    def _send_s(self, index: int) -> Array:
+        """``[stage after the cut, state]``: of what the layer before the cut makes."""
+        total = np.zeros((self.problem.shape.num_stages - 1, self.tables.num_states))
+        for send in self.tables.sends:
+            if send.producer == index - 1 and max(send.readers) >= index:
+                total += np.outer(self.weights[:-1, _SEND_F], send.forward_s)
+                total += np.outer(self.weights[1:, _SEND_B], send.backward_s)
+        apart = self.problem.owner[1:] != self.problem.owner[:-1]
+        return total * apart[:, None]
+
+    def _move(self, index: int, reached: Array) -> tuple[Indices, Array]:
+        transfer = self.tables.transfers[index - 1]
+        if transfer is None:
+            best = np.broadcast_to(reached.argmin(axis=1)[:, None], reached.shape)
+            return best, np.broadcast_to(reached.min(axis=1)[:, None], reached.shape)
+        key = id(transfer.forward_s)
+        if key not in self.moves:
+            ahead, back = self.ahead[:, None, None], self.back[:, None, None]
+            self.moves[key] = ahead * transfer.forward_s.T + back * transfer.backward_s.T
+        return _arrive(self.moves[key], reached)
+
+    def _skips(self) -> dict[int, Array]:
+        """By reader, ``[stage, state]``: the least that it takes to bring what skips layers."""
+        found: dict[int, Array] = {}
+        for skip in self.tables.skips:
+            states = np.unique(self.tables.layers[skip.producer].state_out)
+            least = np.outer(self.ahead, skip.forward_s[states].min(axis=0))
+            least += np.outer(self.back, skip.backward_s[states].min(axis=0))
+            found[skip.reader] = found.get(skip.reader, 0.0) + least
+        return found
+
+    def _tied(self, index: int) -> Array:
+        return self.once * self.problem.tied_s[index] + self.price * self.problem.tied_bytes[index]
+
+    def _slopes(
+        self, came: Sequence[tuple[npt.NDArray[np.bool_], Indices, Indices]], state: int
+    ) -> tuple[Array, Array]:
+        """Follow the choices back: the seconds of each chain, and what each group holds beyond the limit, relative."""
+        problem, tables = self.problem, self.tables
+        stage = problem.shape.num_stages - 1
+        seconds = np.zeros((problem.shape.num_stages, len(COSTS)))
+        once_s, held = np.zeros(problem.shape.num_groups), np.zeros(len(problem.held))
+        for index in range(len(tables.layers) - 1, -1, -1):
+            layer = tables.layers[index]
+            is_cut, source, entry = came[index]
+            before = int(entry[stage, state])
+            rows = np.flatnonzero((layer.state_in == before) & (layer.state_out == state))
+            row = int(rows[self.values[id(layer)][stage, rows].argmin()])
+            group, state = int(problem.owner[stage]), int(source[stage, before])
+            transfer = tables.transfers[index - 1] if index else None
+            ahead_s, back_s = float(layer.forward_s[row]), float(layer.backward_s[row])
+            if transfer is not None:
+                ahead_s += float(transfer.forward_s[state, before])
+                back_s += float(transfer.backward_s[state, before])
+            weight_s = float(layer.weight_s[row])
+            seconds[stage, [_F, _B, _I, _W]] += ahead_s, back_s, back_s - weight_s, weight_s
+            once_s[group] += float(layer.step_s[row]) + float(problem.tied_s[index])
+            always = float(self._always(layer)[row]) + float(problem.tied_bytes[index])
+            flying = np.array([layer.saved_bytes[row], layer.split_bytes[row]])
+            held += always * problem.is_held[:, stage] + problem.held[:, stage] @ flying
+            stage -= int(is_cut[stage, state])
+        chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group]
+        limit = tables.limit_bytes
+        return chains, held / limit - 1 if math.isfinite(limit) else np.zeros_like(held)
+
+
+def _arrive(matrices: Array, reached: Array) -> tuple[Indices, Array]:
+    """Per stage and row of its matrix the column from which it is cheapest to come, and what that takes in all."""
+    total = matrices + reached[:, None, :]
+    best = total.argmin(axis=2)
+    return best, np.take_along_axis(total, best[:, :, None], axis=2)[:, :, 0]
+
+
+def _on_simplex(values: Array) -> Array:
+    """The nearest shares: none negative, sum 1."""
+    ordered = np.sort(values)[::-1]
+    above = (np.cumsum(ordered) - 1) / np.arange(1, len(values) + 1)
+    return np.maximum(values - above[np.flatnonzero(ordered > above)[-1]], 0.0)
