@@ -10,6 +10,7 @@ __all__ = [
     "ConstraintError",
     "ExampleInputsError",
     "GradientNormError",
+    "HostMemoryError",
     "InfeasibleError",
     "InputShapeError",
     "LoaderError",
