@@ -7,7 +7,9 @@ distributes the work inside of the model.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +21,14 @@ from autopar.integrations.parallel_model import (
     count_ranks,
     exchange_parameters,
     first_batch,
+    load_model,
+    load_optimizer,
     own_rank,
     parallelize_over_ranks,
+    save_model,
+    save_optimizer,
+    share_draws,
+    wait_for_ranks,
 )
 from autopar.lower import ParallelModule
 from autopar.lower.compat import leaves_of, map_leaves
@@ -169,6 +177,54 @@ class AutoparAccelerator(_Accelerator):
             return model.full_state_dict(rank=0)
         untyped: Any = super()
         return untyped.get_state_dict(model, unwrap=unwrap)
+
+    @contextmanager
+    def _models_aside(self) -> Generator[tuple[list[Any], list[Any]]]:
+        own: Any = self
+        models, optimizers = own._models, own._optimizers
+        own._models, own._optimizers = [], []
+        try:
+            yield models, [getattr(each, "optimizer", each) for each in optimizers]
+        finally:
+            own._models, own._optimizers = models, optimizers
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As `Accelerator.save_state`, of all ranks: models and optimizers lie in folders, by names of parameters."""
+        untyped: Any = super()
+        with self._models_aside() as (models, optimizers):
+            where = untyped.save_state(output_dir, safe_serialization, **kwargs)
+        for number, model in enumerate(models):
+            save_model(model, str(Path(where, f"autopar_model_{number}")))
+        for number, (model, optimizer) in enumerate(_pairs(models, optimizers)):
+            save_optimizer(model, optimizer, str(Path(where, f"autopar_optimizer_{number}")))
+        wait_for_ranks()
+        return where
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what `save_state` of this class saved, by any number of ranks."""
+        untyped: Any = super()
+        if input_dir is None:
+            raise TrainerError("load_state() of a parallelized model needs its folder: load_state('checkpoint')")
+        with self._models_aside() as (models, optimizers):
+            untyped.load_state(input_dir, load_kwargs, **kwargs)
+        for number, model in enumerate(models):
+            load_model(model, str(Path(input_dir, f"autopar_model_{number}")))
+        for number, (model, optimizer) in enumerate(_pairs(models, optimizers)):
+            load_optimizer(model, optimizer, str(Path(input_dir, f"autopar_optimizer_{number}")))
+        share_draws()
+
+
+def _pairs(models: Any, optimizers: Any) -> list[tuple[Any, Any]]:
+    """Each optimizer with the model whose parameters it has."""
+    owners = [{id(p) for p in model.parameters()} for model in models]
+    pairs: list[tuple[Any, Any]] = []
+    for optimizer in optimizers:
+        listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        model = next((m for m, owned in zip(models, owners, strict=True) if all(x in owned for x in listed)), None)
+        if model is None:
+            raise TrainerError(f"the {type(optimizer).__name__} has parameters of no prepared model, or of several")
+        pairs.append((model, optimizer))
+    return pairs
 
 
 def _example(loaders: Any, device: torch.device) -> Any:

@@ -23,8 +23,8 @@ from autopar.lower.kernels.random import generators_kept
 _DCP: Any = dcp  # incomplete annotations
 
 __all__ = [
-    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "load_optimizer", "own_rank",
-    "parallelize_over_ranks", "save_optimizer", "wait_for_ranks",
+    "count_ranks", "draws_kept", "exchange_parameters", "first_batch", "load_model", "load_optimizer",
+    "own_rank", "parallelize_over_ranks", "save_model", "save_optimizer", "share_draws", "wait_for_ranks",
 ]  # fmt: skip
 
 
@@ -122,6 +122,29 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, original: nn.Module, p
         group["params"] = [own[names[id(p)]] for p in group["params"] if names[id(p)] in own]
     if not any(group["params"] for group in optimizer.param_groups):  # a stage in which nothing trains
         optimizer.param_groups[0]["params"] = list(parallel.parameters())
+
+
+def share_draws() -> None:
+    """Have random generators stand where rank 0's do."""
+    if count_ranks() > 1:
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        untyped: Any = dist
+        untyped.broadcast_object_list(states, 0)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def save_model(model: nn.Module, folder: str) -> None:
+    """Save parameters and buffers, of all ranks, to load them on any number of ranks."""
+    _DCP.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=count_ranks() == 1)
+
+
+def load_model(model: nn.Module, folder: str) -> None:
+    """Load what `save_model` saved, by whatever plan and number of ranks."""
+    state: dict[str, Any] = {"model": model.state_dict()}
+    _DCP.load(state, checkpoint_id=folder, no_dist=count_ranks() == 1)
+    model.load_state_dict(state["model"])
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:

@@ -1,0 +1,119 @@
+"""A loop with accelerate's Accelerator, on ranks and on one device."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from autopar.errors import TrainerError
+from tests.end_to_end.harness import launch
+from tests.integrations.test_transformers_trainer import as_torchrun
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layers(x)
+        return nn.functional.cross_entropy(logits, y), logits
+
+
+def train(accelerator: Any, folder: Path, resume: Path | None = None) -> dict[str, Any]:
+    """Two epochs; saves after the first, or begins with what another run saved there."""
+    torch.manual_seed(0)
+    data = [{"x": x, "y": torch.tensor(i % 5)} for i, x in enumerate(torch.randn(36, 12, dtype=torch.float64))]
+    model = Classifier().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    loader = DataLoader(data, batch_size=8, shuffle=True)  # type: ignore[arg-type]
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses, right = [], 0
+    if resume is not None:
+        accelerator.load_state(str(resume))
+    for epoch in range(0 if resume is None else 1, 2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss, logits = model(**batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    losses.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses += [loss.item(), scheduler.get_last_lr()[0]]
+            right += int((accelerator.gather_for_metrics(logits.argmax(-1) == batch["y"])).sum())
+        if epoch == 0:
+            accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    state = accelerator.get_state_dict(model)
+    return {"losses": losses, "right": right, "state": {name: x.sum().item() for name, x in state.items()}}
+
+
+def accelerator_of(kind: Any, **kwargs: Any) -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return kind(cpu=True, gradient_accumulation_steps=2, **kwargs)
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    count = len(found["losses"])
+    assert found["losses"] == pytest.approx(expected["losses"][-count:], rel=1e-9)
+    if found["state"]:
+        assert found["state"] == pytest.approx(expected["state"], rel=1e-9)
+
+
+def check_loop(folder: Path, name: str, constraint: str, resume: str | None = None) -> None:
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    options = {"profile": False, "constraints": [constraint]}
+    accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options)
+    found = train(accelerator, folder / name, None if resume is None else folder / resume)
+    expected = json.loads((folder / "expected.json").read_text())
+    assert_equal(found, expected)
+    if resume is None:
+        assert found["right"] == expected["right"]
+
+
+def check_refusals() -> None:
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    as_torchrun()
+    accelerator = accelerator_of(AutoparAccelerator)
+    with pytest.raises(TrainerError, match="without a DataLoader"):
+        accelerator.prepare(Classifier())
+    with pytest.raises(TrainerError, match="got 2 models: pass each with its optimizer"):
+        accelerator.prepare(Classifier(), Classifier())
+    stranger = torch.optim.SGD(Classifier().parameters())
+    example = {"x": torch.zeros(4, 12), "y": torch.zeros(4, dtype=torch.long)}
+    options = {"profile": False, "example_inputs": example}
+    with pytest.raises(TrainerError, match="not the model's"):
+        accelerator_of(AutoparAccelerator, parallelize_kwargs=options).prepare(Classifier(), stranger)
+
+
+@pytest.mark.slow
+def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
+    """Also goes on from two ranks with another plan, and on one process."""
+    accelerate = pytest.importorskip("accelerate")
+    from autopar.integrations.accelerate import AutoparAccelerator
+
+    expected = train(accelerator_of(accelerate.Accelerator), tmp_path / "one")
+    (tmp_path / "expected.json").write_text(json.dumps(expected))
+    launch(
+        2,
+        partial(check_loop, tmp_path, "data", "data=2"),
+        partial(check_loop, tmp_path, "tensor", "tensor=2", "data"),
+        check_refusals,
+    )
+    assert_equal(train(accelerator_of(AutoparAccelerator), tmp_path / "back", tmp_path / "data"), expected)
