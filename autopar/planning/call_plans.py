@@ -20,7 +20,15 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
-from autopar.planning.padded_calls import as_longer, padded_rows, with_size
+from autopar.planning.padded_calls import (
+    as_any_length,
+    as_longer,
+    is_growing,
+    lengths_of,
+    padded_lengths,
+    padded_rows,
+    with_size,
+)
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.prices import Prices
@@ -30,10 +38,12 @@ from autopar.trace import (
     as_batch,
     as_model,
     bind,
+    check_one_graph,
     compare,
     copy_with,
     default_example_inputs,
     ignored_labels,
+    reading_last_entry,
     require_target,
     trace,
 )
@@ -112,6 +122,7 @@ class CallPlanner:
         self._dtype = dtype
         self._device_type = device_type
         self._finish = finish
+        self._no_lengths: set[tuple[tuple[str, ...], int, torch.dtype | None]] = set()
         self._made: dict[tuple[bool, str, torch.dtype | None], list[Executable]] = {}
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -145,25 +156,31 @@ class CallPlanner:
                 return executable
         with torch.autocast("cpu", enabled=False):  # which this is called in
             traced = self._finish(self._trace(args, kwargs, is_training, part, autocast))
+        executable = None
+        if not is_training and not part and not traced.program.carried and is_growing(traced.program, made):
+            executable = self._of_any_length(traced, (args, kwargs), autocast)
+        executable = executable or self._of_this_form(traced, (args, kwargs), is_training, part, autocast)
+        made.insert(0, executable)
+        del made[MOST_FORMS:]
+        return executable
+
+    def _of_this_form(
+        self, traced: Traced, call: Call, is_training: bool, part: str, autocast: torch.dtype | None
+    ) -> Executable:
         request = self._of_mode(is_training)
-        plan = self._reuse(traced.program, request, made, part)
+        plan = self._reuse(traced.program, request, self._made[is_training, part, autocast], part)
         if plan is None:
-            padded = self._with_more_rows(traced, (args, kwargs), is_training, part, autocast)
+            padded = self._with_more_rows(traced, call, is_training, part, autocast)
             if padded is not None:
-                made.insert(0, padded)
-                del made[MOST_FORMS:]
                 return padded
             plan = plan_like(traced.program, *self._first, self._prices, request)
         keeps_copies = not traced.program.carried.isdisjoint(traced.program.inputs) and self._have_room(plan)
         if traced.program.carried and not keeps_copies:
             stored = replace(self._of_mode(is_training), stored=self._stored)
             plan = plan_like(traced.program, *self._first, self._prices, stored)
-        executable = Executable(
+        return Executable(
             traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies
         )
-        made.insert(0, executable)
-        del made[MOST_FORMS:]
-        return executable
 
     def _trace(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str, autocast: Any
@@ -199,6 +216,36 @@ class CallPlanner:
         mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
         return tuple((name, mesh, layout) for name, layout in storage_layouts(program, plan, mesh).items())
 
+    def _of_any_length(self, short: Traced, call: Call, autocast: torch.dtype | None) -> Executable | None:
+        """What runs texts that grow by a place a call, where no place sees those behind it; None if that is not known.
+
+        What is not known is asked once for each number of rows.
+        """
+        made = self._made[False, "", autocast]
+        rows, length = short.program.type_of(short.program.inputs[0]).shape
+        key = (short.program.inputs, rows, autocast)
+        lengths = padded_lengths(length, [self._first[0], *(each.program for each in made)])
+        for longest in [] if key in self._no_lengths else lengths:
+            given: Call = with_size(map_leaves(_shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
+            try:
+                with torch.autocast("cpu", enabled=False):
+                    long = self._finish(self._trace(*given, False, "", autocast))
+                alike = compare(short, long, {})
+                check_one_graph(self._twin, *given, range(2, longest + 1))
+                program = reading_last_entry(long.program, alike.last)
+                plan = self._plan(program, self._of_mode(False), made)
+                note = f"texts run as {longest} places: none sees those that are added"
+                plan = replace(plan, notes=(*plan.notes, note))
+                return as_any_length(short, long, plan, alike, lengths_of(longest))
+            except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
+                _LOGGER.debug("texts are not padded to %s: %s", longest, error)
+        self._no_lengths.add(key)
+        return None
+
+    def _plan(self, program: Program, request: SearchRequest, made: Sequence[Executable]) -> Plan:
+        plan = self._reuse(program, request, made, "")
+        return plan_like(program, *self._first, self._prices, request) if plan is None else plan
+
     def _with_more_rows(
         self, short: Traced, call: Call, is_training: bool, part: str, autocast: torch.dtype | None
     ) -> Executable | None:
@@ -212,14 +259,15 @@ class CallPlanner:
                 with torch.autocast("cpu", enabled=False):
                     long = self._finish(self._trace(args, kwargs, is_training, part, autocast))
                 fills = ignored_labels(long.program)
-                alike = compare(short, long, fills)
+                alike = compare(short, long, fills, has_copies=True)
             except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:
                 _LOGGER.debug("%s rows are not padded to %s: %s", rows, longer, error)
                 return None
             plan = None if alike.last else self._reuse(long.program, self._of_mode(is_training), made, part)
             if plan is not None:
                 note = f"batches of {rows} rows run as {longer}: the rows that are added count for nothing"
-                return as_longer(short, long, replace(plan, notes=(*plan.notes, note)), alike, fills)
+                kept = (text for text in plan.notes if "run as" not in text)
+                return as_longer(short, long, replace(plan, notes=(*kept, note)), alike, fills)
         return None
 
     def _reuse(self, program: Program, request: SearchRequest, like: Sequence[Executable], part: str) -> Plan | None:

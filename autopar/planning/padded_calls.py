@@ -1,4 +1,6 @@
-"""Calls that run as longer ones do: a batch with rows that don't count, cut off from what the caller gets.
+"""Calls that run as longer ones do: batches with rows that don't count, texts with places that none before them sees.
+
+What is added is cut off from what the caller gets.
 
 The longer call is traced as well, and `autopar.trace.prefixes` says whether its outputs begin with those of the call.
 """
@@ -11,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.errors import InputShapeError
 from autopar.lower.compat import map_leaves
 from autopar.lower.run.lowering import Cuts, Executable
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.data_split import data_split
-from autopar.trace import LongerProgram, Traced
+from autopar.trace import LongerProgram, NotAlikeError, Traced, reading_last_entry
 
-__all__ = ["as_longer", "padded_rows", "with_size"]
+__all__ = ["as_any_length", "as_longer", "is_growing", "lengths_of", "padded_lengths", "padded_rows", "with_size"]
+
+# Texts run as the next multiple of it: a plan for each, which takes a second or so, and at most so many more places.
+_LENGTH_STEP = 64
 
 
 def padded_rows(rows: int, known: Sequence[tuple[Program, Plan]]) -> list[int]:
@@ -28,6 +34,73 @@ def padded_rows(rows: int, known: Sequence[tuple[Program, Plan]]) -> list[int]:
     """
     parts = {data_split(program, plan).size for program, plan in known}
     return sorted({-(-rows // size) * size for size in parts if rows % size and -(-rows // size) * size < 2 * rows})
+
+
+def is_growing(program: Program, made: Sequence[Executable]) -> bool:
+    """Whether the inputs are texts ``[rows, places]``, and such texts of another length came before, as in a loop that
+    samples a place a call.
+    """
+    kinds = [program.type_of(name) for name in program.inputs]
+    first = kinds[0].shape
+    if len(first) != 2 or first[1] < 2 or any(kind.shape != first or kind.is_floating for kind in kinds):
+        return False
+    return any(
+        [name for name in each.program.inputs if name in program.inputs] == list(program.inputs)
+        and all(each.program.type_of(name).shape[:1] == first[:1] for name in program.inputs)
+        and any(each.program.type_of(name).shape[1:] != first[1:] for name in program.inputs)
+        for each in made
+    )
+
+
+def padded_lengths(length: int, known: Sequence[Program]) -> list[int]:
+    """To how many places a text may be padded: to a multiple, or if the model takes no such text, to one that came."""
+    longest = -(-length // _LENGTH_STEP) * _LENGTH_STEP
+    shapes = (program.type_of(program.inputs[0]).shape for program in known)
+    others = {shape[1] for shape in shapes if len(shape) == 2 and length < shape[1] < longest}
+    return [] if longest == length else [longest, *sorted(others, reverse=True)]
+
+
+def lengths_of(longest: int) -> range:
+    """The lengths that run as `longest`.  One place alone runs as it is: models may take it for something else."""
+    return range(max(2, (longest - 1) // _LENGTH_STEP * _LENGTH_STEP + 1), longest + 1)
+
+
+def as_any_length(short: Traced, long: Traced, plan: Plan, known: LongerProgram, sizes: range) -> Executable:
+    """What runs the calls like that of `short` with texts of any of the `sizes`, the last of which is that of `long`.
+
+    Raises:
+        NotAlikeError: an output is longer, but not as long as the text.
+    """
+    (rows, own), (_, most) = (t.program.type_of(t.program.inputs[0]).shape for t in (short, long))
+    for name, lengths in known.cuts.items():
+        if any(size != own or long.program.type_of(name).shape[dim] != most for dim, size in lengths.items()):
+            raise NotAlikeError(f"output {name} is of another length than the text")
+
+    def length_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        found = {x.shape[1] for x in tensors if x.dim() == 2}
+        if len(found) != 1 or any(x.dim() != 2 for x in tensors) or min(found) not in sizes:
+            raise InputShapeError(f"the plan was made for texts of {sizes[0]} to {sizes[-1]} places")
+        return found.pop()
+
+    def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        length = length_of(args, kwargs)
+
+        def pad(x: Any) -> Any:
+            return _pad(x, (x.shape[0], most), None) if isinstance(x, Tensor) else x
+
+        args, kwargs = map_leaves(pad, (tuple(args), dict(kwargs)))
+        tensors = list(long.flatten_inputs(args, kwargs))
+        last = [torch.tensor([length - 1], device=tensors[0].device)] if known.last else []
+        return [*tensors, *last]
+
+    def cuts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
+        length = length_of(args, kwargs)
+        return {name: dict.fromkeys(lengths, length) for name, lengths in known.cuts.items()}
+
+    form = ", ".join(f"{name} [{rows}, {sizes[0]} to {most}]" for name in short.program.inputs)
+    program = reading_last_entry(long.program, known.last)
+    return Executable(program, plan, long.constants, flatten, long.unflatten_outputs, cuts=cuts, form=form)
 
 
 def with_size(tree: Any, dim: int, size: int, longer: int) -> Any:

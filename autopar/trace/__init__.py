@@ -4,6 +4,7 @@
 `autopar.trace.tracing.PASSES` normalise it, `factors` attaches rules, `layers` and `kinds` cut it.
 """
 
+from autopar.trace.any_length import check_one_graph, reading_last_entry
 from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
 from autopar.trace.flex_attention import dense_flex_attention
@@ -25,6 +26,7 @@ __all__ = [
     "as_model",
     "bind",
     "call_opener",
+    "check_one_graph",
     "compare",
     "copy_with",
     "custom_backwards",
@@ -34,6 +36,7 @@ __all__ = [
     "ignored_labels",
     "is_wrapped_number",
     "put_loss_inside",
+    "reading_last_entry",
     "require_target",
     "run_captured",
     "trace",

@@ -378,7 +378,9 @@ def _index(pair: OpPair) -> None:
         return
     if len(dims) == 1 and given[0][0].shape == (1,) == given[0][1].shape and dims[0] in pair.states[0]:
         sizes = _sizes_of(pair.operands[0], dims[0])
-        if [range(size)[int(x.item())] for size, x in zip(sizes, given[0], strict=True)] == [size - 1 for size in sizes]:
+        if [range(size)[int(x.item())] for size, x in zip(sizes, given[0], strict=True)] == [
+            size - 1 for size in sizes
+        ]:
             _take_last(pair, dims[0])
             return
     if any(bool((b < 0).any()) for _, b in given):

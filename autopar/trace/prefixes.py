@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.program import Op, Program
+from autopar.program import Op, Program, Ref
 from autopar.trace.prefix_rules import Fill, Longer, OpPair, Prefix, follow
 from autopar.trace.tracing import Traced
 
@@ -44,6 +44,9 @@ class LongerProgram:
     last: Mapping[str, int]
 
 
+_INDEXING = ("embedding", "index", "gather", "scatter", "take", "one_hot")  # in the names of ops
+
+
 def ignored_labels(program: Program) -> dict[str, int]:
     """The inputs that are the targets of cross entropies, or become so by views and copies -> ``ignore_index``."""
     made_by = {name: op for _, op in _ops(program) for name in op.results}
@@ -58,18 +61,19 @@ def ignored_labels(program: Program) -> dict[str, int]:
     return found
 
 
-def compare(short: Traced, long: Traced, fills: Mapping[str, Fill]) -> LongerProgram:
+def compare(short: Traced, long: Traced, fills: Mapping[str, Fill], *, has_copies: bool = False) -> LongerProgram:
     """What `long` gives, where it begins with the inputs of `short`.
 
     Args:
         short: a traced call.
         long: the same call with larger sizes.
         fills: inputs of `long` -> what they hold beyond those of `short`; else anything that `short` may hold, too.
+        has_copies: what is beyond are whole rows that are copies of others, which look up nothing else than these.
 
     Raises:
         NotAlikeError: where it is not known that all outputs of `short`, and its updates of buffers, can be had.
     """
-    return _Comparison(short, long, fills).run()
+    return _Comparison(short, long, fills, has_copies).run()
 
 
 def _ops(program: Program) -> Iterator[tuple[bool, Op]]:
@@ -82,9 +86,11 @@ class _Comparison:
     short: Traced
     long: Traced
     fills: Mapping[str, Fill]
+    has_copies: bool
     names: dict[str, str] = field(default_factory=dict[str, str])  # of values of `long`, those of `short`
     known: dict[str, Prefix | None] = field(default_factory=dict[str, "Prefix | None"])
     last: dict[str, int] = field(default_factory=dict[str, int])
+    made_by: dict[str, Op] = field(default_factory=dict[str, Op])
     where: dict[str, str] = field(default_factory=dict[str, str])  # the op that made a value unknown
 
     def run(self) -> LongerProgram:
@@ -143,6 +149,9 @@ class _Comparison:
             [(self.long.constants.get(a), self.short.constants.get(b)) for a, b in self._types(op, other)],
         )  # fmt: skip
         found = follow(pair, is_known=not bad) if same else None
+        self.made_by |= dict.fromkeys(op.results, op)
+        if not self.has_copies:
+            self._check_places(op)
         if pair.reads_out_of_range:
             raise NotAlikeError(f"{op.source}: {op.target} reads labels, which are {pair.reads_out_of_range} beyond")
         if pair.last is not None and found is not None:
@@ -151,6 +160,28 @@ class _Comparison:
             self.names[name], self.known[name] = its, None if found is None else found[place]
             if self.known[name] is None:
                 self.where[name] = self.where.get(bad) or f"{op.source}: {op.target} may mix them"
+
+    def _check_places(self, op: Op) -> None:
+        """Raise NotAlikeError if `op` may look up what is not there, as positions behind the end of their table.
+
+        Inputs go on with what they held; nothing is known of what else the model makes of places that are added.
+        """
+        if op.target.startswith("autopar.") or not any(word in op.target for word in _INDEXING):
+            return
+        shape = self.long.program.type_of(op.operands[0]).shape
+        indices = op.args[1] if op.target == "aten.index.Tensor" else op.args[1:2]
+        pairs = zip(indices, shape, strict=False) if isinstance(indices, tuple) else ()
+        sizes = {index.name: size for index, size in pairs if isinstance(index, Ref)}
+        for name in op.operands[1:]:
+            source = name
+            while source in self.made_by and len(self.made_by[source].operands) == 1 and self.made_by[source].is_view:
+                source = self.made_by[source].operands[0]
+            constant = self.long.constants.get(name)
+            if not self.known[name] or source in self.long.program.inputs:
+                continue
+            is_checked = op.target in ("aten.embedding.default", "aten.index.Tensor") and name in sizes
+            if constant is None or not is_checked or not bool((constant < sizes[name]).all()):
+                raise NotAlikeError(f"{op.source}: {op.target} may look up places behind the end")
 
     @staticmethod
     def _types(op: Op, other: Op) -> Iterator[tuple[str, str]]:
