@@ -124,6 +124,8 @@ class Decisions:
         compiled: whether each distinct layer program is compiled.
         gradients: dtype in which gradients of the copies that layers compute with are added up, over microbatches below
             ZeRO-2, and reduced over devices; "": that in which parameters are stored.
+        host_storage: whether parameters as they are stored, their final gradients, and the optimizer's state are in the
+            host's memory, and updated there; layers then compute with copies.
     """
 
     fingerprint: str
@@ -137,6 +139,7 @@ class Decisions:
     schedule: str = ""
     compiled: bool = False
     gradients: str = ""
+    host_storage: bool = False
 
     @property
     def num_groups(self) -> int:

@@ -180,6 +180,7 @@ def _decode(text: str) -> Plan:
         if isinstance(each, dict):  # earlier versions did not decide it
             cast("dict[str, Any]", each).setdefault("compiled", False)
             cast("dict[str, Any]", each).setdefault("gradients", "")
+            cast("dict[str, Any]", each).setdefault("host_storage", False)
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
     for problem in decision_problems(plan.decisions):
@@ -187,6 +188,8 @@ def _decode(text: str) -> Plan:
     for number, decisions in enumerate(plan.other_calls):
         for problem in decision_problems(decisions):
             raise ValueError(f"other_calls[{number}]: {problem}")
+        if decisions.host_storage != plan.decisions.host_storage:
+            raise ValueError(f"other_calls[{number}]: host_storage is another than in decisions, but storage is one")
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
     _complete(cast("dict[str, Any]", predicted))
@@ -235,6 +238,7 @@ def _heading(plan: Plan) -> str:
     speedups = (f"precision={name!r} is {times:.2g}x faster by estimate" for name, times in plan.prediction.speedups)
     compiled = ", compiled" if plan.compiled else ""
     gradients = f", gradients in {plan.decisions.gradients}" if plan.decisions.gradients else ""
+    gradients += ", stored in the host's memory" if plan.decisions.host_storage else ""
     precision = "".join(f"; computes in float32: {text}" for text in speedups)
     return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{compiled}{gradients}{precision}"
 
@@ -353,6 +357,7 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
         f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB{_error(plan.memory_error)} per device "
         f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
+        *_offloaded(plan.prediction),
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
     ]
     if plan.stages and plan.step_time_s > 0:
@@ -362,6 +367,11 @@ def _predicted(plan: Plan) -> list[str]:
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     return lines
+
+
+def _offloaded(prediction: Prediction) -> list[str]:
+    size = prediction.host_memory_bytes
+    return [f"host memory          {_format_size(size)}iB per device"] if size else []
 
 
 def _shared(plan: Plan) -> str:

@@ -107,7 +107,7 @@ def rehearse(who: Subject, plan: Plan) -> Rehearsal:
         plan.shared_mesh,
         plan.shared_storage,
         pipeline,
-        plan.decisions.gradients,
+        (plan.decisions.gradients, plan.decisions.host_storage),
     )
     if key not in known:
 

@@ -35,7 +35,9 @@ from autopar.suggestions import suggest
 __all__ = ["Options", "read_options"]
 
 # What a graph of Dynamo's can't have: nobody says where in it the loss is, and storage is not the plan's to choose.
-_NOT_HERE = re.compile(r"\b(pipeline|stages|cuts|schedule|microbatches|gradients|zero)\s*=\s*(\w+)")
+_NOT_HERE = re.compile(
+    r"\b(pipeline|stages|cuts|schedule|microbatches|gradients|zero|offload(?=\s*=\s*optimizer))\s*=\s*(\w+)"
+)
 
 
 @dataclass(frozen=True)

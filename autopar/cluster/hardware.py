@@ -107,12 +107,15 @@ class HostLink:
         latency_s: of each copy.
         memory_bytes: of the host's memory, what the programs of one device may fill.
         taken: part of a device's speed that a copy takes from what computes at the same time: 0 to 1.
+        update_bytes_per_s: what the host's cores read and write of its memory in an optimizer's step, a device's share;
+            0: as much as the device does.
     """
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
     memory_bytes: float = 0.0
     taken: float = 0.0
+    update_bytes_per_s: float = 0.0
 
     @property
     def overlaps(self) -> bool:

@@ -54,6 +54,10 @@ _COPY_INTERFERENCE = 0.02
 _USABLE_HOST = 0.6
 """Estimate: torch rounds pinned buffers up to powers of two, by a third on average; loaders need the rest."""
 
+_HOST_UPDATE_BYTES_PER_S = 40e9
+"""Estimate: three quarters of the memory bandwidth of a node's two processors (of a DGX A100 8 channels of DDR4-3200
+each, 410 GB/s; of a DGX H100 8 of DDR5-4800, 614 GB/s: vendors' data sheets), shared by eight devices; the lesser."""
+
 _OPTIMIZER_KERNELS = 12
 """Estimate: kernels of a ``foreach`` AdamW step over a list of tensors, one for each of its operations."""
 
@@ -169,8 +173,12 @@ class ClusterPrices:
     def host(self) -> HostLink:
         """How a device copies to its host's memory: engines of its own do, but of a CPU the cores that compute."""
         device = self.cluster.device
-        taken = 1.0 if device.name == "cpu" else _COPY_INTERFERENCE
-        return HostLink(device.host_bytes_per_s, device.launch_s, _USABLE_HOST * device.host_memory_bytes, taken)
+        room_bytes = _USABLE_HOST * device.host_memory_bytes
+        if device.name == "cpu":
+            return HostLink(device.host_bytes_per_s, device.launch_s, room_bytes, taken=1.0)
+        return HostLink(
+            device.host_bytes_per_s, device.launch_s, room_bytes, _COPY_INTERFERENCE, _HOST_UPDATE_BYTES_PER_S
+        )  # fmt: skip
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ class CandidateSet:
             schedule=schedule,
             compiled=settings.training.compiled,
             gradients=settings.training.gradient_dtype,
+            host_storage=settings.training.host_storage,
         )
 
     def _named_strategy(self, candidate: LayerCandidate) -> LayerStrategy:

@@ -11,6 +11,7 @@ text                               meaning
                                    names the ops of each layer that run again
 ``offload=activations``            what every layer keeps for backward is in the host's memory until then; ``none``: on
                                    the device
+``offload=optimizer``              parameters as they are stored, and the optimizer's state, are in the host's memory
 ``gradients=bf16``                 gradients are added up over microbatches and reduced over devices in this dtype:
                                    ``fp32`` or ``bf16``
 ``microbatches=8``                 the batch runs in 8 microbatches
@@ -48,14 +49,16 @@ from autopar.step.activation_policies import policy_names
 from autopar.suggestions import suggest
 
 __all__ = [
-    "DEGREES", "OPS", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns", "demands_on",
-    "parse_constraints", "spell_out",
+    "DEGREES", "HOST_STORAGE", "OPS", "WORDS", "Constraints", "LayerDemands", "check_degrees", "check_patterns",
+    "demands_on", "parse_constraints", "spell_out",
 ]  # fmt: skip
 
 DEGREES = ("data", "tensor", "sequence", "context")
 OPS = "ops"
 """The value of ``recompute=`` that lets the search name ops."""
-_OFFLOADED = ("none", "activations")
+HOST_STORAGE = "host_storage"
+"""What ``offload=optimizer`` is read as: it goes with any choice for activations."""
+_OFFLOADED = ("none", "activations", "optimizer")
 _SCOPED = (*DEGREES, "zero", "recompute", "offload", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
 _GLOBAL = (*DEGREES, "zero", "recompute", "offload", "mesh", *_COUNTS, "cuts", "schedule", "gradients")
@@ -134,6 +137,12 @@ def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
     for text, part in sorted(parts, key=lambda pair: not pair[1].startswith("pipeline")):
         pattern, separator, rest = part.rpartition(":")
         key, value = _parse_setting(rest, text, _SCOPED if separator else _GLOBAL, devices)
+        if (key, value) == ("offload", "optimizer"):
+            if separator:
+                raise ConstraintError(
+                    f"constraint {text!r}: 'offload=optimizer' holds for the whole plan, without a pattern"
+                )
+            key = HOST_STORAGE
         if key == "pipeline" and isinstance(value, int):
             devices = world_size // value
         if separator:

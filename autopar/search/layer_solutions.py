@@ -29,7 +29,7 @@ from autopar.search.variable_elimination import Table, minimise
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost
 from autopar.step.local_layer import PlacedLayer, stored_steps
-from autopar.step.optimizer_costs import parameter_step_s, updates
+from autopar.step.optimizer_costs import host_copy_s, parameter_step_s, updates
 from autopar.step.parameter_costs import gradient_sum_s, parameter_bytes
 from autopar.step.value_flows import is_alias
 
@@ -166,6 +166,11 @@ def _parameter_seconds(problem: LayerProblem, parameter: ParameterCopy, copy: La
     for step in steps:
         seconds += price(step.forward, step.axis, tensor.num_bytes * step.fraction, gathers)
         seconds += price(step.backward, step.axis, gradient_bytes * step.fraction, reduces if trains else 0)
+    if training.host_storage:
+        mesh, lies = shared.get(value.name, (problem.mesh, stored))
+        brought = math.prod(local_shape(tensor.shape, lies, mesh)) * training.storage_itemsize(tensor.dtype)
+        taken = prices.host.taken if variant.overlaps else 1.0
+        seconds += gathers * taken * host_copy_s(brought, prices, training)
     if trains:
         storage = shared.get(value.name, (problem.mesh, stored))
         seconds += gradient_sum_s(value, (problem.mesh, copy), storage, zero, count, prices, training)

@@ -18,7 +18,7 @@ from autopar.garbage import collected_seldom
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.considered_plans import describe_paths, describe_pipeline
-from autopar.search.constraints import Constraints, LayerDemands, demands_on, parse_constraints
+from autopar.search.constraints import HOST_STORAGE, Constraints, LayerDemands, demands_on, parse_constraints
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
@@ -53,7 +53,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     constraints = parse_constraints(request.constraints, world_size)
     request = replace(request, training=_training_by(constraints, request.training))
     layer_demands = demands_on(program, constraints)
-    _check_host(layer_demands, prices)
+    _check_host(layer_demands, prices, request.training)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
     context = SearchContext(program, world_size, prices, request, constraints, layer_demands)
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
@@ -97,13 +97,19 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
 
 def _training_by(constraints: Constraints, training: TrainingSpec) -> TrainingSpec:
     """`training` as constraints demand it."""
-    return replace(training, gradient_dtype=str(constraints.get("gradients") or training.gradient_dtype))
+    return replace(
+        training,
+        gradient_dtype=str(constraints.get("gradients") or training.gradient_dtype),
+        host_storage=bool(constraints.get(HOST_STORAGE)) or training.host_storage,
+    )
 
 
-def _check_host(demands: Sequence[LayerDemands], prices: Prices) -> None:
-    if any(each.offload == "activations" for each in demands) and not prices.host.bytes_per_s:
+def _check_host(demands: Sequence[LayerDemands], prices: Prices, training: TrainingSpec) -> None:
+    offloads = any(each.offload == "activations" for each in demands)
+    if (offloads or training.host_storage) and not prices.host.bytes_per_s:
+        what = "optimizer" if training.host_storage else "activations"
         raise ConstraintError(
-            f"offload=activations needs a link to the host's memory, and none is known of {prices.device!r}: describe "
+            f"offload={what} needs a link to the host's memory, and none is known of {prices.device!r}: describe "
             "it, such as Device(..., host_bytes_per_s=50e9, host_memory_bytes=250e9)"
         )
 

@@ -166,10 +166,16 @@ def host_shortage(plan: Plan, prices: Prices) -> str:
     needed, there = plan.prediction.host_memory_bytes, prices.host.memory_bytes
     if needed <= there:
         return ""
+    stored = plan.decisions.host_storage
+    advice = (
+        "cut parameters over more devices, such as 'zero=3', or leave 'offload=optimizer' out"
+        if stored
+        else "offload fewer layers, such as 'model.layers.0: offload=activations', recompute more, such as "
+        "'recompute=full', or use more microbatches"
+    )
     return (
         f"it offloads {needed / 2**30:.6g} GiB per device to the host's memory, of which a device has "
-        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes): offload fewer layers, such as "
-        "'model.layers.0: offload=activations', recompute more, such as 'recompute=full', or use more microbatches"
+        f"{there / 2**30:.6g} GiB (Device.host_memory_bytes): {advice}"
     )
 
 

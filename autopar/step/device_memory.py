@@ -6,7 +6,8 @@ Gradients of a layer's parameters are in one of these states:
 - *unreduced*: gradients of the copies, until ``REDUCE``;
 - *summed*: gradients of the copies that several microbatches add up (ZeRO-0 and 1), until ``REDUCE``;
 - *reducing*: in the buffers of a reduction, until ``WAIT_REDUCE``;
-- *reduced*: as the optimizer reads them.
+- *reduced*: as the optimizer reads them.  Where parameters are stored in the host's memory they go there when they are
+  final: behind their layer's last reduction, those of parameters that several layers share at the end of the step.
 """
 
 from __future__ import annotations
@@ -96,15 +97,22 @@ class ParameterMemory:
     """
 
     def __init__(
-        self, sizes: Sequence[LayerBytes], shared: Sequence[Mapping[str, float]], sums: Sequence[bool], *, adds: bool
+        self,
+        sizes: Sequence[LayerBytes],
+        shared: Sequence[Mapping[str, float]],
+        sums: Sequence[bool],
+        sent_after: Sequence[int],
+        *,
+        adds: bool,
     ) -> None:
         """All per layer: its bytes; the gradients of the parameters that it shares with other layers; whether
-        microbatches add up gradients of its copies.
+        microbatches add up gradients of its copies; behind how many reductions gradients go to the host (0: never).
 
         `adds`: layers that share a parameter add their gradients as soon as they are reduced; else each has its own
         until the end of the step.
         """
         self._sizes, self._shared, self._sums, self._adds = sizes, shared, sums, adds
+        self._left = list(sent_after)  # reductions until then
         self._copies = ByteTally[int]()
         self._unsharding = ByteTally[int]()
         self._gradients = ByteTally[Hashable]()
@@ -177,8 +185,11 @@ class ParameterMemory:
                 self._finish(index)
 
     def wait_reduce(self, index: int) -> None:
-        """The reduced gradients are there."""
+        """The reduced gradients are there, and go to the host if they are final."""
         self._reducing.free(index)
+        self._left[index] -= 1
+        if not self._left[index]:
+            self._gradients.free(index)
 
     def sums(self, index: int) -> bool:
         """Whether microbatches add up the gradients of a layer's copies."""

@@ -37,6 +37,8 @@ class LayerBytes:
         whole_bytes: what is gathered for an optimizer that takes whole parameters, those of shared ones apart.
         copied_bytes: the copies to compute with.
         received_bytes: the part of them that collectives bring.
+        brought_bytes: what is copied from the host's memory to be gathered, or computed with.
+        host_bytes: of parameters, gradients and states that are stored there, those of shared parameters apart.
         sent_bytes: of what is put into a buffer of its own to be gathered.
         taken_apart_bytes: the part of `received_bytes` that is copied out of the buffer in which it came.
         gradient_bytes: gradients where parameters are stored, those of shared parameters apart.
@@ -56,6 +58,8 @@ class LayerBytes:
     whole_bytes: float = 0.0
     copied_bytes: float = 0.0
     received_bytes: float = 0.0
+    brought_bytes: float = 0.0
+    host_bytes: float = 0.0
     sent_bytes: float = 0.0
     taken_apart_bytes: float = 0.0
     gradient_bytes: float = 0.0
@@ -70,7 +74,7 @@ class LayerBytes:
     @property
     def coming_bytes(self) -> float:
         """What its gathers take while they are under way."""
-        return self.sent_bytes + self.received_bytes
+        return self.sent_bytes + self.received_bytes + self.brought_bytes
 
 
 def layer_bytes(placed: PlacedLayer, training: TrainingSpec) -> LayerBytes:
@@ -89,10 +93,14 @@ def layer_bytes(placed: PlacedLayer, training: TrainingSpec) -> LayerBytes:
             *((flow.value.name, _other_bytes(placed, flow)) for flow in others),
         ),
         optimizer_bytes=sum(part.optimizer_bytes for part in own),
-        largest_bytes=max((part.stored_bytes for part in parts if part.optimizer_bytes), default=0.0),
+        largest_bytes=max(
+            (max(part.stored_bytes, part.brought_bytes) for part in parts if part.gradient_bytes), default=0.0
+        ),
         whole_bytes=sum(whole_bytes(v, placed.mesh, at, training) for v, at in updated_parameters(placed, training)),
         copied_bytes=sum(part.copied_bytes for part in parts),
         received_bytes=sum(part.received_bytes for part in parts),
+        brought_bytes=sum(part.brought_bytes for part in parts),
+        host_bytes=sum(part.host_bytes for part in own),
         sent_bytes=sum(part.sent_bytes for part in gathered if len(gathered) > 1 or part.is_cast),
         taken_apart_bytes=sum(part.received_bytes for part in gathered if len(gathered) > 1 or part.is_reordered),
         gradient_bytes=sum(part.gradient_bytes for part in own),

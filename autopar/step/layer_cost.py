@@ -27,7 +27,7 @@ from autopar.step.local_program import Reshard, RunOp, local_program
 from autopar.step.op_seconds import op_seconds
 from autopar.step.op_states import OpState, kernel_runs
 from autopar.step.optimizer_costs import optimizer_s
-from autopar.step.parameter_costs import gradient_sums_s, held_cost
+from autopar.step.parameter_costs import brought_s, gradient_sums_s, held_cost
 from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
 from autopar.step.training import TrainingSpec, own_training
 from autopar.step.value_flows import Flow
@@ -204,6 +204,13 @@ def storage_cost(
             weight_s += run.times * each_s
         else:
             once_s += run.times * each_s
+    copy_s = brought_s(placed, prices, training)
+    gathers, _ = parameter_times(placed.zero, count, training)
+    seconds += gathers * copy_s
+    if placed.zero == 3:
+        ahead_s += count * copy_s
+    else:
+        once_s += copy_s
     sums_s = gradient_sums_s(placed, prices, training)
     return replace(
         held_cost(placed, training),

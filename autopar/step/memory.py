@@ -95,6 +95,8 @@ class _Group:
         self.parameter_bytes = sum(self._stored().values()) + sum(s.stored_bytes for s in self.shared.values())
         self.optimizer_bytes = sum(sizes[index].optimizer_bytes for index in self.own)
         self.optimizer_bytes += sum(shared.optimizer_bytes for shared in self.shared.values())
+        self.host_bytes = sum(sizes[index].host_bytes for index in self.own)
+        self.host_bytes += sum(shared.host_bytes for shared in self.shared.values())
         self.whole_bytes = sum(sizes[index].whole_bytes for index in self.own)
         self.whole_bytes += sum(
             whole_bytes(program.values[name], *layers.shared[name], training)
@@ -128,7 +130,13 @@ class _GroupMemory:
         joins = not actions.is_single
         self.activations = ActivationMemory(tensors, actions.ranges, joins_outputs=joins)
         sums = [joins and not policy.reduces_each for policy in actions.policies]
-        self.parameters = ParameterMemory(group.sizes, group.shared_gradients(), sums, adds=actions.is_single)
+        many = actions.num_microbatches
+        sent_after = [
+            (many if policy.reduces_each else 1) if self.training.host_storage else 0 for policy in actions.policies
+        ]
+        self.parameters = ParameterMemory(
+            group.sizes, group.shared_gradients(), sums, sent_after, adds=actions.is_single
+        )
         self.moments: list[Moment] = []
 
     def fold(self) -> list[Moment]:
@@ -258,9 +266,10 @@ class _GroupMemory:
         shared = sum(each.gradient_bytes for each in self.group.shared.values())
         stored = sum(each.gradient_bytes for each in own) + shared
         largest = max((each.largest_bytes for each in own), default=0.0)
-        self.parameters.finish(stored)
-        temporary = stored if self.training.steps_at_once else 2 * largest
-        self._note(end, transients=temporary + self.group.whole_bytes)
+        there = self.training.host_storage  # where the optimizer's temporaries are, then
+        self.parameters.finish(0.0 if there else stored)
+        temporary = 0.0 if there else stored if self.training.steps_at_once else 2 * largest
+        self._note(end, transients=temporary + self.group.whole_bytes, host=2 * largest if there else 0.0)
         self._note(end, is_after=True)
 
     def _note(
@@ -272,6 +281,7 @@ class _GroupMemory:
         gathered: float = 0.0,
         gradients: float = 0.0,
         saved: float = 0.0,
+        host: float = 0.0,
         is_after: bool = False,
     ) -> None:
         """Note what there is, and what besides at this moment alone."""
@@ -287,7 +297,8 @@ class _GroupMemory:
             self.overhead_bytes,
         )
         part, microbatch = where
-        self.moments.append(Moment(part, layer, microbatch, is_after, num_bytes, activations.host_bytes))
+        host_bytes = self.group.host_bytes + activations.host_bytes + host
+        self.moments.append(Moment(part, layer, microbatch, is_after, num_bytes, host_bytes))
 
 
 def timed_memory(

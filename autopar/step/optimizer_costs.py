@@ -18,8 +18,8 @@ from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
 
 __all__ = [
-    "gather_s", "layer_gathers_s", "optimizer_s", "optimizer_s_per_element", "parameter_step_s", "updated_parameters",
-    "updates", "whole_bytes",
+    "gather_s", "host_copy_s", "layer_gathers_s", "optimizer_s", "optimizer_s_per_element", "parameter_step_s",
+    "updated_parameters", "updates", "whole_bytes",
 ]  # fmt: skip
 
 
@@ -31,6 +31,9 @@ def optimizer_s_per_element(
     An optimizer works on all parameters of a device at once, so its price is not a sum of prices per
     parameter.  The rate is that of a device which stores an equal share of the whole program.
     """
+    rate = prices.host.update_bytes_per_s
+    if training.host_storage and rate:
+        return training.optimizer_traffic_bytes(dtype) / rate
     share = max(1.0, program.num_trainable_elements / num_devices)
     return prices.optimizer_s(share, training.optimizer_traffic_bytes(dtype)) / share
 
@@ -38,10 +41,22 @@ def optimizer_s_per_element(
 def parameter_step_s(
     value: Value, mesh: tuple[int, ...], stored: Layout, rate_s: float, prices: Prices, training: TrainingSpec
 ) -> float:
-    """Seconds of the step on one parameter that is stored so, gathers included; `rate_s` is per element."""
+    """Seconds of the step on one parameter that is stored so, gathers included; `rate_s` is per element.
+
+    Where parameters are stored in the host's memory, these contain the copy of the gradient to there: it begins when
+    the gradient is final, and may overlap with what is left of the backward, which is not counted.
+    """
     is_gathered = training.takes_whole(value.type.shape, mesh, stored)
     shape = value.type.shape if is_gathered else local_shape(value.type.shape, stored, mesh)
-    return math.prod(shape) * rate_s + prices.optimizer_tensor_s + gather_s(value, mesh, stored, prices, training)
+    own = math.prod(local_shape(value.type.shape, stored, mesh))
+    sent_s = host_copy_s(own * training.gradient_itemsize(value.type.dtype), prices, training)
+    gathered_s = gather_s(value, mesh, stored, prices, training)
+    return math.prod(shape) * rate_s + prices.optimizer_tensor_s + gathered_s + sent_s
+
+
+def host_copy_s(num_bytes: float, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds to copy so much of one parameter or gradient between the device and where parameters are stored."""
+    return prices.host.copy_s(num_bytes, 1) if training.host_storage else 0.0
 
 
 def gather_s(value: Value, mesh: tuple[int, ...], stored: Layout, prices: Prices, training: TrainingSpec) -> float:

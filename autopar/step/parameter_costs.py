@@ -26,7 +26,7 @@ from autopar.placement import Axis, Layout, Step, local_shape
 from autopar.prediction import LayerCost
 from autopar.program import Op, Program, Ref, TensorType, Value, itemsize_bytes
 from autopar.step.local_layer import PlacedLayer, SharedStorage
-from autopar.step.optimizer_costs import optimizer_s_per_element, parameter_step_s
+from autopar.step.optimizer_costs import host_copy_s, optimizer_s_per_element, parameter_step_s
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec
 from autopar.step.value_flows import Flow
@@ -34,6 +34,7 @@ from autopar.step.value_flows import Flow
 __all__ = [
     "ParameterBytes",
     "SharedCost",
+    "brought_s",
     "gradient_sum_s",
     "gradient_sums_s",
     "held_cost",
@@ -59,6 +60,9 @@ class ParameterBytes:
         sum_bytes: the same, in the dtype in which microbatches add up.
         reduced_bytes: the same where collectives reduce it.
         arriving_bytes: what comes of that.
+        host_bytes: of parameter, final gradient and state in the host's memory, if they are stored there; the three
+            are then not on the device, but for gradients that are not yet final.
+        brought_bytes: what is copied from there each time it is unsharded.
         is_cast: whether it is stored in another dtype than it is computed with.
         is_sum_cast: whether its gradient is reduced in another.
         is_reordered: whether what collectives move is not contiguous: slices of inner dims.
@@ -75,6 +79,8 @@ class ParameterBytes:
     sum_bytes: float = 0.0
     reduced_bytes: float = 0.0
     arriving_bytes: float = 0.0
+    host_bytes: float = 0.0
+    brought_bytes: float = 0.0
     is_cast: bool = False
     is_sum_cast: bool = False
     is_reordered: bool = False
@@ -91,9 +97,12 @@ class ParameterBytes:
         own_bytes = self.sum_bytes if self.received_bytes else 0.0
         return LayerCost(
             parameter_bytes=self.stored_bytes + (copied_bytes if zero < 3 else 0.0),
-            gradient_bytes=self.gradient_bytes + (own_bytes if zero < 2 else 0.0),
+            gradient_bytes=(0.0 if self.host_bytes else self.gradient_bytes) + (own_bytes if zero < 2 else 0.0),
             optimizer_bytes=self.optimizer_bytes,
-            transient_bytes=(copied_bytes if zero == 3 else 0.0) + (own_bytes if zero >= 2 else 0.0),
+            transient_bytes=(copied_bytes if zero == 3 else 0.0)
+            + (own_bytes if zero >= 2 else 0.0)
+            + self.brought_bytes
+            + (self.gradient_bytes if self.host_bytes else 0.0),
         )
 
 
@@ -115,13 +124,17 @@ def parameter_bytes(
     summed = training.sum_itemsize(dtype) if trains else 0
     moves = any(step.forward != "none" for step in steps)
     reduces = any(step.backward != "none" for step in steps)
+    there = training.host_storage
+    states = stored * training.optimizer_state_bytes_per_element if trains else 0.0
     return ParameterBytes(
-        stored_bytes=float(stored * storage),
-        copied_bytes=float(copied * compute) if moves or storage != compute else 0.0,
+        stored_bytes=0.0 if there else float(stored * storage),
+        copied_bytes=float(copied * compute) if moves or storage != compute or there else 0.0,
         received_bytes=float(copied * compute) if moves else 0.0,
         sent_bytes=float(stored * compute) if moves else 0.0,
-        optimizer_bytes=stored * training.optimizer_state_bytes_per_element if trains else 0.0,
+        optimizer_bytes=0.0 if there else states,
         gradient_bytes=float(stored * gradient),
+        host_bytes=stored * (storage + gradient) + states if there else 0.0,
+        brought_bytes=float(stored * storage) if there else 0.0,
         copy_gradient_bytes=float(copied * computed),
         sum_bytes=float(copied * summed),
         reduced_bytes=float(copied * summed) if reduces else 0.0,
@@ -180,6 +193,12 @@ def _besides(cost: LayerCost, shared: LayerCost) -> LayerCost:
         gradient_bytes=max(0.0, cost.gradient_bytes - shared.gradient_bytes),
         transient_bytes=cost.transient_bytes,
     )
+
+
+def brought_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds to copy a layer's parameters to the device once, from the host's memory if they are stored there."""
+    parts = (part for _, part in layer_parameters(placed, training))
+    return sum(host_copy_s(part.brought_bytes, prices, training) for part in parts)
 
 
 _SUM = Op("sum_of_gradients", "aten.add.Tensor", (Ref("total"), Ref("gradient")), (), ("total",))

@@ -21,7 +21,7 @@ from autopar.step.local_layer import PlacedLayer
 from autopar.step.op_seconds import op_seconds
 from autopar.step.optimizer_costs import optimizer_s
 from autopar.step.overlap_estimate import in_one_buffer
-from autopar.step.parameter_costs import gradient_sums_s, shared_costs
+from autopar.step.parameter_costs import brought_s, gradient_sums_s, layer_parameters, shared_costs
 from autopar.step.plan_collectives import StepCollectives, step_collectives
 from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import PricedCollective, Prices
@@ -120,7 +120,10 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
             *_in_order("weight", weight_s, [run for run in back if run.purpose == "parameter"], prices),
             *_computing("weight", sum_s),
         ),
-        gathers=_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
+        gathers=(
+            *_brought(placed, prices, training),
+            *_travelling_together(placed.program, [run for run in stored if run.phase == "forward"], prices),
+        ),
         reduces=_travelling_together(placed.program, [run for run in stored[::-1] if run.phase == "backward"], prices),
         offload=_copies("offload", placed, prices, training),
         fetch=_copies("fetch", placed, prices, training),
@@ -137,6 +140,16 @@ def _copies(category: str, placed: PlacedLayer, prices: Prices, training: Traini
     return (
         (Item(category, "", seconds, num_bytes=num_bytes, detail=detail, taken=prices.host.taken),) if num_bytes else ()
     )
+
+
+def _brought(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[Item, ...]:
+    """The copies of a layer's parameters from the host's memory; they take turns with collectives."""
+    seconds = brought_s(placed, prices, training)
+    if not seconds:
+        return ()
+    sizes = [part.brought_bytes for _, part in layer_parameters(placed, training)]
+    detail, taken = f"{len(sizes)} parameters from the host's memory", prices.host.taken
+    return (Item("gather", "", seconds, num_bytes=sum(sizes), detail=detail, taken=taken),)
 
 
 def _computing(category: str, seconds: float) -> tuple[Item, ...]:

@@ -30,6 +30,7 @@ class TrainingSpec:
         gathers_outputs: whether the outputs beside the loss are made whole in every step.
         compiled: whether a compiler makes kernels of each layer's ops, and decides what is kept for backward.
         gradient_dtype: in which gradients of the copies are added up and reduced (`Decisions.gradients`).
+        host_storage: whether what the optimizer reads is in the host's memory (`Decisions.host_storage`).
         reruns: False: backward asks for nothing that forward computed or gathered (set for single layers).
     """
 
@@ -43,6 +44,7 @@ class TrainingSpec:
     gathers_outputs: bool = False
     compiled: bool = False
     gradient_dtype: str = ""
+    host_storage: bool = False
     reruns: bool = True
 
     def on_device(self, name: str) -> TrainingSpec:
@@ -55,7 +57,12 @@ class TrainingSpec:
 
     def by(self, decisions: Decisions) -> TrainingSpec:
         """The same with what a plan decides about it."""
-        return replace(self, compiled=decisions.compiled, gradient_dtype=decisions.gradients)
+        return replace(
+            self,
+            compiled=decisions.compiled,
+            gradient_dtype=decisions.gradients,
+            host_storage=decisions.host_storage,
+        )
 
     def sum_itemsize(self, dtype: str) -> int:
         """Bytes of an element of what microbatches add up and collectives reduce, of a parameter of this dtype."""

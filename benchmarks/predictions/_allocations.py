@@ -55,6 +55,7 @@ class AllocationTracker(DispatchMode):
         self._turns: list[int] = []
         self._was_backward = False
         self._is_paused = False
+        self._making = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and note what it returns; ops on DTensors are seen when they run on their local tensors."""
@@ -68,7 +69,7 @@ class AllocationTracker(DispatchMode):
         if not self._is_paused:
             for leaf in leaves_of(result):
                 if isinstance(leaf, Tensor) and not leaf.is_meta:
-                    self.add(leaf)
+                    self.add(leaf, self._making)
         return result
 
     def add(self, tensor: Tensor, kind: str = "") -> None:
@@ -98,6 +99,15 @@ class AllocationTracker(DispatchMode):
             yield
         finally:
             self._is_paused = before
+
+    @contextmanager
+    def making(self, kind: str) -> Generator[None]:
+        """Inside, all that ops make is of this kind."""
+        before, self._making = self._making, kind
+        try:
+            yield
+        finally:
+            self._making = before
 
     def usage(self, kinds: Sequence[str], since: int = 0) -> Usage:
         """What was held from then on of these kinds.

@@ -29,6 +29,7 @@ from autopar.lower.autograd import run_backward
 from autopar.lower.communication.buckets import BucketHandle
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.simulated_ranks import ThreadCommunicator
+from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.layer_parameters import LayerParameters, StepParameters
 from autopar.lower.program import offloading
 from autopar.lower.program.offloading import OffloadedTensors
@@ -191,6 +192,13 @@ CASES: tuple[Case, ...] = (
     Case("gpt2", 2, ("pipeline=2", "schedule=1f1b", "microbatches=4", "recompute=full", "offload=activations")),
     Case("bert", 2, ("pipeline=2", "schedule=zbv", "stages=4", "microbatches=4", "offload=activations")),
     Case("t5", 2, ("data=2", "zero=2", "recompute=none", "offload=activations")),
+    Case("llama", 2, ("data=2", "zero=0", "offload=optimizer")),
+    Case("llama", 2, ("data=2", "zero=3", "offload=optimizer"), "bf16"),
+    Case("llama", 2, ("data=2", "zero=1", "microbatches=2", "offload=optimizer", "gradients=bf16"), "bf16"),
+    Case("gpt2", 2, ("data=2", "zero=2", "microbatches=2", "recompute=none", "offload=optimizer")),
+    Case("gpt2", 2, ("pipeline=2", "schedule=1f1b", "microbatches=4", "recompute=full", "offload=optimizer")),
+    Case("bert", 2, ("tensor=2", "offload=optimizer")),
+    Case("t5", 2, ("data=2", "zero=1", "offload=optimizer", "offload=activations")),
     Case("unet", 2, ("data=2", "zero=0")),
     Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
 )
@@ -263,7 +271,7 @@ def measure(case: Case) -> Outcome:
         usages = run_ranks(model, traced, plan, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)
     layers = PlannedLayers(traced.program, plan.decisions)
-    memory = step_memory(layers, training, schedule_actions)[fullest // plan.group_size]
+    memory = step_memory(layers, training.by(plan.decisions), schedule_actions)[fullest // plan.group_size]
     predicted = {kind: max(moment.num_bytes[i] for moment in memory) for i, kind in enumerate(KINDS)}
     # As they are told apart in what is measured: what a backward finds.
     predicted[HOST] = max(moment.host_bytes for moment in memory)
@@ -282,7 +290,10 @@ def _watch_step(parallel: ParallelModule, inputs: Mapping[str, Any]) -> Usage:
     """What the second of two steps holds."""
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3)
     tracker = AllocationTracker()
-    for tensor in (*parallel.parameters(), *parallel.buffers()):
+    is_away = parallel.plan.decisions.host_storage
+    for tensor in parallel.parameters():
+        tracker.add(tensor, HOST if is_away else "parameters")
+    for tensor in parallel.buffers():
         tracker.add(tensor, "parameters")
     for tensor in inputs.values():
         if isinstance(tensor, Tensor):
@@ -312,7 +323,8 @@ def _train_step(
     for parameter in parallel.parameters():
         if parameter.grad is not None:
             tracker.add(parameter.grad, "gradients")
-    optimizer.step()
+    with tracker.making(HOST if parallel.plan.decisions.host_storage else ""):
+        optimizer.step()
     for state in optimizer.state.values():
         for tensor in state.values():
             if isinstance(tensor, Tensor):
@@ -412,7 +424,13 @@ def _noting_transport() -> Generator[None]:
 @contextmanager
 def _noting_offloads() -> Generator[None]:
     """Inside, what stands for the host's memory does not count, and what comes back from it was saved."""
-    make, fetch = offloading.host_buffer, OffloadedTensors.fetch
+    make, fetch, room = offloading.host_buffer, OffloadedTensors.fetch, HostCopies.room
+
+    def noted_room(self: HostCopies, x: Tensor) -> Tensor:
+        buffer, tracker = room(self, x), _tracker()
+        if tracker is not None:
+            tracker.add(buffer, HOST)
+        return buffer
 
     def noted_make(num_bytes: int, device: torch.device) -> Tensor:
         buffer, tracker = make(num_bytes, device), _tracker()
@@ -427,11 +445,11 @@ def _noting_offloads() -> Generator[None]:
             if tracker is not None and storage.device is not None:
                 tracker.add(storage.device, "saved activations")
 
-    offloading.host_buffer, OffloadedTensors.fetch = noted_make, noted_fetch
+    offloading.host_buffer, OffloadedTensors.fetch, HostCopies.room = noted_make, noted_fetch, noted_room
     try:
         yield
     finally:
-        offloading.host_buffer, OffloadedTensors.fetch = make, fetch
+        offloading.host_buffer, OffloadedTensors.fetch, HostCopies.room = make, fetch, room
 
 
 def _note_received(tracker: AllocationTracker, x: Tensor) -> Tensor:

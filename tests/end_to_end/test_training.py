@@ -108,6 +108,15 @@ def test_two_ranks_train_other_models() -> None:
     )
 
 
+def test_two_ranks_train_from_the_hosts_memory() -> None:
+    launch(
+        2,
+        partial(check_model, "llama", ("data=2", "zero=3", "offload=optimizer"), ("adamw",)),
+        partial(check_model, "gpt2", ("tensor=2", "microbatches=2", "offload=optimizer"), ("adamw foreach",)),
+        partial(check_model, "unet", ("data=2", "zero=1", "offload=optimizer", "gradients=fp32"), ("adamw foreach",)),
+    )
+
+
 def check_plan_of_any_kind(name: str, seed: int, num_microbatches: int = 1) -> None:
     """A plan that nobody would choose: its layers have meshes and layouts of their own."""
     model, inputs = make(name)

@@ -100,4 +100,4 @@ def test_what_it_may_be() -> None:
     with pytest.raises(PlanFormatError, match="gradients: 'float16' is none of"):
         Plan.from_json(edited.to_json())
     before = "\n".join(line for line in plan.to_json().splitlines() if '"gradients"' not in line)
-    assert Plan.from_json(before.replace('"compiled": false,', '"compiled": false')).decisions == plan.decisions
+    assert Plan.from_json(before).decisions == plan.decisions

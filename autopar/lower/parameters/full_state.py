@@ -79,7 +79,7 @@ def whole_tensor(
     owner = stored.groups[0]
     if isinstance(value, DTensor) and stages.group in stored.groups:
         steps = reshard(stored.layout, (REPLICATE,) * len(stored.layout), store.mesh)
-        whole = apply_forward(local_tensor(value), steps, communicator)
+        whole = apply_forward(local_tensor(value).to(communicator.device), steps, communicator)
         whole = whole if steps else whole.clone()
     else:
         whole = torch.empty(stored.shape, dtype=stored.dtype, device=communicator.device)
@@ -94,4 +94,4 @@ def fit_to_store(store: ParameterStore, communicator: Communicator, name: str, v
     if tuple(value.shape) != stored.shape:
         return value  # torch names the parameter and both shapes
     part = local_part(value.detach().to(communicator.device, stored.dtype), stored.layout, store.mesh, communicator)
-    return store.wrap(name, part)
+    return store.wrap(name, store.home(part))

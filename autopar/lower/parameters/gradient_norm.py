@@ -54,7 +54,7 @@ def clip_gradients(
         by_dtype.setdefault(local.dtype, []).append(local)
     with torch.no_grad():
         for dtype, same in by_dtype.items():
-            scale_in_place(same, scale.to(dtype))
+            scale_in_place(same, scale.to(same[0].device, dtype))
     return total
 
 
@@ -99,7 +99,7 @@ class GradientNorm:
 def _group_power(norms: list[Tensor], axes: tuple[Axis, ...], communicator: Communicator, norm_type: float) -> Tensor:
     """The p-th power of the joint norm (for inf the norm itself) of these, over all their shards."""
     wide = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    joined = torch.stack([n.to(wide) for n in norms])
+    joined = torch.stack([n.to(wide) for n in norms]).to(communicator.device)
     power = joined.max() if math.isinf(norm_type) else joined.pow(norm_type).sum()
     for axis in axes:
         power = communicator.all_reduce(power, axis, "max" if math.isinf(norm_type) else "sum")

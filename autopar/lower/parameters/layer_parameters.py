@@ -84,13 +84,22 @@ class LayerParameters:
         return [parameter for parameter in found if parameter is not None]
 
     def start_gather(self, parameters: Sequence[Tensor]) -> BucketHandle | None:
-        """Set the gathers off; None if nothing has to move.  Casts come first, so that less travels."""
+        """Set the gathers off; None if nothing has to move.  Casts come first, so that less travels between devices;
+        what is stored in the host's memory is copied to the device before that.
+        """
+        host = self.store.host
+        if host is not None:
+            with host.beside():
+                parts = self._cast(host.bring([local_part_of(p) for p in parameters]))
+                return start_gather_bucket(parts, self.steps, self.communicator, self.layer)
         if not self.moves_forward:
             return None
         return start_gather_bucket(self._cast(parameters), self.steps, self.communicator, self.layer)
 
     def finish_gather(self, parameters: Sequence[Tensor], handle: BucketHandle | None) -> list[Tensor]:
         """The compute copies."""
+        if self.store.host is not None:
+            self.store.host.join()
         return self._cast(parameters) if handle is None else handle.wait()
 
     def start_reduce(self, gradients: Sequence[Tensor | None]) -> Reduction:

@@ -16,6 +16,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import make_dtensor, make_mesh, module_tables
+from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
 from autopar.lower.run.stage_map import StageMap
@@ -50,7 +51,8 @@ class ParameterStore:
     `mesh` is the common refinement of all of the plan's meshes; `device_mesh` is the same with torch's eyes, over the
     ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
     `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
-    `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's.
+    `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's; `host` copies parameters that
+    are stored in the host's memory, None: they are on the device.
     """
 
     mesh: tuple[int, ...]
@@ -59,6 +61,7 @@ class ParameterStore:
     stored: Mapping[str, Stored]
     first_name: Mapping[str, str]
     gradient_dtype: torch.dtype | None = None
+    host: HostCopies | None = None
 
     def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where the parameter is registered: to look it up each step without walking the module's tree."""
@@ -73,6 +76,10 @@ class ParameterStore:
         """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
         stored = self.stored[name]
         return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
+
+    def home(self, local: Tensor) -> Tensor:
+        """A part of a parameter, which is on the device, where parameters are stored."""
+        return local if self.host is None else self.host.home(local)
 
 
 def storage_layouts(program: Program, plan: Plan, mesh: tuple[int, ...]) -> dict[str, Layout]:
@@ -118,6 +125,7 @@ def make_store(
     device_mesh = _group_mesh(mesh, sizes, stages, communicator)
     stored = _stored(module, stages, storage_layouts(program, plan, sizes), sizes)
 
+    host = HostCopies(communicator.device) if plan.decisions.host_storage else None
     drawn_parameters: dict[str, nn.Parameter | None] = {}
     drawn_buffers: dict[int, Tensor] = {}
 
@@ -126,7 +134,8 @@ def make_store(
         if stages.group not in entry.groups:
             return None
         part = local_part(whole, entry.layout, sizes, communicator)
-        dtensor = make_dtensor(part.contiguous(), device_mesh, entry.layout, entry.shape, entry.stride)
+        part = part.contiguous() if host is None else host.home(part.contiguous())
+        dtensor = make_dtensor(part, device_mesh, entry.layout, entry.shape, entry.stride)
         return nn.Parameter(dtensor, requires_grad=requires_grad)
 
     def keep_drawn(name: str, whole: Tensor) -> None:
@@ -148,7 +157,7 @@ def make_store(
         draws.play(communicator.device, keep_drawn)
     copy_skeleton(module, target, make_parameter, make_buffer)
     dtype = getattr(torch, plan.decisions.gradients) if plan.decisions.gradients else None
-    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype)
+    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype, host)
 
 
 def _stored(

@@ -27,6 +27,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
+from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.placement import REPLICATE, Layout, reshard
 
@@ -47,6 +48,7 @@ class _Slices:
     layout: Layout
     mesh: tuple[int, ...]
     communicator: Communicator
+    host: HostCopies | None = None
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -58,11 +60,12 @@ class _Slices:
         if not isinstance(x, DTensor):
             return x.detach().clone()
         steps = reshard(self.layout, (REPLICATE,) * len(self.layout), self.mesh)
-        return apply_forward(local_part_of(x), steps, self.communicator)
+        return apply_forward(local_part_of(x).to(self.communicator.device), steps, self.communicator)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
-        return local_part(whole.detach(), self.layout, self.mesh, self.communicator)
+        """This rank's part of a whole tensor, where parameters are stored."""
+        part = local_part(whole.detach(), self.layout, self.mesh, self.communicator)
+        return part if self.host is None else self.host.home(part)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class OptimizerService:
         for name, stored in self.store.stored.items():
             table, key = self.store.slot(name)
             if table[key] is not None:
-                yield id(table[key]), _Slices(stored.layout, self.store.mesh, self.communicator)
+                yield id(table[key]), _Slices(stored.layout, self.store.mesh, self.communicator, self.store.host)
 
 
 _SERVICES: list[ref[OptimizerService]] = []  # of modules that are alive

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
 from weakref import ref
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.compat import storage_key
+from autopar.lower.parameters.host_storage import copy_stream
 from autopar.lower.program.saved_tensors import SavedTensor
 
 __all__ = ["OffloadedTensors", "host_buffer"]
@@ -60,7 +60,7 @@ class OffloadedTensors:
         self._state = _State.HERE
         self._storages: list[_Storage] = []
         self._saved: list[SavedTensor] = []
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = copy_stream(device) if device.type == "cuda" else None
 
     def take(self, saved: Iterable[SavedTensor], held: Iterable[Tensor] = ()) -> None:
         """Of what a forward `saved`, take what is on the device alone for that, and not `held` by the layer."""
@@ -173,11 +173,6 @@ class _Bring:
         assert saved is not None
         assert saved.tensor is not None
         return saved.tensor
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
         step = StepRunner(executor, executor.forward_actions, tensors, base_seed)
         with torch.no_grad():
             step.run(FORWARD)
+        if executor.store.host is not None:
+            executor.store.host.finish()  # the caller may change parameters now
         return step.values.results()
     step = StepRunner(executor, executor.training_actions, tensors, base_seed)
     step.begin()
@@ -73,6 +75,7 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     gradients = step.gradients()
     if executor.stages.is_pipeline:
         sum_over_groups(step, gradients)
+    gradients = step.stored_gradients(gradients)
     sources = _sources(step)
     # A scale of 1 can't be told from no scaler; whoever computes in float16 has one.
     is_half = any(value.type.dtype == "float16" for value in executor.executable.program.values.values())
@@ -106,11 +109,11 @@ def spread_overflow(gradients: Gradients, any_rank: Callable[[Tensor], Tensor]) 
         any_rank: a scalar that is 1.0 or 0.0 here -> the largest on all ranks.
     """
     locals_ = _locals(gradients)
-    flags = [local.isfinite().all().logical_not() for local in locals_]
+    flags = [local.isfinite().all().logical_not().to(locals_[0].device) for local in locals_]
     is_bad = any_rank(torch.stack(flags).any().float() if flags else torch.zeros(())) > 0
     for local in locals_:
         first = local.view(-1)[:1]
-        first.copy_(torch.where(is_bad, torch.inf, first))
+        first.copy_(torch.where(is_bad.to(first.device), torch.inf, first))
 
 
 def _locals(gradients: Gradients) -> list[Tensor]:
@@ -162,7 +165,7 @@ class _Release:
         (scale,) = incoming
         assert scale is not None
         for local in _locals(gradients):
-            local.mul_(scale.to(local.dtype))
+            local.mul_(scale.to(local))
         if self._spread is not None and (self._is_scaled or float(scale) != 1.0):
             self._spread(gradients)
         return gradients
@@ -194,6 +197,7 @@ class _BackwardHalf:
         gradients = step.gradients()
         if is_pipeline:
             sum_over_groups(step, gradients)
+        gradients = step.stored_gradients(gradients)
         found = [gradients.get(name) for name in self.sources]
         if is_pipeline:
             _spreading(executor)(found)  # whether they are scaled can't be seen here

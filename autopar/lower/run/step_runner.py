@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.lower.communication.failures import naming_failures
-from autopar.lower.compat import dtensor_like
+from autopar.lower.compat import dtensor_like, local_part_of
 from autopar.lower.kernels.random import RandomState
 from autopar.lower.parameters.layer_parameters import StepParameters
 from autopar.lower.program.layer_ops import LayerContext
@@ -64,6 +64,8 @@ class StepRunner:
         self.trained = trained_parameters(executor)
         self._names = {id(parameter): name for name, parameter in self.trained.items()}
         self._gradients: dict[str, Tensor] = {}  # local parts
+        self._reductions = dict.fromkeys(executor.runners, 0)  # since gradients were taken
+        self._sent: set[str] = set()  # those that are in the host's memory, or on their way
         self._keeps_graph = self._has_kept_graph = False
 
     def _of_layer(self, index: int) -> StepParameters:
@@ -102,21 +104,48 @@ class StepRunner:
 
     def gradients(self) -> dict[str, Tensor]:
         """The step's gradient of each parameter of this rank as far as one came, as DTensors, and those of the
-        program's inputs that require one; they can be taken once.
+        program's inputs that require one; they can be taken once, and `stored_gradients` gives them to the caller.
 
         What several device groups read is not summed over them yet.
         """
         inputs, self.values.input_gradients = self.values.input_gradients, {}
         gradients, self._gradients = self._gradients, {}
+        self._reductions = dict.fromkeys(self._reductions, 0)
         return inputs | {name: _like(self.trained[name], local) for name, local in gradients.items()}
 
-    def _add_gradients(self, parameters: StepParameters) -> None:
+    def stored_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """These gradients where parameters are stored: those that are not yet there are copied, and all waited for."""
+        host = self.executor.store.host
+        if host is None:
+            return gradients
+        left = [name for name in gradients if name in self.trained and name not in self._sent]
+        copies = host.send([local_part_of(gradients[name]) for name in left])
+        host.finish()
+        self._sent.clear()
+        return gradients | {name: _like(self.trained[name], x) for name, x in zip(left, copies, strict=True)}
+
+    def _send_gradients(self, layer: int) -> None:
+        """Start to copy a layer's final gradients to the host, if parameters are stored there."""
+        policy, store = self.actions.policies[layer], self.executor.store
+        self._reductions[layer] += 1
+        if store.host is None or self._reductions[layer] < (
+            self.actions.num_microbatches if policy.reduces_each else 1
+        ):
+            return
+        names = self.executor.runners[layer].parameters.names
+        final = [name for name in names if name in self._gradients and not store.stored[name].is_tied]
+        self._gradients |= zip(final, store.host.send([self._gradients[name] for name in final]), strict=True)
+        self._sent.update(final)
+
+    def _add_gradients(self, layer: int) -> None:
         """What a layer's reduction gives, to what other layers and microbatches have given."""
+        parameters = self._parameters[layer]
         for parameter, term in zip(parameters.layer.current(), parameters.finish_reduce(), strict=True):
             name = self._names.get(id(parameter))
             if name is not None and term is not None:
                 total = self._gradients.get(name)
                 self._gradients[name] = term if total is None else total.add_(term)
+        self._send_gradients(layer)
 
     def naming(self, what: Action | str) -> AbstractContextManager[None]:
         """With stages, failures inside name the rank and `what` it did."""
@@ -157,7 +186,7 @@ class StepRunner:
                 case "REDUCE":
                     parameters.start_reduce()
                 case "WAIT_REDUCE":
-                    self._add_gradients(parameters)
+                    self._add_gradients(layer)
                 case "OFFLOAD" | "WAIT_OFFLOAD" | "FETCH" | "WAIT_FETCH":
                     self._copy(kind, layer, action)
                 case _:

@@ -29,9 +29,8 @@ def sum_over_groups(step: StepRunner, gradients: dict[str, Tensor]) -> None:
     for name in sorted(differentiated & trained.keys()):
         groups = store.stored[name].groups
         if len(groups) > 1:
-            own = (
-                local_part_of(gradients[name]) if name in gradients else torch.zeros_like(local_part_of(trained[name]))
-            )
+            part, device = local_part_of(trained[name]), executor.communicator.device
+            own = local_part_of(gradients[name]) if name in gradients else torch.zeros_like(part, device=device)
             with step.naming(f"the exchange of the gradients of {name!r}"):
                 gradients[name] = store.wrap(name, _exchanged_sum(executor, own, groups))
     for name, x in step.values.differentiable_inputs.items():  # every rank has the whole batch
