@@ -19,10 +19,11 @@ __all__ = ["Buffers", "Kernel", "OpFamily", "Rule", "Types", "argument", "aten",
 
 Types = tuple[TensorType, ...]
 
-Rule = str | Callable[[Op, Types, Types], str | None]
+Rule = str | Callable[[Op, Types, Types], str | tuple[str, ...] | None]
 """A declaration (see `autopar.ops.declaration`), or a function that writes it for one call.
 
-The function gets the op, its operands' and its results' types, and returns None for a call that it can't describe.
+The function gets the op, its operands' and its results' types, and returns None for a call that it can't describe;
+several declarations if the op splits in ways that give one dim different factors.
 """
 
 Saves = tuple[tuple[int, ...], int]

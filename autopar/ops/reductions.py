@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.ops.family import OpFamily, Types, argument, aten
+from collections.abc import Mapping
+
+from autopar.ops.family import OpFamily, Rule, Types, argument, aten
 from autopar.ops.pointwise import another_result
 from autopar.program import Op
 
@@ -25,7 +27,14 @@ _TABLE = {
     "glu": "*, @-1 -> *",
 }
 
-_SCANS = {
+
+def _histogram(op: Op, operand_types: Types, result_types: Types) -> str:
+    """histc(x, bins, min, max): counts add up where the bins don't depend on x."""
+    low, high = argument(op, 2, "min", 0), argument(op, 3, "max", 0)
+    return "* -> _ | sum *" if low != high else "... -> _"
+
+
+_SCANS: Mapping[str, Rule] = {
     "mode": "*, @-1 -> *-@, *-@",
     "kthvalue": "*, #, @-1 -> *-@, *-@",
     "cumsum": "*, @ -> * | plus 0",
@@ -35,7 +44,7 @@ _SCANS = {
     "sort sort.stable": "*, @-1 -> *, *",
     "argsort argsort.stable": "*, @-1 -> *",
     "diff": "*, #, @-1, *, * -> *",
-    "histc": "... -> _",
+    "histc": _histogram,
     "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft": "*, #, @-1 -> *",
 }
 

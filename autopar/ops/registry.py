@@ -124,13 +124,16 @@ def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch 
     if line is None:
         return None
     collectives = {name: kernel.collectives(op, operand_types) for name, kernel in family.kernels.items()}
-    options = derive_options(
-        line, op, operand_types, result_types, creates=bool(family.size_args), collectives=collectives
-    )
-    if options is None:
-        return None
-    fitting = tuple(_in_units(option, family) for option in options)
-    return RuleMatch(tuple(filter(None, fitting)), family.size_args, family.is_view, family.draws(op))
+    found: dict[str, Option] = {}
+    for each in (line,) if isinstance(line, str) else line:
+        options = derive_options(
+            each, op, operand_types, result_types, creates=bool(family.size_args), collectives=collectives
+        )
+        if options is None:
+            return None
+        fitting = (_in_units(option, family) for option in options)
+        found.update((option.factor, option) for option in fitting if option is not None)
+    return RuleMatch(tuple(found.values()), family.size_args, family.is_view, family.draws(op))
 
 
 def _in_units(option: Option, family: OpFamily) -> Option | None:

@@ -8,6 +8,7 @@ from autopar.trace.any_length import check_one_graph, reading_last_entry
 from autopar.trace.call_tensors import call_opener
 from autopar.trace.capture import copy_with
 from autopar.trace.flex_attention import dense_flex_attention
+from autopar.trace.grouped_products import accurate_products
 from autopar.trace.loss_function import LossFunction, put_loss_inside, require_target, without_target
 from autopar.trace.parts import as_model
 from autopar.trace.prefixes import LongerProgram, NotAlikeError, compare, ignored_labels
@@ -21,6 +22,7 @@ __all__ = [
     "LossFunction",
     "NotAlikeError",
     "Traced",
+    "accurate_products",
     "argument_source",
     "as_batch",
     "as_model",

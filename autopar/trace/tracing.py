@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.errors import OutputError
 from autopar.garbage import collected_seldom
 from autopar.program import Program, Value
-from autopar.trace import broadcasting, cleanup, folding, masks, rewrites
+from autopar.trace import broadcasting, cleanup, expert_regions, folding, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -65,6 +65,8 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     masks.restore_attention_masks,
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
+    cleanup.drop_dead_ops,
+    expert_regions.join_experts,
     cleanup.drop_dead_ops,
     folding.fold_constants,
     folding.share_equal_constants,

@@ -185,7 +185,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     except _FAILURES as error:
         raise VerificationError(
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
-            "kernels takes no float64 (grouped products of experts don't), verify it with another implementation of "
+            "kernels takes no float64, verify it with another implementation of "
             "that layer"
         ) from error
     try:

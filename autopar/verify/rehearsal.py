@@ -22,11 +22,12 @@ from autopar.lower.autograd import run_backward
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves
+from autopar.ops import experts
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
 from autopar.planning.call_plans import CallPlanner, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
-from autopar.trace import Traced, dense_flex_attention
+from autopar.trace import Traced, accurate_products, dense_flex_attention
 from autopar.verify.eval_outputs import eval_outputs
 
 __all__ = [
@@ -92,7 +93,7 @@ def run_single(
     """
     model = copy.deepcopy(model)
     given = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
-    with dense_flex_attention(), _KeepDouble(given) if in_double else nullcontext():
+    with dense_flex_attention(), accurate_products(), _KeepDouble(given) if in_double else nullcontext():
         return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches)
 
 
@@ -405,4 +406,6 @@ def _widen_option(option: Option) -> Option:
 
 
 def _widen_arg(arg: Arg) -> Arg:
-    return "torch.float64" if arg in ("torch.float32", "torch.bfloat16", "torch.float16") else arg
+    if arg in ("torch.float32", "torch.bfloat16", "torch.float16"):
+        return "torch.float64"
+    return experts.in_double(arg) if isinstance(arg, str) else arg

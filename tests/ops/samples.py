@@ -8,6 +8,8 @@ import torch
 
 import autopar.trace  # noqa: F401  (registers ops)
 from autopar.ops import pointwise, random_ops
+from autopar.ops.experts import ENDS, EXPERTS, IDS, PRODUCT, Body
+from autopar.program import Op, Ref, TensorType
 from tests.ops.harness import Sample, sample
 
 F64 = torch.float64
@@ -49,6 +51,23 @@ def all_samples() -> list[Sample]:
         *_creation(),
         *_special(),
     ]
+
+
+def _experts() -> Sample:
+    """A product for each expert, with a bias for each, a norm's weight for all and a weight for each row."""
+    row, scalar = TensorType((6,), "float64"), TensorType((), "float64")
+    ops = (
+        Op("v0", PRODUCT, (Ref("reads0"), Ref("experts0"), Ref(ENDS)), (), ("v0",)),
+        Op("v1", "aten.index.Tensor", (Ref("experts1"), (Ref(IDS),)), (), ("v1",)),
+        Op("v2", "aten.add.Tensor", (Ref("v0"), Ref("v1")), (), ("v2",)),
+        Op("v3", "aten.mul.Tensor", (Ref("v2"), Ref("others0")), (), ("v3",)),
+        Op("v4", "aten.unsqueeze.default", (Ref("reads1"), -1), (), ("v4",)),
+        Op("v5", "aten.mul.Tensor", (Ref("v3"), Ref("v4")), (), ("v5",)),
+    )
+    kinds = {"reads0": TensorType((4,), "float64"), "reads1": scalar, **dict.fromkeys(["v0", "v1", "v2", "v3"], row)}
+    body = Body(ops, "v5", {**kinds, "v4": TensorType((1,), "float64"), "v5": row}, 100.0)
+    lists = ([x(12, 4), x(24)], [x(5, 4, 6), x(5, 6)], [x(6)])
+    return sample(EXPERTS, ids(4, 24), *lists, torch.arange(4), 4, body.text())
 
 
 # ---------------------------------------------------------------- pointwise: written by the op's schema
@@ -649,6 +668,7 @@ def _special() -> list[Sample]:
                 sample("autopar.cross_entropy", logits, target, None, 1, -100, smoothing, reduction),
                 sample("autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)),
             ]
+    found.append(_experts())
     lengths = (torch.tensor([12, 9, 7, 12]), torch.tensor([4, 3, 2, 1]))
     log_probs = x(12, 4, 6).log_softmax(-1)
     for targets in (ids(5, 4, 4) + 1, ids(5, 10) + 1):

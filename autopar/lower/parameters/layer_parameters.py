@@ -238,7 +238,8 @@ class StepParameters:
         terms, self._reduction = self._reduction.wait(), None
         for index, parameter in enumerate(self.layer.current()):
             term = terms[index]
-            terms[index] = None if term is None else term.to(parameter.dtype)  # one after the other, to hold few twice
+            # One after the other, to hold few twice; in the parameter's order, which fused optimizers take for granted.
+            terms[index] = None if term is None else term.to(parameter.dtype).contiguous()
         return terms
 
     def _take_terms(self) -> list[Tensor | None]:

@@ -1,0 +1,232 @@
+"""Mixtures of experts: what lies between routing and the rows of every token's experts, as one op.
+
+Rows are the pairs of a token and one of its experts.  The op sorts them by expert, gathers what they read, runs its
+*body* on the sorted rows, and puts the results back in the order of the rows.  The body is the model's own graph: each
+op in it works row by row, and its products take one matrix an expert.  Sorting happens inside, so every device can
+sort rows of its own: of its tokens (``tokens``), those of all that are for its experts (``experts``), or those that
+all devices send to its experts (``dispatch``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from autopar.ops.family import Buffers, Kernel, OpFamily, Types
+from autopar.ops.work import Work, sum_bytes
+from autopar.program import Arg, KernelCollective, Op, Ref, TensorType, itemsize_bytes
+
+__all__ = ["ENDS", "EXPERTS", "FAMILIES", "IDS", "PRODUCT", "Body", "in_double", "read_body"]
+
+EXPERTS = "autopar_traced.experts.default"
+"""``(ids, reads, experts, others, members, num_experts, body)``, with R rows.
+
+ids: [R], the expert of each row.  reads: list of [R, ...], or [R / k, ...] for what the k rows of a token share.
+experts: list of [num_experts, ...].  others: what all rows read.  members: [num_experts], all experts; a device that
+holds some of them (`experts` option) has these.  The result is [R, ...], in the order of `ids`.
+"""
+PRODUCT = "autopar_traced.grouped_product.default"
+"""``(rows [R, k], matrices [experts, k, n], ends [experts]) -> [R, n]``, for rows that are sorted by expert."""
+IDS, ENDS = "ids", "ends"
+"""In a body: the expert of each sorted row, and where the rows of each expert end."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """What runs on sorted rows.
+
+    Args:
+        ops: in order.  They read `IDS`, `ENDS`, and what the op's lists hold as ``reads0``, ``experts0`` ...
+        result: the value that is put back in the order of the rows.
+        types: of every value with a dim of rows, without that dim.
+        moved_bytes: what its ops but products read and write, for each row.
+    """
+
+    ops: tuple[Op, ...]
+    result: str
+    types: Mapping[str, TensorType]
+    moved_bytes: float
+
+    def text(self) -> str:
+        """As an argument of the op."""
+        return json.dumps(
+            {
+                "ops": [[op.target, _plain(op.args), {k: _plain(v) for k, v in op.kwargs}, op.results]
+                        for op in self.ops],
+                "result": self.result,
+                "types": {name: [kind.shape, kind.dtype] for name, kind in self.types.items()},
+                "moved_bytes": self.moved_bytes,
+            }
+        )  # fmt: skip
+
+    def products(self) -> Iterator[int]:
+        """Which of the list of experts each product multiplies by."""
+        for op in self.ops:
+            if op.target == PRODUCT:
+                yield int(op.operands[1].removeprefix("experts"))
+
+
+def _plain(arg: Arg) -> Any:
+    if isinstance(arg, Ref):
+        return {"value": arg.name}
+    return [_plain(part) for part in arg] if isinstance(arg, tuple) else arg
+
+
+def _arg(plain: Any) -> Arg:
+    if isinstance(plain, dict):
+        return Ref(cast("dict[str, str]", plain)["value"])
+    return tuple(map(_arg, cast("list[Any]", plain))) if isinstance(plain, list) else plain
+
+
+@lru_cache(maxsize=256)
+def read_body(text: str) -> Body:
+    """The inverse of `Body.text`."""
+    plain = json.loads(text)
+    return Body(
+        tuple(
+            Op(
+                results[0],
+                target,
+                tuple(map(_arg, args)),
+                tuple((k, _arg(v)) for k, v in kwargs.items()),
+                tuple(results),
+            )
+            for target, args, kwargs, results in plain["ops"]
+        ),
+        plain["result"],
+        {name: TensorType(tuple(shape), dtype) for name, (shape, dtype) in plain["types"].items()},
+        plain["moved_bytes"],
+    )
+
+
+def in_double(text: str) -> str:
+    """A body as text, computing in float64 where it computes in a narrower dtype; other text as it is."""
+    if not text.startswith('{"ops"'):
+        return text
+    for narrow in ("float32", "bfloat16", "float16"):
+        text = text.replace(f'"torch.{narrow}"', '"torch.float64"').replace(f'], "{narrow}"]', '], "float64"]')
+    return text
+
+
+# ---------------------------------------------------------------- how it splits
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The lists of one call with their types."""
+
+    ids: TensorType
+    reads: Types
+    experts: Types
+    others: Types
+    members: TensorType
+    num_experts: int
+    body: Body
+
+    @classmethod
+    def of(cls, op: Op, operands: Types) -> _Call:
+        rest = iter(operands[1:-1])
+        reads, experts, others = (
+            tuple(next(rest) for _ in cast("tuple[Arg, ...]", op.args[place])) for place in (1, 2, 3)
+        )
+        num_experts, text = cast("tuple[int, str]", op.args[5:7])
+        return cls(operands[0], reads, experts, others, operands[-1], num_experts, read_body(text))
+
+    @property
+    def num_rows(self) -> float:
+        """The rows that a device computes: of those that it looks at, the part that is for its experts."""
+        return self.ids.shape[0] * self.members.shape[0] / self.num_experts
+
+
+def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
+    """By tokens; by experts, each device with the rows of all; by experts and tokens, with rows that are sent."""
+    call = _Call.of(op, operand_types)
+
+    def line(rows: str, experts: str, members: str, remarks: str) -> str:
+        lists = (_dims(call.reads, rows), _dims(call.experts, experts), _dims(call.others, "_"))
+        result = _dims(result_types, rows)[1:-1]
+        return f"{rows}, {', '.join(lists)}, {members} -> {result}{remarks}"
+
+    return (
+        line("tokens", "_", "_", ""),
+        line("_", "experts", "experts", " | sum experts, by experts masked_experts"),
+        line("dispatch", "dispatch", "_", " | by dispatch dispatched_experts"),
+    )
+
+
+def _dims(kinds: Types, first: str) -> str:
+    return "[" + ", ".join(" ".join([first, *"_" * (len(kind.shape) - 1)]) for kind in kinds) + "]"
+
+
+# ---------------------------------------------------------------- what it computes, keeps and sends
+
+
+def _work(op: Op, operands: Types, results: Types) -> Work:
+    """Its products, and what its other ops and the gathers before and behind them move, one after the other."""
+    call = _Call.of(op, operands)
+    matrices = [call.experts[place] for place in call.body.products()]
+    flops = sum(2.0 * call.num_rows * kind.shape[1] * kind.shape[2] for kind in matrices)
+    gathered = sum(math.prod(kind.shape[1:]) * itemsize_bytes(kind.dtype) for kind in (*call.reads, *results))
+    in_products = sum(
+        call.body.types[name].num_bytes
+        for each in call.body.ops
+        for name in (each.operands[0], *each.results)
+        if each.target == PRODUCT
+    )
+    weights = sum_bytes(tuple(matrices))
+    others = call.ids.shape[0] * (2 * gathered + call.body.moved_bytes)
+    return Work(
+        "matmul" if flops else "bytes",
+        (call.experts or results)[0].dtype,
+        flops=flops,
+        backward_flops=2 * flops,
+        read_bytes=weights + call.num_rows * in_products,
+        write_bytes=others,
+        backward_read_bytes=2 * (weights + call.num_rows * in_products),
+        backward_write_bytes=weights + 2 * others,
+        num_backward_kernels=2 * len(matrices) + len(call.body.ops),
+        alignment=min((_alignment(kind.shape[1:]) for kind in matrices), default=64),
+    )
+
+
+def _alignment(sizes: Sequence[int]) -> int:
+    return next((step for step in (64, 8) if all(size % step == 0 for size in sizes)), 1)
+
+
+def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Rows as they are sent and received; backward, gradients of what is inside."""
+    rows = 2.0 * sum_bytes(results[:1])
+    return Buffers(forward=rows if has_kernel else 0.0, backward=rows)
+
+
+def _sent(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """There: ids, and what rows read; back: their results.  Before, how many rows go where: the most of any device."""
+    call = _Call.of(op, operands)
+    found = [
+        KernelCollective("all_reduce", "forward", 0, (0,), "int64"),
+        KernelCollective("all_to_all", "forward", 0, dtype="int64"),
+    ]
+    result = call.body.types[call.body.result].dtype
+    for phase in ("forward", "backward"):
+        found += [
+            KernelCollective("all_to_all", phase, 1 + place, dtype=kind.dtype, count=call.ids.shape[0] // kind.shape[0])
+            for place, kind in enumerate(call.reads)
+            if phase == "forward" or kind.is_floating
+        ]
+        found.append(KernelCollective("all_to_all", phase, len(operands), dtype=result))
+    return tuple(found)
+
+
+FAMILIES = (
+    OpFamily(
+        {EXPERTS: _rule},
+        kernels={"masked_experts": Kernel(), "dispatched_experts": Kernel(_sent)},
+        is_cheap=False,
+        count_work=_work,
+        buffers=_buffers,
+    ),
+)

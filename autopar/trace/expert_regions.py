@@ -1,0 +1,467 @@
+"""Mixtures of experts that sort rows by expert become one op (`autopar.ops.experts`).
+
+A region is recognised by what it computes.  It begins where the experts of all rows are sorted.  What is computed from
+that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
+every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
+back in their order.  Then the new op is run beside the model's own ops, both in float64 and on skewed random numbers:
+results and gradients must agree, or the region stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops import family_of, options_for
+from autopar.ops.experts import ENDS, EXPERTS, IDS, PRODUCT, Body
+from autopar.placement import shard
+from autopar.program import Arg, Op, Ref, TensorType
+from autopar.trace.evaluation import run_op
+from autopar.trace.graph import Graph, Names
+from autopar.trace.grouped_products import grouped_product, run_experts
+
+__all__ = ["join_experts"]
+
+_SORTS = ("aten.sort.default", "aten.sort.stable")
+_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+_MAX_ELEMENTS = 1 << 24  # of one tensor, where both forms are compared: larger calls are shrunk before
+_SMALL = 64  # sizes up to this are not shrunk: they may be numbers of experts or of heads
+_LEAST = 8  # what a size is shrunk to at least
+_TOLERANCE = 1e-10  # relative, in float64; the order of sums differs
+
+_proven: dict[object, bool] = {}  # by all that the comparison depends on; layers of one model are alike
+
+
+def join_experts(graph: Graph) -> Graph:
+    """Replace each region that is found by one op; its own ops go with the next pass that drops dead ones."""
+    readers = graph.count_readers()
+    replaced: dict[str, list[Op]] = {}
+    types: dict[str, TensorType] = {}
+    names = Names(graph)
+    for place, op in enumerate(graph.ops):
+        if op.target in _SORTS and len(graph.types[op.results[0]].shape) == 1:
+            found = _Search(graph, place, readers).find()
+            if found is not None and _is_same(graph, found):
+                members = names.fresh("members")
+                types[members] = TensorType((found.num_experts,), "int64")
+                replaced[found.end.name] = found.write(members)
+    if not replaced:
+        return graph
+    return graph.rewrite(lambda op: replaced.get(op.name)).with_types(types)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A region with its parts.
+
+    Args:
+        ids: the sorted value: the expert of each row.
+        lists: what rows read, by the list of the op that it is in, in order.
+        ops: of the model, from the sort to `end`.
+        body: in the op's own names.
+        end: puts rows back in their order; its result is the region's.
+        num_experts: how many.
+    """
+
+    ids: str
+    lists: Mapping[str, tuple[str, ...]]
+    ops: tuple[Op, ...]
+    body: Body
+    end: Op
+    num_experts: int
+
+    def write(self, members: str) -> list[Op]:
+        """The op, and before it the numbers of all experts."""
+        lists = tuple(tuple(map(Ref, self.lists[name])) for name in _LISTS)
+        all_experts = Op(
+            members, "aten.arange.default", (self.num_experts,), (("dtype", "torch.int64"), ("device", "cpu")),
+            (members,), source=self.end.source, module=self.end.module,
+        )  # fmt: skip
+        args = (Ref(self.ids), *lists, Ref(members), self.num_experts, self.body.text())
+        return [all_experts, replace(self.end, target=EXPERTS, args=args, kwargs=())]
+
+
+_LISTS = ("reads", "experts", "others")
+
+
+@dataclass
+class _Search:
+    """Follows one sort through the graph."""
+
+    graph: Graph
+    place: int
+    readers: Mapping[str, int]
+    ops: list[Op] = field(default_factory=list[Op])
+    body: list[Op] = field(default_factory=list[Op])
+    inner: dict[str, str] = field(default_factory=dict[str, str])  # the model's name of a value -> the body's
+    lists: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _LISTS})
+    types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
+
+    @property
+    def sort(self) -> Op:
+        """Where the region begins."""
+        return self.graph.ops[self.place]
+
+    def find(self) -> _Region | None:
+        """The region that begins with the sort, or None."""
+        self.num_rows = self.graph.types[self.sort.operands[0]].shape[0]
+        self.num_experts = self._count_experts()
+        if not self.num_experts or self.num_rows < 1:
+            return None
+        self.known = _KnownValues.of(self.graph, self.place, self.num_experts)
+        self.ops = list(self.known.ops)
+        for op in self.graph.ops[self.place + 1 :]:
+            if any(name in self.inner for name in op.operands):
+                if self._is_end(op):
+                    return self._finish(op)
+                made = self._row_op(op)
+            elif any(name in self.known.values for name in op.operands) and op.results[0] not in self.known.values:
+                made = self._first_op(op)
+            else:
+                continue
+            if not made:
+                return None
+            self.ops.append(op)
+        return None
+
+    def _count_experts(self) -> int:
+        """By the products that read what is computed from the sort."""
+        reached = set(self.sort.results)
+        for op in self.graph.ops[self.place + 1 :]:
+            if reached.isdisjoint(op.operands):
+                continue
+            if op.target in _PRODUCTS and op.operands[2] in reached:
+                return self.graph.types[op.operands[1]].shape[0]
+            reached.update(op.results)
+        return 0
+
+    def _first_op(self, op: Op) -> bool:
+        """What rows read of outside, in their sorted order; anything else that reads the order stays outside."""
+        if op.target != "aten.index.Tensor" or len(op.operands) != 2 or op.args[1] != (Ref(op.operands[1]),):
+            return False
+        source, index = op.operands
+        if source in self.inner or source in self.known.values:
+            return False
+        if self.known.kinds.get(index) == "sorted":
+            return self._row_op(op)
+        num_entries = self.graph.types[source].shape[0]
+        if not num_entries or self.num_rows % num_entries or not self.known.are_places(index, num_entries):
+            return False
+        self._keep(op.results[0], self._outside("reads", source))
+        return True
+
+    def _outside(self, kind: str, source: str) -> str:
+        held = self.lists[kind]
+        if source not in held:
+            held.append(source)
+        return f"{kind}{held.index(source)}"
+
+    def _keep(self, name: str, inner: str) -> None:
+        self.inner[name] = inner
+        of_all = self.graph.types[name]
+        self.types[inner] = TensorType(of_all.shape[1:], of_all.dtype)
+
+    def _row_op(self, op: Op) -> bool:
+        """An op that works row by row, or multiplies groups of rows."""
+        is_product = op.target in _PRODUCTS
+        if is_product:
+            left, right, ends = op.operands
+            if left not in self.inner or self.known.kinds.get(ends) != "ends" or right in self.inner:
+                return False
+        elif not _is_rowwise(op, self.graph.types, self.inner.keys() | self.known.sorted_ids):
+            return False
+        if any(self.graph.types[name].shape[:1] != (self.num_rows,) for name in op.results):
+            return False
+        read: dict[str, str] = {}
+        for place, name in enumerate(op.operands):
+            read[name] = self._name_of(op, name, is_expert=(is_product and place == 1) or _reads_by_expert(op, place))
+        for name in op.results:
+            self._keep(name, f"v{len(self.inner)}")
+        made = replace(
+            op.reading(read), name="", results=tuple(self.inner[name] for name in op.results), source="", module=""
+        )
+        if is_product:
+            made = replace(made, target=PRODUCT, args=tuple(Ref(read[name]) for name in op.operands), kwargs=())
+        self.body.append(_without_sizes(made, self.num_rows))
+        return True
+
+    def _name_of(self, op: Op, name: str, *, is_expert: bool) -> str:
+        if name in self.inner:
+            return self.inner[name]
+        if name in self.known.kinds:
+            return {"ends": ENDS, "sorted": IDS}.get(self.known.kinds[name], name)
+        return self._outside("experts" if is_expert else "others", name)
+
+    def _is_end(self, op: Op) -> bool:
+        return (
+            op.target == "aten.index.Tensor"
+            and op.operands[0] in self.inner
+            and op.args[1] == (Ref(op.operands[1]),)
+            and self.known.kinds.get(op.operands[1]) == "inverse"
+        )
+
+    def _finish(self, end: Op) -> _Region | None:
+        ops = (*self.ops, end)
+        inside = {name: 0 for op in self.ops for name in op.results if name in self.inner}
+        for name in (name for op in ops for name in op.operands if name in inside):
+            inside[name] += 1
+        is_closed = all(count == self.readers[name] for name, count in inside.items())
+        own = {IDS, ENDS, *self.inner.values(), *(f"{k}{i}" for k in _LISTS for i in range(len(self.lists[k])))}
+        is_complete = all(name in own for op in self.body for name in op.operands)
+        has_experts = all(
+            self.graph.types[name].shape[:1] == (self.num_experts,) for name in self.lists["experts"]
+        ) and not set(self.lists["experts"]) & {*self.lists["others"], *self.lists["reads"]}
+        if not (is_closed and is_complete and has_experts):
+            return None
+        moved = sum(
+            self.types[name].num_bytes
+            for op in self.body
+            if op.target != PRODUCT and not family_of(op.target).is_view
+            for name in (*op.operands, *op.results)
+            if name in self.types
+        )
+        body = Body(tuple(self.body), self.inner[end.operands[0]], dict(self.types), float(moved))
+        lists = {name: tuple(held) for name, held in self.lists.items()}
+        # What is known from the order alone is computed before the rows that read it.
+        order = {op.name: place for place, op in enumerate(self.graph.ops)}
+        ordered = tuple(sorted(ops, key=lambda op: order[op.name]))
+        return _Region(self.sort.operands[0], lists, ordered, body, end, self.num_experts)
+
+
+def _is_rowwise(op: Op, types: Mapping[str, TensorType], rows: Iterable[str]) -> bool:
+    """Whether a factor of the op cuts the rows of its operands and results, all else whole, without a kernel."""
+    rows = set(rows)
+    operands, results = (tuple(types[name] for name in names) for names in (op.operands, op.results))
+    match = options_for(op, operands, results)
+    if match is None or match.is_random or family_of(op.target).is_uninitialized:
+        return False
+    return any(
+        not option.kernel
+        and all(placement == shard(0) for placement in option.results)
+        and all((name in rows) == (p == shard(0)) and (name in rows or not p.is_shard)
+                for name, p in zip(op.operands, option.operands, strict=True))
+        for option in match.options
+    )  # fmt: skip
+
+
+def _reads_by_expert(op: Op, place: int) -> bool:
+    return op.target == "aten.index.Tensor" and place == 0
+
+
+def _without_sizes(op: Op, num_rows: int) -> Op:
+    """The op with -1 for the number of rows among sizes that are arguments."""
+    args = list(op.args)
+    for place in family_of(op.target).size_args:
+        sizes = args[place]
+        if isinstance(sizes, tuple) and sizes[:1] == (num_rows,):
+            args[place] = (-1, *sizes[1:])
+    return replace(op, args=tuple(args))
+
+
+# ---------------------------------------------------------------- what is computed from the order of rows alone
+
+
+@dataclass(frozen=True)
+class _KnownValues:
+    """What depends on the sorted ids alone.
+
+    Args:
+        ops: that compute it, the sort among them.
+        values: on random ids, by name.
+        kinds: ``"order"``, ``"sorted"``, ``"inverse"``, ``"ends"``, for values that are that.
+        order: of the random ids.
+    """
+
+    ops: tuple[Op, ...]
+    values: Mapping[str, Tensor]
+    kinds: Mapping[str, str]
+    order: Tensor
+
+    @property
+    def sorted_ids(self) -> set[str]:
+        """Names of values that are the sorted ids."""
+        return {name for name, kind in self.kinds.items() if kind == "sorted"}
+
+    def are_places(self, name: str, num_entries: int) -> bool:
+        """Whether the value says which of so many entries each sorted row reads, if rows read them in their order."""
+        value = self.values[name]
+        per_entry = len(self.order) // num_entries
+        return value.shape == self.order.shape and torch.equal(value, (self.order // per_entry).to(value.dtype))
+
+    @classmethod
+    def of(cls, graph: Graph, place: int, num_experts: int) -> _KnownValues:
+        """Evaluate what follows the sort at `place`."""
+        sort = graph.ops[place]
+        num_rows = graph.types[sort.operands[0]].shape[0]
+        values = {sort.operands[0]: _random_ids(num_rows, num_experts, seed=0)}
+        free = {name: graph.constants[name] for name, role in graph.roles.items() if role == "constant"}
+        producers = graph.producers
+        ops: list[Op] = []
+        for op in graph.ops[place:]:
+            depends = op is sort or (ops and any(name in values for name in op.operands))
+            if not depends or not all(
+                name in values or name in free or _is_free(producers, name) for name in op.operands
+            ):
+                continue
+            before = [producers[n] for n in op.operands if n not in values and n not in free]
+            try:
+                for each in (*before, op):
+                    made = run_op(each, {**free, **values})
+                    values.update(zip(each.results, made, strict=True))
+            except Exception:  # noqa: BLE001  (not computed from the order alone in a way that can be looked at)
+                continue
+            ops += [each for each in (*before, op) if each not in ops]
+        ids = values.pop(sort.operands[0])
+        order = values[sort.results[1]]
+        return cls(tuple(ops), values, dict(_kinds(values, ids, order, num_experts)), order)
+
+
+def _is_free(producers: Mapping[str, Op], name: str) -> bool:
+    """Whether the value is computed from nothing, as a range is."""
+    op = producers.get(name)
+    return op is not None and not op.operands and not family_of(op.target).draws(op)
+
+
+def _random_ids(num_rows: int, num_experts: int, seed: int) -> Tensor:
+    """Skewed: most rows have one of few experts, and with many experts some have none."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(num_rows, generator=generator).square() * num_experts
+    return drawn.long().clamp_(max=num_experts - 1)
+
+
+def _kinds(values: Mapping[str, Tensor], ids: Tensor, order: Tensor, num_experts: int) -> Iterable[tuple[str, str]]:
+    in_order = ids[order]
+    is_sorted = bool((in_order.diff() >= 0).all()) and torch.equal(order.sort().values, torch.arange(len(order)))
+    if not is_sorted:
+        return
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    forms = {
+        "order": order, "sorted": in_order, "inverse": inverse,
+        "ends": torch.bincount(ids, minlength=num_experts).cumsum(0),
+    }  # fmt: skip
+    for name, value in values.items():
+        for kind, form in forms.items():
+            if not value.is_floating_point() and value.shape == form.shape and bool((value == form).all()):
+                yield name, kind
+                break
+
+
+# ---------------------------------------------------------------- whether both forms are the same function
+
+
+def _is_same(graph: Graph, region: _Region) -> bool:
+    """Whether the op computes what the region's ops do, forward and backward, in float64."""
+    numbered: dict[str, str] = {region.ids: "ids"}
+    for op in region.ops:
+        for name in (*op.operands, *op.results):
+            numbered.setdefault(name, f"n{len(numbered)}")
+    key = (
+        tuple((op.target, repr(op.reading(numbered).args), repr(op.reading(numbered).kwargs)) for op in region.ops),
+        region.body.text(), tuple(graph.types[name] for name in numbered),
+    )  # fmt: skip
+    if key not in _proven:
+        try:
+            _proven[key] = _compare(graph, region)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            _proven[key] = False
+    return _proven[key]
+
+
+def _compare(graph: Graph, region: _Region) -> bool:
+    given = [name for name in _LISTS for name in region.lists[name]]
+    kinds = {name: graph.types[name] for name in (region.ids, *given)}
+    for op in region.ops:  # constants and ranges, which sizes among them must fit to
+        kinds |= {name: graph.types[name] for name in op.operands if graph.roles.get(name) == "constant"}
+    small = _shrinking(kinds, region)
+    if small is None:
+        return False
+    shapes = {name: tuple(small.get(size, size) for size in kinds[name].shape) for name in given}
+    ids = _random_ids(small.get(kinds[region.ids].shape[0], kinds[region.ids].shape[0]), region.num_experts, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    drawn = {
+        name: torch.randn(shapes[name], generator=generator, dtype=torch.float64).requires_grad_()
+        if kinds[name].is_floating
+        else torch.randint(0, 2, shapes[name], generator=generator)
+        for name in given
+    }
+    constants = {name: graph.constants[name] for name in kinds if name in graph.constants and name not in drawn}
+    own = [_in_double(_shrunk(op, small)) for op in region.ops]
+    body = replace(region.body, ops=tuple(_in_double(_shrunk(op, small)) for op in region.body.ops))
+    with torch.enable_grad():
+        expected = _run(own, {region.ids: ids, **constants, **drawn})[region.end.results[0]]
+        reads, experts, others = ([drawn[name] for name in region.lists[which]] for which in _LISTS)
+        members = torch.arange(region.num_experts)
+        found = run_experts(ids, reads, experts, others, members, region.num_experts, body.text())
+        seed = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        wanted = [x for x in drawn.values() if x.requires_grad]
+        one, other = (_gradients(result, wanted, seed) for result in (expected, found))
+    return all(map(_is_close, [expected, *one], [found, *other]))
+
+
+def _gradients(result: Tensor, wanted: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    found: Sequence[Any] = torch.autograd.grad(result, wanted, seed, allow_unused=True)
+    pairs: Any = zip(wanted, found, strict=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in pairs]
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    scale = float(one.detach().abs().max()) if one.numel() else 0.0
+    return one.shape == other.shape and bool(((one - other).abs() <= _TOLERANCE * max(scale, 1.0)).all())
+
+
+def _run(ops: Sequence[Op], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    known = dict(values)
+    for op in ops:
+        if op.target in _PRODUCTS:
+            results: Sequence[Any] = (grouped_product(*(known[name] for name in op.operands)),)
+        else:
+            results = run_op(op, known)
+        known.update(zip(op.results, results, strict=True))
+    return known
+
+
+def _shrinking(kinds: Mapping[str, TensorType], region: _Region) -> dict[int, int] | None:
+    """Large sizes -> smaller ones in the same proportions; None if they stay too large."""
+    sizes = {size for kind in kinds.values() for size in kind.shape} - {region.num_experts}
+    most = max(kind.num_elements for kind in kinds.values())
+    if most <= _MAX_ELEMENTS:
+        return {}
+    large = sorted(size for size in sizes if size > _SMALL)
+    common = math.gcd(*large)
+    divisor = next((d for d in range(min(common, large[0] // _LEAST), 0, -1) if common % d == 0), 1)
+    small = {size: size // divisor for size in large}
+    # Sizes inside of the body: parts of others, such as halves.
+    inside = {size for kind in region.body.types.values() for size in kind.shape if size > _SMALL and size not in small}
+    small |= {size: size // divisor for size in inside if size % divisor == 0}
+    shrunk = max(math.prod(small.get(size, size) for size in kind.shape) for kind in kinds.values())
+    return small if shrunk <= _MAX_ELEMENTS and region.num_experts not in small else None
+
+
+def _shrunk(op: Op, small: Mapping[int, int]) -> Op:
+    def swap(arg: Arg) -> Arg:
+        return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
+
+    return op.map_args(swap)
+
+
+_NARROW = ("torch.float32", "torch.float16", "torch.bfloat16")
+
+
+def _in_double(op: Op) -> Op:
+    """The op with float64 where it names a narrower dtype, so that both forms compute in that.
+
+    Not the counting of rows: histograms take integers as float32.
+    """
+    change = partial(_widened, is_count="histc" in op.target)
+    return op.map_args(change)
+
+
+def _widened(arg: Arg, *, is_count: bool) -> Arg:
+    return "torch.float64" if arg in _NARROW and not is_count else arg

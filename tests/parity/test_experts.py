@@ -1,0 +1,197 @@
+"""Mixtures of experts as one op: recognised by what they compute, and trained as one device trains them."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers.integrations.moe
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.api import trace_model
+from autopar.ops.experts import EXPERTS
+from autopar.plan import Plan
+from autopar.program import Op
+from autopar.search import SearchRequest, search
+from tests.models import make_mixtral, tokens, unevenly_masked
+from tests.random_plans import random_plan
+from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
+
+NUM_EXPERTS = 8
+grouped: Any = torch.ops.transformers.grouped_mm_fallback  # torch's own product traces in bfloat16 only
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    "experts_implementation": "grouped_mm",
+}  # fmt: skip
+
+
+def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small language model with experts."""
+    torch.manual_seed(0)
+    if name == "mixtral":
+        return make_mixtral(layers=1, products="grouped_mm")
+    ids = tokens(8, 8, 64)
+    inputs = {"input_ids": ids, "labels": unevenly_masked(ids)}
+    if name == "qwen":  # its balance loss is of the whole batch
+        config: Any = transformers.Qwen3MoeConfig(
+            **SIZES, moe_intermediate_size=8, head_dim=4, num_experts=8, norm_topk_prob=True, output_router_logits=True
+        )
+        return transformers.Qwen3MoeForCausalLM(config), inputs
+    if name == "gpt-oss":  # biases, and a gate whose halves alternate
+        config = transformers.GptOssConfig(**SIZES, head_dim=4, num_local_experts=4, sliding_window=4)
+        return transformers.GptOssForCausalLM(config), inputs
+    config = transformers.DeepseekV3Config(  # sigmoid scores in groups, a shared expert, a layer without experts
+        **{**SIZES, "num_key_value_heads": 4}, moe_intermediate_size=8, n_routed_experts=8, n_group=4, topk_group=2,
+        first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config), inputs
+
+
+class Routed(nn.Module):
+    """Experts whose routing is an input: [tokens, k] ids and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, 8, 16) / 4)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, 16, 8) / 4)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """A scalar."""
+        hidden = self.mix(x)
+        return (hidden + self.experts(hidden, ids.reshape(-1), weights)).square().mean()
+
+    def experts(self, hidden: Tensor, flat: Tensor, weights: Tensor) -> Tensor:
+        in_order, order = torch.sort(flat)
+        ends = torch.histc(in_order.float(), NUM_EXPERTS, 0, NUM_EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        rows = grouped(hidden[order // weights.shape[1]], self.up, ends)
+        made = grouped(functional.gelu(rows), self.down, ends)
+        made = made * weights.reshape(-1)[order].unsqueeze(-1)
+        return made[torch.argsort(order)].view(*weights.shape, -1).sum(1)
+
+
+def routing(name: str) -> Tensor:
+    """[16, 2] ids of experts."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(16, NUM_EXPERTS, generator=generator).topk(2).indices
+    if name == "skewed":  # expert 3 gets nine tenths, some get none
+        return torch.where(torch.rand(16, 2, generator=generator) < 0.9, 3, drawn % 4)
+    if name == "all to one":
+        return torch.full((16, 2), 6)
+    return torch.arange(32).view(16, 2) % NUM_EXPERTS if name == "even" else drawn
+
+
+@cache
+def routed(name: str) -> Subject:
+    torch.manual_seed(0)
+    ids = routing(name)
+    inputs = {"x": torch.randn(16, 8).double(), "ids": ids, "weights": torch.rand(16, 2).double()}
+    return trained_alone(Routed().double(), inputs)
+
+
+@cache
+def subject(name: str) -> Subject:
+    model, inputs = make(name)
+    return trained_alone(model.double().train(), inputs)
+
+
+def regions(who: Subject) -> list[Op]:
+    return [op for layer in who.traced.program.layers for op in layer.ops if op.target == EXPERTS]
+
+
+def searched(who: Subject, world_size: int, *constraints: str) -> Plan:
+    return search(who.traced.program, world_size, quick_prices(world_size), SearchRequest(constraints=constraints))
+
+
+@pytest.mark.parametrize(("name", "count"), [("mixtral", 1), ("qwen", 2), ("gpt-oss", 2), ("deepseek", 1)])
+def test_experts_of_a_model_are_one_op(name: str, count: int):
+    who = subject(name)
+    assert len(regions(who)) == count
+    assert {"tokens", "experts", "dispatch"} <= {option.factor for option in regions(who)[0].options}
+    assert not [op for layer in who.traced.program.layers for op in layer.ops if "sort" in op.target]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen", "gpt-oss", "deepseek"])
+@pytest.mark.parametrize("constraints", [("data=2", "zero=3"), ()], ids=" ".join)
+def test_parity_of_models(name: str, constraints: tuple[str, ...]):
+    who = subject(name)
+    assert_parity(who, searched(who, 2, *constraints), priced=False)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_microbatches_are_exact(name: str):
+    who = subject(name)
+    plan = searched(who, 2, "microbatches=2", "data=2")
+    assert plan.num_microbatches == 2
+    assert_parity(who, plan, priced=False)
+
+
+def test_rows_of_a_random_plan_are_those_of_one_device():
+    who = subject("mixtral")
+    for seed in range(4):
+        assert_parity(who, random_plan(who.traced.program, 4, seed), priced=False)
+
+
+def test_a_loss_that_is_no_sum_over_tokens_needs_the_whole_batch():
+    """Fractions of tokens times mean probabilities: microbatches have others."""
+    with pytest.raises(Exception, match="2 microbatches would not be exact"):
+        searched(subject("qwen"), 2, "microbatches=2")
+
+
+@pytest.mark.parametrize("name", ["random", "skewed", "all to one", "even"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
+    who = routed(name)
+    assert len(regions(who)) == 1
+    assert_parity(who, searched(who, world_size, f"data={world_size}"), priced=False)
+    used: set[str] = set()
+    for seed in range(24):
+        plan = random_plan(who.traced.program, world_size, seed)
+        new = {
+            factor
+            for planned in plan.layers
+            for op, factors in zip(
+                who.traced.program.kinds[planned.kind].ops, plan.strategies[planned.strategy].assignments, strict=True
+            )
+            if op.target == EXPERTS
+            for factor in factors
+        }
+        if new - used:
+            used |= new
+            assert_parity(who, plan, priced=False)
+    assert {"tokens", "experts", "dispatch"} <= used
+
+
+class Compared(Routed):
+    """The rows of a token read those before it: not row by row."""
+
+    def experts(self, hidden: Tensor, flat: Tensor, weights: Tensor) -> Tensor:
+        in_order, order = torch.sort(flat)
+        ends = torch.histc(in_order.float(), NUM_EXPERTS, 0, NUM_EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        rows = grouped(hidden[order // weights.shape[1]], self.up, ends)
+        made = grouped(rows.cumsum(0), self.down, ends)
+        return made[torch.argsort(order)].view(*weights.shape, -1).sum(1)
+
+
+class Dropped(Routed):
+    """Rows of the last expert take another one's matrix: ends that are not those of the experts."""
+
+    def experts(self, hidden: Tensor, flat: Tensor, weights: Tensor) -> Tensor:
+        in_order, order = torch.sort(flat)
+        ends = torch.histc(in_order.float(), NUM_EXPERTS, 0, NUM_EXPERTS).cumsum(0, dtype=torch.int32)
+        rows = grouped(hidden[order // weights.shape[1]], self.up, ends.flip(0))
+        return (rows @ self.down[0])[torch.argsort(order)].view(*weights.shape, -1).sum(1)
+
+
+@pytest.mark.parametrize("model", [Compared, Dropped])
+def test_what_is_another_function_stays_as_it_is(model: type[Routed]):
+    inputs = {"x": torch.randn(16, 8), "ids": routing("random"), "weights": torch.rand(16, 2)}
+    ops = [op for layer in trace_model(copy.deepcopy(model()), inputs).program.layers for op in layer.ops]
+    assert not [op for op in ops if op.target == EXPERTS]
+    assert [op for op in ops if "grouped_mm" in op.target]
