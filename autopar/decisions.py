@@ -48,6 +48,8 @@ class LayerStrategy:
             of cheap ops are computed again in backward), ``"full"`` (the layer keeps its inputs only), ``"rerun:a,b"``
             (the ops a and b of the first layer of the kind are) ...
         labels: per axis, the usual name of what it does, for people.
+        pieces: values whose collective on the way to their copy runs in so many pieces beside the products that read
+            or make it (`autopar.step.pieces`); the others run whole.
     """
 
     mesh: tuple[int, ...]
@@ -60,6 +62,7 @@ class LayerStrategy:
     zero: int = 0
     recompute: str = "none"
     labels: tuple[str, ...] = ()
+    pieces: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> str:
@@ -75,6 +78,11 @@ class LayerStrategy:
             return self.recompute
         ops, offload, _ = self.recompute.partition("+")
         return f"{len(ops.removeprefix('rerun:').split(','))} ops{offload and '+offload'}"
+
+    @property
+    def pieces_name(self) -> str:
+        """Which collectives run in pieces, for people: ``"mul_4 in 2, linear_6 in 4"``."""
+        return ", ".join(f"{name} in {count}" for name, count in self.pieces)
 
     @property
     def storage_name(self) -> str:

@@ -82,6 +82,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tuple[tuple[str, ...], ...]": ("a list of texts such as 'b -'", _is_list_of(_is(str))),
     "tuple[tuple[str, Layout], ...]": ("an object of layouts such as 'S(0),R'", _is_dict_of(_is(str))),
     "tuple[tuple[str, float], ...]": ("an object of numbers", _is_dict_of(_is(int, float))),
+    "tuple[tuple[str, int], ...]": ("an object of whole numbers", _is_dict_of(_is(int))),
     "Mapping[str, float]": ("an object of numbers", _is_dict_of(_is(int, float))),
     "Mapping[str, str]": ("an object of texts", _is_dict_of(_is(str))),
 }

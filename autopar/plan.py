@@ -177,10 +177,8 @@ def _decode(text: str) -> Plan:
     given.setdefault("other_calls", [])
     others: Any = given["other_calls"]
     for each in (given.get("decisions"), *(cast("list[Any]", others) if isinstance(others, list) else ())):
-        if isinstance(each, dict):  # earlier versions did not decide it
-            cast("dict[str, Any]", each).setdefault("compiled", False)
-            cast("dict[str, Any]", each).setdefault("gradients", "")
-            cast("dict[str, Any]", each).setdefault("host_storage", False)
+        if isinstance(each, dict):
+            _complete_decisions(cast("dict[str, Any]", each))
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
     for problem in decision_problems(plan.decisions):
@@ -196,6 +194,17 @@ def _decode(text: str) -> Plan:
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")
     is_whole = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
     return replace(plan, prediction=prediction) if is_whole else plan
+
+
+def _complete_decisions(decided: dict[str, Any]) -> None:
+    """Add what earlier versions did not decide."""
+    decided.setdefault("compiled", False)
+    decided.setdefault("gradients", "")
+    decided.setdefault("host_storage", False)
+    strategies = decided.get("strategies")
+    for strategy in cast("list[Any]", strategies) if isinstance(strategies, list) else []:
+        if isinstance(strategy, dict):
+            cast("dict[str, Any]", strategy).setdefault("pieces", {})
 
 
 def _complete(predicted: dict[str, Any]) -> None:
@@ -337,6 +346,10 @@ def _format_size(num_bytes: float) -> str:
 
 def _totals(plan: Plan) -> list[str]:
     lines = _predicted(plan) if plan.costs else ["nothing is predicted of this plan: it was edited, or saved without"]
+    for index, strategy in enumerate(plan.strategies):
+        if strategy.pieces:
+            first = next((layer.name for layer in plan.layers if layer.strategy == index), "")
+            lines.append(f"beside products      collectives in pieces, as in {first}: {strategy.pieces_name}")
     if plan.shared_storage:
         lines.append(f"shared parameters    {_shared(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
     if plan.constraints:

@@ -59,6 +59,7 @@ _CODECS: dict[Any, Codec] = {
         lambda value: {name: format_layout(layout) for name, layout in value},
     ),
     tuple[tuple[str, float], ...]: (lambda value: tuple(value.items()), dict),
+    tuple[tuple[str, int], ...]: (lambda value: tuple(value.items()), dict),
 }
 
 

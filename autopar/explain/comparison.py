@@ -65,6 +65,7 @@ def _strategy_differences(first: LayerStrategy, second: LayerStrategy) -> Iterat
         "mesh": (first.axes, second.axes),
         "storage": (first.storage_name, second.storage_name),
         "recompute": (first.recompute, second.recompute),
+        "collectives in pieces": (first.pieces_name or "none", second.pieces_name or "none"),
     }
     results = [(what, one, other) for what, (one, other) in pairs.items() if one != other]
     yield from results

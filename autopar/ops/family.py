@@ -63,6 +63,23 @@ class Buffers:
     kept: float = 0.0
 
 
+@dataclass(frozen=True)
+class RowProduct:
+    """Which operands of a product are its rows and its matrix: each row of the result comes from one of the rows.
+
+    Args:
+        rows: index of the operand ``[..., k]`` of a result ``[..., n]``.
+        matrix: of the matrix ``[k, n]``.
+        added: of what is added to every row, -1 for none.
+        transposed: the matrix is ``[n, k]``.
+    """
+
+    rows: int
+    matrix: int
+    added: int = -1
+    transposed: bool = False
+
+
 _NO_BUFFERS = Buffers()
 
 
@@ -99,6 +116,7 @@ class OpFamily:
         row_dim: the dim of the first operand along which it works row by row.
         fuses: a compiler makes one kernel of it and of elementwise ops beside it; those always are.
         is_attention: results are [..., heads, queries, head size].
+        row_products: by qualified name, of products that work row by row, if their matrix has two dims.
     """
 
     rules: Mapping[str, Rule | None] = field(hash=False)
@@ -122,6 +140,7 @@ class OpFamily:
     row_dim: Callable[[Op], int] = lambda op: -1
     fuses: bool = False
     is_attention: bool = False
+    row_products: Mapping[str, RowProduct] = field(default_factory=dict[str, RowProduct], hash=False)
 
     @cached_property
     def is_pointwise(self) -> bool:

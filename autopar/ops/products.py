@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopar.ops.family import OpFamily, Rule, Types, argument, aten
+from autopar.ops.family import OpFamily, RowProduct, Rule, Types, argument, aten
 from autopar.ops.work import Work, default_work, floating, sum_bytes
 from autopar.program import Op, TensorType
 
@@ -207,6 +207,11 @@ FAMILIES = (
         ),
         is_cheap=False,
         count_work=_work_of_product,
+        row_products={
+            "aten.linear.default": RowProduct(0, 1, 2, transposed=True),
+            "aten.mm.default": RowProduct(0, 1),
+            "aten.matmul.default": RowProduct(0, 1),
+        },
     ),
     OpFamily(
         aten(
@@ -219,6 +224,7 @@ FAMILIES = (
         ),
         is_cheap=False,
         count_work=_work_of_added_product,
+        row_products={"aten.addmm.default": RowProduct(1, 2, 0)},
     ),
     OpFamily(aten({"einsum": _einsum}), is_cheap=False, count_work=_work_of_einsum),
     OpFamily(

@@ -94,7 +94,10 @@ class CandidateSet:
             labels = axis_labels(program, layer, strategy)
             ops = {op.name: first.name for op, first in zip(layer.ops, program.kinds[layer.kind].ops, strict=True)}
             recompute = renamed_policy(strategy.recompute, ops)
-            self._named[id(candidate)] = replace(strategy, copies=copies, recompute=recompute, labels=labels)
+            pieces = tuple((names[name], count) for name, count in strategy.pieces)
+            self._named[id(candidate)] = replace(
+                strategy, copies=copies, recompute=recompute, labels=labels, pieces=pieces
+            )
         return self._named[id(candidate)]
 
     @cached_property

@@ -14,6 +14,7 @@ text                               meaning
 ``offload=optimizer``              parameters as they are stored, and the optimizer's state, are in the host's memory
 ``gradients=bf16``                 gradients are added up over microbatches and reduced over devices in this dtype:
                                    ``fp32`` or ``bf16``
+``pieces=4``                       collectives beside products of their rows run in 4 pieces; 1: whole
 ``microbatches=8``                 the batch runs in 8 microbatches
 ``mesh=2x4``                       every layer has this mesh, outermost axis first
 ``pipeline=2``                     the devices form 2 groups, each with its own stages; 1: no stages.  Degrees and
@@ -59,9 +60,9 @@ OPS = "ops"
 HOST_STORAGE = "host_storage"
 """What ``offload=optimizer`` is read as: it goes with any choice for activations."""
 _OFFLOADED = ("none", "activations", "optimizer")
-_SCOPED = (*DEGREES, "zero", "recompute", "offload", "replicate", PER_MICROBATCH)
+_SCOPED = (*DEGREES, "zero", "recompute", "offload", "pieces", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
-_GLOBAL = (*DEGREES, "zero", "recompute", "offload", "mesh", *_COUNTS, "cuts", "schedule", "gradients")
+_GLOBAL = (*DEGREES, "zero", "recompute", "offload", "pieces", "mesh", *_COUNTS, "cuts", "schedule", "gradients")
 _GRADIENTS = {"fp32": "float32", "bf16": "bfloat16", **{dtype: dtype for dtype in GRADIENT_DTYPES}}
 
 WORDS = {
@@ -113,6 +114,7 @@ class LayerDemands:
         recompute: how to recompute, or ``""`` for any.
         offload: what is offloaded: one of ``"activations"`` and ``"none"``, or ``""`` for any.
         whole: positions in `Layer.state` of parameters that must not be cut.
+        pieces: in how many pieces collectives run beside products, as far as they can; 0 for any.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()
@@ -120,6 +122,7 @@ class LayerDemands:
     recompute: str = ""
     offload: str = ""
     whole: tuple[int, ...] = ()
+    pieces: int = 0
 
 
 def parse_constraints(texts: Iterable[str], world_size: int) -> Constraints:
@@ -211,7 +214,7 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Constraint
         return numbers
     if key == "zero" and numbers[0] > 3:
         raise ConstraintError(f"constraint {text!r}: the ZeRO level is 0, 1, 2 or 3")
-    if key in (*DEGREES, *_COUNTS) and numbers[0] < 1:
+    if key in (*DEGREES, *_COUNTS, "pieces") and numbers[0] < 1:
         raise ConstraintError(f"constraint {text!r}: must be at least 1")
     if key in (*DEGREES, "pipeline") and world_size % numbers[0]:
         raise ConstraintError(f"constraint {text!r}: {numbers[0]} does not divide the {world_size} devices")
@@ -302,6 +305,7 @@ class _DemandCollector:
                 recompute=str(settings["recompute"][0]) if "recompute" in settings else "",
                 offload=str(settings["offload"][0]) if "offload" in settings else "",
                 whole=tuple(sorted(whole)),
+                pieces=int(str(settings["pieces"][0])) if "pieces" in settings else 0,
             )
             for settings, whole in zip(self.settings, self.whole, strict=True)
         )

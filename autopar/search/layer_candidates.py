@@ -35,6 +35,7 @@ from autopar.step.activation_policies import (
 from autopar.step.layer_cost import running_costs, storage_cost, stored_collectives
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
+from autopar.step.piece_seconds import best_pieces, demanded_pieces
 from autopar.step.training import own_training
 from autopar.step.value_flows import find_flows, time_view
 
@@ -224,15 +225,42 @@ def _variants(
     kind = settings.program.kinds[placed.layer.kind]
     names = {first.name: op.name for first, op in zip(kind.ops, placed.layer.ops, strict=True)}
     recompute = [renamed_policy(how, names) for how in _recompute_variants(settings, kind.kind, demands)]
-    running = running_costs(placed, recompute, settings.prices, settings.training)
+    choices = _running_in_pieces(settings, placed, recompute, demands)
     if not demands.offload:
-        running = _worth_offloading(settings, placed.layer, running)
+        choices = [(cut, _worth_offloading(settings, placed.layer, running)) for cut, running in choices]
     training = own_training(settings.program, placed.layer, settings.training)
-    for stored in known[key]:
+    for stored, (cut, running) in itertools.product(known[key], choices):
         for how, cost in running.items():
             whole = cost + stored.cost
             overlapped = overlapped_s(whole, *stored.transfers, stored.zero, settings.num_microbatches, training)
-            yield _Variant(policies, strategy, stored, how, whole, overlapped)
+            yield _Variant(policies, replace(strategy, pieces=cut), stored, how, whole, overlapped)
+
+
+_Pieces = tuple[tuple[str, int], ...]
+
+
+def _running_in_pieces(
+    settings: StepSettings, placed: PlacedLayer, recompute: Sequence[str], demands: LayerDemands
+) -> list[tuple[_Pieces, dict[str, LayerCost]]]:
+    """Collectives that run in pieces, and what ways to recompute then cost: those that are faster so, or all that can
+    if it is demanded; none beside products that are computed again one by one.
+
+    A compiler keeps more for backward where they are left out of what it compiles, so there none are a choice as well.
+    """
+    prices, training = settings.prices, settings.training
+    if demands.pieces:
+        by_way = {how: demanded_pieces(placed, demands.pieces, how) for how in recompute}
+    else:
+        by_way = best_pieces(placed, recompute, prices, training)
+    hows: dict[_Pieces, list[str]] = {}
+    for how, pieces in by_way.items():
+        hows.setdefault(pieces, []).append(how)
+    if training.compiled and not demands.pieces:
+        hows[()] = list(recompute)
+    return [
+        (pieces, running_costs(replace(placed, pieces=pieces) if pieces else placed, ways, prices, training))
+        for pieces, ways in hows.items()
+    ]
 
 
 def _stored_variants(settings: StepSettings, base: PlacedLayer, demands: LayerDemands) -> Iterator[_StoredVariant]:

@@ -27,7 +27,8 @@ _MOST_MICROBATCHES = 64
 
 
 def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, request: SearchRequest) -> Plan | None:
-    """`plan`, made for `planned`, for `program`: the same but for the number of microbatches.
+    """`plan`, made for `planned`, for `program`: the same but for the number of microbatches, and for collectives in
+    pieces of rows that don't divide.
 
     Microbatches are as large as before, or as near to that as is exact and fits.
 
@@ -41,12 +42,13 @@ def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, r
     Returns:
         The plan, None if those decisions can't run `program`, or need more memory than there is.
     """
-    for count, schedule in itertools.product(_microbatch_counts(plan, planned, program), _schedules(plan)):
+    ways = itertools.product(_microbatch_counts(plan, planned, program), _schedules(plan), _in_pieces(plan))
+    for count, schedule, strategies in ways:
         candidate = plan.with_decisions(
             fingerprint=program.fingerprint,
             num_microbatches=count,
             schedule=schedule,
-            strategies=plan.strategies if count > 1 else tuple(map(_in_one, plan.strategies)),
+            strategies=strategies if count > 1 else tuple(map(_in_one, strategies)),
         )
         try:
             check_fit(candidate, program, plan.world_size)
@@ -98,6 +100,11 @@ def _schedules(plan: Plan) -> Iterable[str]:
     if not plan.stages:
         return (plan.schedule,)
     return dict.fromkeys((plan.schedule, simplest_schedule(plan.schedule, plan.num_groups, len(plan.stages))))
+
+
+def _in_pieces(plan: Plan) -> Iterable[tuple[LayerStrategy, ...]]:
+    """The plan's own strategies; with every collective in one piece, as rows may not divide."""
+    return dict.fromkeys((plan.strategies, tuple(replace(each, pieces=()) for each in plan.strategies)))
 
 
 def _in_one(strategy: LayerStrategy) -> LayerStrategy:

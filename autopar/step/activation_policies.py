@@ -129,6 +129,8 @@ def matching_policies(recompute: str, *, offloads: bool) -> tuple[str, ...]:
 
 def splits_backward(strategy: LayerStrategy, *, compiled: bool) -> bool:
     """Whether zero-bubble schedules can run a layer's backward in two parts: nothing is gathered or computed again for
-    the second one, and no compiler made one of it.
+    the second one, no product runs in pieces, and no compiler made one of it.
     """
+    if strategy.pieces:  # the gradients of rows and matrix are one function's
+        return False
     return strategy.zero < 3 and not compiled and not activation_policy(strategy.recompute).keeps_inputs_only

@@ -21,14 +21,16 @@ from dataclasses import replace
 from autopar.prediction import LayerCost
 from autopar.program import Op, Program, Value
 from autopar.step.activation_policies import activation_policy
+from autopar.step.instructions import InPieces, Reshard, RunOp
 from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.local_program import Reshard, RunOp, local_program
+from autopar.step.local_program import local_program
 from autopar.step.op_seconds import op_seconds
 from autopar.step.op_states import OpState, kernel_runs
 from autopar.step.optimizer_costs import optimizer_s
 from autopar.step.parameter_costs import brought_s, gradient_sums_s, held_cost
-from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls
+from autopar.step.piece_seconds import hidden_s
+from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls, run_s
 from autopar.step.training import TrainingSpec, own_training
 from autopar.step.value_flows import Flow
 
@@ -58,10 +60,12 @@ def parameter_times(zero: int, num_microbatches: int, training: TrainingSpec) ->
     return (uses * num_microbatches if zero == 3 else 1), (reduces if training.is_training else 0)
 
 
-def placed_collectives(placed: PlacedLayer, training: TrainingSpec) -> tuple[PricedCollective, ...]:
-    """Every collective that one step of this layer runs, value by value."""
+def placed_collectives(
+    placed: PlacedLayer, training: TrainingSpec, prices: Prices | None = None
+) -> tuple[PricedCollective, ...]:
+    """Every collective that one step of this layer runs, value by value; `prices` as in `running_collectives`."""
     training = own_training(placed.program, placed.layer, training)
-    return (*stored_collectives(placed, training), *running_collectives(placed, training))
+    return (*stored_collectives(placed, training), *running_collectives(placed, training, prices))
 
 
 def stored_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[PricedCollective]:
@@ -72,14 +76,25 @@ def stored_collectives(placed: PlacedLayer, training: TrainingSpec) -> Iterator[
 
 
 def running_collectives(
-    placed: PlacedLayer, training: TrainingSpec, *, reruns: bool | None = None
+    placed: PlacedLayer, training: TrainingSpec, prices: Prices | None = None, *, reruns: bool | None = None
 ) -> Iterator[PricedCollective]:
-    """All the others, also those of a forward that runs again (None: if the layer's does); `training` is its own."""
+    """All the others, also those of a forward that runs again (None: if the layer's does); `training` is its own.
+
+    With `prices` they say what of their seconds passes beside compute.
+    """
     reruns = is_layer_rerun(placed.recompute, training) if reruns is None else reruns
     count = placed.view.num_microbatches
     local = local_program(placed)
     for each in local.instructions:
-        if isinstance(each, Reshard):
+        if isinstance(each, InPieces):
+            hidden = {} if prices is None else hidden_s(local, each, placed, prices, training)
+            whole = list(
+                _reshard_collectives(placed, each.move, local.values[each.move.target].value, training, reruns=reruns)
+            )
+            for run in whole:
+                beside_s = hidden.get("backward" if run.phase == "backward" else "forward", 0.0) / each.count
+                yield from (replace(run, num_bytes=run.num_bytes / each.count, hidden_s=beside_s),) * each.count
+        elif isinstance(each, Reshard):
             yield from _reshard_collectives(placed, each, local.values[each.target].value, training, reruns=reruns)
         elif isinstance(each, RunOp):
             for call in kernel_runs(each.state, placed.mesh):
@@ -150,9 +165,9 @@ def running_costs(
         backward_s += count * time.backward_s
         weight_s += count * time.backward_s * weight_share(placed.program, op)
     activation_s = parameter_s = again_s = ahead_s = 0.0
-    runs = list(running_collectives(placed, training, reruns=training.is_training and training.reruns))
+    runs = list(running_collectives(placed, training, prices, reruns=training.is_training and training.reruns))
     for run in runs:
-        seconds = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+        seconds = run.times * run_s(run, prices)
         if run.phase == "recompute":
             again_s += seconds
         elif run.purpose == "parameter":

@@ -42,6 +42,7 @@ class PlacedLayer:
     zero: int
     recompute: str
     shared: SharedStorage
+    pieces: tuple[tuple[str, int], ...] = ()
 
     def source(self, flow: Flow) -> Layout:
         """The layout in which a value is produced, arrives or is stored."""
@@ -101,7 +102,7 @@ def place(
     known = dict(strategy.copies)
     placed = PlacedLayer(
         program, layer, strategy.mesh, flows, view, states, known, strategy.inputs, strategy.outputs,
-        strategy.storage, strategy.zero, strategy.recompute, shared or {},
+        strategy.storage, strategy.zero, strategy.recompute, shared or {}, strategy.pieces,
     )  # fmt: skip
     known.update({flow.value.name: placed.source(flow) for flow in placed.read_flows() if flow.value.name not in known})
     return placed

@@ -13,101 +13,16 @@ the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from autopar.errors import PlanMismatchError
-from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, reshard
+from autopar.placement import REPLICATE, Layout, Placement, local_shape, reshard
 from autopar.program import Op, TensorType, Value
+from autopar.step.instructions import LocalProgram, LocalValue, Reshard, RunOp, TakeMicrobatch
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.op_states import OpState
+from autopar.step.pieces import in_pieces
 
-__all__ = ["Instruction", "LocalProgram", "LocalValue", "Reshard", "RunOp", "TakeMicrobatch", "derive", "local_program"]
-
-
-class LocalValue(NamedTuple):
-    """A value at one point of its way through a layer.
-
-    `layout` places it on the layer's mesh, `time` on the axis of microbatches; `type` is what one device holds.
-    """
-
-    value: Value
-    layout: Layout
-    time: Placement
-    type: TensorType
-
-
-@dataclass(frozen=True, slots=True)
-class TakeMicrobatch:
-    """Take the running microbatch's slice (a view) of local value `source`, along the dim of `target`'s time."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """Bring local value `source` to the layout of `target`, and its gradient back.
-
-    Args:
-        source: index in `LocalProgram.values`.
-        target: likewise.
-        steps: the movements, in forward order; not empty.
-        tensor: the global type of one microbatch of the value.
-        purpose: ``"copy"``, ``"operand"`` or ``"output"``.
-        before: index of the op that it runs ahead of in forward; the number of ops behind the last one.
-    """
-
-    source: int
-    target: int
-    steps: tuple[Step, ...]
-    tensor: TensorType
-    purpose: str
-    before: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunOp:
-    """Run the op of this index in the layer, or the special kernel of its options, on local values."""
-
-    index: int
-    op: Op
-    state: OpState
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-
-
-Instruction = TakeMicrobatch | Reshard | RunOp
-
-
-@dataclass(frozen=True)
-class LocalProgram:
-    """A layer as one device runs it.
-
-    Args:
-        values: all local values; instructions name them by index.
-        inputs: per input of the layer, the local value that arrives.
-        state: likewise of the parameters, buffers and constants it reads: parameters in their copy layout.
-        instructions: in forward order.
-        outputs: per output of the layer, the local value that leaves.
-    """
-
-    values: tuple[LocalValue, ...]
-    inputs: tuple[int, ...]
-    state: tuple[int, ...]
-    instructions: tuple[Instruction, ...]
-    outputs: tuple[int, ...]
-
-    @property
-    def state_layouts(self) -> tuple[Layout, ...]:
-        """The layouts in which the layer wants its state."""
-        return tuple(self.values[index].layout for index in self.state)
-
-    @property
-    def output_times(self) -> tuple[Placement, ...]:
-        """Per output, its placement on the axis of microbatches."""
-        return tuple(self.values[index].time for index in self.outputs)
+__all__ = ["derive", "local_program"]
 
 
 @lru_cache(maxsize=256)  # prices, memory and simulation of one layer read it one after the other
@@ -139,9 +54,10 @@ def derive(local: PlacedLayer, arrival_times: Sequence[Placement] | None = None)
     for index, op in enumerate(local.layer.ops):
         builder.run(index, op)
     outputs = [builder.leave(name, layout) for name, layout in zip(local.layer.outputs, local.departures, strict=True)]
-    return LocalProgram(
+    whole = LocalProgram(
         tuple(builder.values), tuple(inputs), tuple(state), tuple(builder.instructions), tuple(outputs)
     )  # fmt: skip
+    return in_pieces(whole, local.layer.name, local.pieces, local.recompute)
 
 
 def _wanted_time(local: PlacedLayer, name: str) -> Placement:
@@ -160,7 +76,7 @@ class _Builder:
         self.local = local
         self.view = local.view
         self.values: list[LocalValue] = []
-        self.instructions: list[Instruction] = []
+        self.instructions: list[TakeMicrobatch | Reshard | RunOp] = []
         self.produced: dict[str, int] = {}
         self.copies: dict[str, int] = {}
 

@@ -15,8 +15,9 @@ from autopar.placement import BROADCAST, REPLICATE, Layout, Placement, format_la
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import policy_names, rerun_ops
+from autopar.step.instructions import LocalProgram, RunOp
 from autopar.step.local_layer import place
-from autopar.step.local_program import LocalProgram, RunOp, derive
+from autopar.step.local_program import derive
 
 __all__ = ["ZERO_LEVELS", "decision_problems", "derivation_problems", "storage_problems"]
 
@@ -120,7 +121,7 @@ def _repeated_gradients(
     program: Program, layer: Layer, strategy: LayerStrategy, local: LocalProgram, count: int
 ) -> Iterator[str]:
     """Parameters that an op reads as if there were one microbatch, so that each would give their whole gradient."""
-    for run in (each for each in local.instructions if isinstance(each, RunOp)):
+    for run in (each for each in local.singles if isinstance(each, RunOp)):
         chosen = strategy.time[run.index]
         if not any(program.values[name].requires_grad for name in run.op.results):
             continue

@@ -127,7 +127,8 @@ def own_strategy(program: Program, layer: Layer, strategy: LayerStrategy) -> Lay
     """A plan's strategy, which names values of the first layer of its kind, with the names of `layer`."""
     names = _renamed(program.kinds[layer.kind], layer)
     copies = tuple((names.get(name, name), layout) for name, layout in strategy.copies)
-    return replace(strategy, copies=copies, recompute=renamed_policy(strategy.recompute, names))
+    pieces = tuple((names.get(name, name), count) for name, count in strategy.pieces)
+    return replace(strategy, copies=copies, pieces=pieces, recompute=renamed_policy(strategy.recompute, names))
 
 
 def _renamed(layer: Layer, other: Layer) -> dict[str, str]:

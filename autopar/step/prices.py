@@ -12,7 +12,7 @@ from autopar.cluster import HostLink, OpTime
 from autopar.placement import LOCAL, Axis, Step
 from autopar.program import Op, TensorType
 
-__all__ = ["CollectiveCall", "OpTime", "PricedCollective", "Prices", "priced", "reshard_calls"]
+__all__ = ["CollectiveCall", "OpTime", "PricedCollective", "Prices", "priced", "reshard_calls", "run_s"]
 
 
 class Prices(Protocol):
@@ -129,7 +129,8 @@ class PricedCollective:
 
     `phase` is ``"forward"``, ``"backward"`` or ``"recompute"``; `purpose` is ``"activation"``,
     ``"parameter"`` or ``"kernel"`` (inside a special kernel; `value` is then the op's name).  In a layer's forward it
-    runs before the op of index `before` (behind the last one: their number), in its backward the other way round.
+    runs before the op of index `before` (behind the last one: their number), in its backward the other way round.  Of
+    a piece of a larger one, `hidden_s` of its seconds pass beside compute (`autopar.step.piece_seconds`).
     """
 
     value: str
@@ -140,6 +141,16 @@ class PricedCollective:
     phase: str
     purpose: str
     before: int = field(default=0, compare=False)
+    hidden_s: float = field(default=0.0, compare=False)
+
+
+def run_s(run: PricedCollective, prices: Prices) -> float:
+    """Seconds that one run of a collective adds to the computing beside it.
+
+    Raises:
+        MissingPriceError: this kind has no price.
+    """
+    return prices.collective_s(run.kind, run.axis, run.num_bytes) - run.hidden_s
 
 
 def priced(call: CollectiveCall, value: str, times: int, purpose: str, before: int = 0) -> PricedCollective:

@@ -28,7 +28,7 @@ from autopar.step.optimizer_costs import gather_s, layer_gathers_s
 from autopar.step.parameter_costs import shared_costs
 from autopar.step.plan_collectives import broadcast_s, output_gathers
 from autopar.step.planned_layers import LayerFacts, PlannedLayers
-from autopar.step.prices import Prices
+from autopar.step.prices import Prices, run_s
 from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
 from autopar.step.training import TrainingSpec, own_training
@@ -202,8 +202,8 @@ Seconds = tuple[tuple[str, float], ...]
 def _sources(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tuple[Seconds, Seconds]:
     """Seconds of a layer's ops and of its collectives, by what their prices rest on."""
     communicating: defaultdict[str, float] = defaultdict(float)
-    for run in placed_collectives(placed, training):
-        each_s = run.times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+    for run in placed_collectives(placed, training, prices):
+        each_s = run.times * run_s(run, prices)
         communicating[prices.collective_source(run.kind, run.axis)] += each_s
     computing: defaultdict[str, float] = defaultdict(float)
     for source, each_s in _computing_s(placed, prices, training):

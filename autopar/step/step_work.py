@@ -24,7 +24,7 @@ from autopar.step.overlap_estimate import in_one_buffer
 from autopar.step.parameter_costs import brought_s, gradient_sums_s, layer_parameters, shared_costs
 from autopar.step.plan_collectives import StepCollectives, step_collectives
 from autopar.step.planned_layers import PlannedLayers
-from autopar.step.prices import PricedCollective, Prices
+from autopar.step.prices import PricedCollective, Prices, run_s
 from autopar.step.training import TrainingSpec, own_training
 
 __all__ = ["Item", "LayerWork", "StepWork", "collective_item", "layer_work", "step_work"]
@@ -89,7 +89,7 @@ def collective_item(run: PricedCollective, prices: Prices, layer: int = -1) -> I
     category = _CATEGORIES.get(run.purpose, "activation communication")
     if run.purpose == "parameter" and run.phase == "backward":
         category = "reduce"
-    seconds = prices.collective_s(run.kind, run.axis, run.num_bytes)
+    seconds = run_s(run, prices)
     taken = prices.interference(run.kind, run.axis)
     return Item(category, run.value, seconds, layer, run.num_bytes, _describe(run.kind, run.axis), taken)
 
@@ -105,7 +105,7 @@ def _describe(kind: str, axis: Axis) -> str:
 def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> LayerWork:
     """The work of a layer that a strategy has been applied to."""
     training = own_training(placed.program, placed.layer, training)
-    runs = list(running_collectives(placed, training))
+    runs = list(running_collectives(placed, training, prices))
     back = [run for run in runs if run.phase == "backward"]
     ahead_s, rerun_s, back_s, weight_s = _op_seconds(placed, prices, training)
     inputs_s = [whole - part for whole, part in zip(back_s, weight_s, strict=True)]

@@ -7,15 +7,16 @@ buffers and constants are not counted, but what is sliced or gathered from them 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.ops import family_of, is_fused, result_order
 from autopar.ops.memory_order import Order, in_order
 from autopar.placement import LOCAL, Step
 from autopar.program import Op, TensorType
+from autopar.step.instructions import InPieces, Reshard, RunOp
 from autopar.step.local_layer import PlacedLayer
-from autopar.step.local_program import Reshard, RunOp, local_program
+from autopar.step.local_program import local_program
 from autopar.step.value_flows import Flow
 
 __all__ = ["GradientTarget", "OutputNode", "TensorGraph", "TensorKey", "TensorNode", "tensor_graph"]
@@ -145,6 +146,8 @@ class _TensorGraphBuilder:
                 self._add_op(each)
             elif isinstance(each, Reshard):
                 self._add_move(each)
+            elif isinstance(each, InPieces):
+                self._add_in_pieces(each)
             else:  # a view
                 self.piece += 1
                 order = in_order(local.values[each.target].type.shape)
@@ -205,6 +208,33 @@ class _TensorGraphBuilder:
             )
         )
         self.piece += op.is_random
+
+    def _add_in_pieces(self, each: InPieces) -> None:
+        """The move and the products, with the buffers of pieces in place of those of what is whole.
+
+        Two pieces of what travels are in memory at once, and one of what is multiplied.
+        """
+        begin = len(self.nodes)
+        self.piece += 1  # a compiler leaves it out
+        for single in each.singles:
+            if isinstance(single, RunOp):
+                self._add_op(single)
+            else:
+                self._add_move(single)
+        values = self.local.values
+        source, target = (float(values[index].type.num_bytes) for index in (each.move.source, each.move.target))
+        results = [float(run.state.result_types[0].num_bytes) for run in each.products]
+        piece = (2 * max(source, target) + max(results)) / each.count
+        stays = source if each.moves_first else 0.0  # read until the last piece has gone
+        for number in range(begin, len(self.nodes)):
+            node = self.nodes[number]
+            self.nodes[number] = replace(node, forward_extra=piece + stays, backward_extra=node.backward_extra + piece)
+        if not each.moves_first:  # the terms are never there as a whole
+            made = self.nodes[begin]
+            makes = {key: 2 * size / each.count for key, size in made.makes.items()}
+            self.sizes.update(makes)
+            self.nodes[begin] = replace(made, makes=makes, forward_extra=piece)
+        self.piece += 1
 
     def _add_results(self, run: RunOp, operands: Sequence[_Located]) -> dict[TensorKey, float]:
         """The results that are no views of the first operand, with bytes."""

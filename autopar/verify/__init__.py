@@ -36,7 +36,7 @@ from autopar.verify.rehearsal import (
     run_single,
     steady_adamw,
 )
-from autopar.verify.shrink_plan import shrink_inputs, shrink_plan
+from autopar.verify.shrink_plan import most_pieces, shrink_inputs, shrink_plan
 
 __all__ = ["VerificationReport", "compare", "verify"]
 
@@ -162,7 +162,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     inputs = default_example_inputs(model) if example_inputs is None else example_inputs
     plan = shrink_plan(plan) if shrink else plan
     double = copy.deepcopy(model).double().train()
-    smaller = shrink_inputs(inputs, plan.world_size * plan.num_microbatches) if shrink else ()
+    smaller = shrink_inputs(inputs, plan.world_size * plan.num_microbatches * most_pieces(plan)) if shrink else ()
     inputs, traced = _first_that_fits(planned, double, plan, [*smaller, inputs])
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(

@@ -18,7 +18,7 @@ from autopar.placement import mesh_axes, refine_mesh
 from autopar.plan import Plan, Stage
 from autopar.schedules import schedule_problem, stage_group
 
-__all__ = ["merge_stages", "shrink_inputs", "shrink_plan"]
+__all__ = ["merge_stages", "most_pieces", "shrink_inputs", "shrink_plan"]
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -59,6 +59,11 @@ def shrink_plan(plan: Plan, max_world_size: int = 8) -> Plan:
         return small.with_decisions(num_microbatches=min(plan.num_microbatches, 2))
     small = merge_stages(small, min(plan.num_groups, max(2, max_world_size // math.prod(sizes))))
     return small.with_decisions(num_microbatches=_few_microbatches(small))
+
+
+def most_pieces(plan: Plan) -> int:
+    """Into how many pieces rows are cut at most, all numbers of pieces of the plan dividing it."""
+    return math.lcm(*(count for strategy in plan.strategies for _, count in strategy.pieces))
 
 
 def merge_stages(plan: Plan, num_groups: int) -> Plan:

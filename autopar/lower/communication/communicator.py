@@ -126,17 +126,23 @@ class Communicator:
         """`all_gather`, not waited for."""
         if axis.size == 1:
             return _unmoved(x)
-        gathered = self._begin(
+        return self.start_gather_stack(x, axis).then(lambda stack: merge_stack(stack, dim % x.ndim))
+
+    def start_gather_stack(self, x: Tensor, axis: Axis) -> Handle:
+        """The members' `x`, ``[size, ...]``, in coordinate order, not waited for; `axis` has several."""
+        return self._begin(
             "all_gather", axis, x.nbytes * axis.size, lambda: self._start_gather(x.detach().contiguous(), axis)
         )
-        return gathered.then(lambda stack: merge_stack(stack, dim % x.ndim))
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """`reduce_scatter`, not waited for."""
         if axis.size == 1:
             return _unmoved(x)
-        stack = split_stack(x.detach(), axis.size, dim % x.ndim)
-        return self._begin("reduce_scatter", axis, x.nbytes, lambda: self._start_scatter_sum(stack, axis))
+        return self.start_scatter_stack(split_stack(x.detach(), axis.size, dim % x.ndim), axis)
+
+    def start_scatter_stack(self, stack: Tensor, axis: Axis) -> Handle:
+        """This coordinate's entry of the sum of the members' contiguous ``[size, ...]``, not waited for."""
+        return self._begin("reduce_scatter", axis, stack.nbytes, lambda: self._start_scatter_sum(stack, axis))
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: ReduceOp = "sum") -> Handle:
         """`all_reduce`, not waited for."""

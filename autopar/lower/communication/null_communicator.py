@@ -52,6 +52,15 @@ class NullCommunicator(TracedCommunicator):
         num_bytes = x.nbytes * axis.size
         return self._give("all_gather", x, axis, num_bytes, lambda: torch.cat([x.detach()] * axis.size, dim), dim)
 
+    def start_gather_stack(self, x: Tensor, axis: Axis) -> Handle:
+        """See `Communicator.start_gather_stack`."""
+        num_bytes = x.nbytes * axis.size
+        return self._give("all_gather", x, axis, num_bytes, lambda: torch.stack([x.detach()] * axis.size))
+
+    def start_scatter_stack(self, stack: Tensor, axis: Axis) -> Handle:
+        """See `Communicator.start_scatter_stack`."""
+        return self._give("reduce_scatter", stack, axis, stack.nbytes, lambda: stack.detach()[0].clone())
+
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Handle:
         """See `Communicator.start_reduce_scatter`."""
         return self._give("reduce_scatter", x, axis, x.nbytes, lambda: _parts(x, axis, dim)[0].clone(), dim)

@@ -1,8 +1,9 @@
 """Layer programs compiled by inductor, forward and backward, each once for all layers of its kind.
 
 A program is traced as it runs, collectives and special kernels included, so a kind of layer is one graph without
-breaks.  Only what must be new in every call stays outside: random draws and slices of the running microbatch.  Those
-cut a program into pieces.
+breaks.  What must be new in every call stays outside: random draws and slices of the running microbatch; and so do
+collectives that run beside products, which stand in the order that makes them overlap.  Those cut a program into
+pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import compile_graph, split_graph
-from autopar.lower.program.layer_ops import LayerContext, draw, microbatch_slice
+from autopar.lower.program.layer_ops import LayerContext, draw, microbatch_slice, moved_product, products_of_moved
 
 __all__ = ["compile_program"]
 
@@ -37,7 +38,7 @@ def compile_program(module: fx.GraphModule, communicator: Communicator) -> Calla
 
 
 def _stays_outside(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (draw, microbatch_slice)
+    return node.op == "call_function" and node.target in (draw, microbatch_slice, moved_product, products_of_moved)
 
 
 def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:

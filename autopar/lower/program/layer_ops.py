@@ -18,12 +18,18 @@ from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels import KERNELS, resolve_target
 from autopar.lower.kernels.random import RandomState, random_scope
+from autopar.lower.kernels.row_pieces import RowPieces, moved_row_product, row_products_of_moved
 from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
 
-__all__ = ["LayerContext", "draw", "layout_steps", "microbatch_slice", "redistribute", "run_kernel"]
+__all__ = [
+    "LayerContext", "draw", "layout_steps", "microbatch_slice", "moved_product", "products_of_moved", "redistribute",
+    "run_kernel",
+]  # fmt: skip
 
 AxisText = tuple[int, int]
+# A matrix [k, n], what is added to every row, and whether the matrix is [n, k].
+MatrixText = tuple[Tensor, Tensor | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,40 @@ def layout_steps(src: str, dst: str, mesh: tuple[int, ...]) -> tuple[Step, ...]:
 def redistribute(x: Tensor, src: str, dst: str, mesh: tuple[int, ...], context: LayerContext) -> Tensor:
     """Move `x` from layout `src` to `dst` on `mesh`; its gradient moves back."""
     return reshard_tensor(x, layout_steps(src, dst, mesh), context.communicator)
+
+
+def products_of_moved(
+    x: Tensor,
+    matrices: tuple[MatrixText, ...],
+    src: str,
+    dst: str,
+    mesh: tuple[int, ...],
+    cut: tuple[int, int],
+    context: LayerContext,
+) -> tuple[Tensor, ...]:
+    """Products of `x` moved from `src` to `dst`, one for each of `matrices`.
+
+    `cut` is a dim of rows, and into how many pieces; each is multiplied while the next one is under way.
+    """
+    (step,) = layout_steps(src, dst, mesh)
+    return row_products_of_moved(x, RowPieces(step, *cut, context.communicator), matrices)
+
+
+def moved_product(
+    x: Tensor,
+    matrix: MatrixText,
+    src: str,
+    dst: str,
+    mesh: tuple[int, ...],
+    cut: tuple[int, int],
+    context: LayerContext,
+) -> Tensor:
+    """A product of `x`, terms of a sum, moved from `src` to `dst`.
+
+    `cut` is a dim of rows, and into how many pieces; each is under way while the next one is multiplied.
+    """
+    (step,) = layout_steps(src, dst, mesh)
+    return moved_row_product(x, RowPieces(step, *cut, context.communicator), *matrix)
 
 
 def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> Tensor:

@@ -16,15 +16,24 @@ from torch import fx
 
 from autopar.errors import PlanMismatchError
 from autopar.lower.kernels import resolve_target
-from autopar.lower.program.layer_ops import draw, microbatch_slice, redistribute, run_kernel
+from autopar.lower.program.layer_ops import (
+    draw,
+    microbatch_slice,
+    moved_product,
+    products_of_moved,
+    redistribute,
+    run_kernel,
+)
 from autopar.lower.program.naming import layout_suffix, node_name, type_comment
 from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
 from autopar.program import Arg, Layer, Program, Ref
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
+from autopar.step.instructions import InPieces, Instruction, LocalProgram, Reshard, RunOp, TakeMicrobatch
 from autopar.step.local_layer import place
-from autopar.step.local_program import LocalProgram, Reshard, RunOp, TakeMicrobatch, derive
+from autopar.step.local_program import derive
 from autopar.step.op_states import kernel_runs
+from autopar.step.pieces import row_product
 from autopar.step.prices import reshard_calls
 
 __all__ = ["LayerProgram", "layer_program"]
@@ -107,9 +116,9 @@ class _Emitter:
         self.places = {op.index: (op.op.module, op.op.source) for op in self._ops()}
 
     def _ops(self) -> Iterator[RunOp]:
-        return (each for each in self.local.instructions if isinstance(each, RunOp))
+        return (each for each in self.local.singles if isinstance(each, RunOp))
 
-    def add(self, instruction: TakeMicrobatch | Reshard | RunOp) -> None:
+    def add(self, instruction: Instruction) -> None:
         """The node of one instruction."""
         if isinstance(instruction, RunOp):
             self.place = self.places[instruction.index]
@@ -117,6 +126,9 @@ class _Emitter:
         elif isinstance(instruction, Reshard):
             self.place = self.places.get(instruction.before, ("", ""))
             self._reshard(instruction)
+        elif isinstance(instruction, InPieces):
+            self.place = self.places[instruction.products[0].index]
+            self._in_pieces(instruction)
         else:
             self._take_microbatch(instruction)
 
@@ -152,6 +164,36 @@ class _Emitter:
         if all(step.forward in LOCAL for step in instruction.steps):
             self.rerun.add(node.name)
         self._keep(instruction.target, node)
+
+    def _in_pieces(self, each: InPieces) -> None:
+        """One node for a collective and the products beside it: a result for each product, or what is moved."""
+        source, target = (self.local.values[index] for index in (each.move.source, each.move.target))
+        forms = [form for run in each.products if (form := row_product(run))]
+        first = each.move.source if each.moves_first else each.products[0].operands[forms[0].rows]
+        matrices: list[tuple[fx.Node, fx.Node | None, bool]] = []
+        for run, form in zip(each.products, forms, strict=True):
+            added = None if form.added < 0 else self.nodes[run.operands[form.added]]
+            matrices.append((self.nodes[run.operands[form.matrix]], added, form.transposed))
+        args = (
+            self.nodes[first], tuple(matrices) if each.moves_first else matrices[0], format_layout(source.layout),
+            format_layout(target.layout), self.mesh, (each.dim, each.count), self.context,
+        )  # fmt: skip
+        calls = reshard_calls(
+            each.move.steps, each.move.tensor.num_bytes / each.count, has_gradient=target.value.requires_grad
+        )
+        results = [run.results[0] for run in each.products] if each.moves_first else [each.move.target]
+        names = [node_name(self.local.values[index].value.name) for index in results]
+        function = products_of_moved if each.moves_first else moved_product
+        node = self._call(function, args, f"{names[0]}_in_pieces")
+        node.meta["collectives"] = tuple(call for call in calls for _ in range(each.count))
+        node.meta["axes"] = frozenset(step.axis for step in each.move.steps)
+        if not each.moves_first:
+            self._keep(each.move.target, node)
+            return
+        for number, (index, name) in enumerate(zip(results, names, strict=True)):
+            own = self._call(operator.getitem, (node, number), name)
+            own.meta["value"] = self.local.values[index].value.name
+            self._keep(index, own)
 
     def _run(self, instruction: RunOp) -> None:
         op, state = instruction.op, instruction.state

@@ -91,6 +91,8 @@ class LoweredProgram:
         )
         yield f"# ---- {names} ".ljust(120, "-")
         yield f"# mesh {labels}; ZeRO {strategy.zero}; recompute {strategy.recompute}"
+        if strategy.pieces:
+            yield f"# collectives in pieces beside products: {strategy.pieces_name}"
         cost = self._cost(users[0])
         if cost is not None:
             yield (

@@ -22,7 +22,7 @@ from autopar.ops import family_of
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import activation_policy
-from autopar.step.local_program import LocalValue
+from autopar.step.instructions import LocalValue
 
 __all__ = ["LoneLayer"]
 

@@ -1,0 +1,146 @@
+"""What a layer's local program is made of: local values, and instructions over them.
+
+`local_program` derives one; prices, memory, plan checks and `lower` read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.placement import Layout, Placement, Step
+from autopar.program import Op, TensorType, Value
+from autopar.step.op_states import OpState
+
+__all__ = ["InPieces", "Instruction", "LocalProgram", "LocalValue", "Reshard", "RunOp", "Single", "TakeMicrobatch"]
+
+
+class LocalValue(NamedTuple):
+    """A value at one point of its way through a layer.
+
+    `layout` places it on the layer's mesh, `time` on the axis of microbatches; `type` is what one device holds.
+    """
+
+    value: Value
+    layout: Layout
+    time: Placement
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class TakeMicrobatch:
+    """Take the running microbatch's slice (a view) of local value `source`, along the dim of `target`'s time."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """Bring local value `source` to the layout of `target`, and its gradient back.
+
+    Args:
+        source: index in `LocalProgram.values`.
+        target: likewise.
+        steps: the movements, in forward order; not empty.
+        tensor: the global type of one microbatch of the value.
+        purpose: ``"copy"``, ``"operand"`` or ``"output"``.
+        before: index of the op that it runs ahead of in forward; the number of ops behind the last one.
+    """
+
+    source: int
+    target: int
+    steps: tuple[Step, ...]
+    tensor: TensorType
+    purpose: str
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunOp:
+    """Run the op of this index in the layer, or the special kernel of its options, on local values."""
+
+    index: int
+    op: Op
+    state: OpState
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InPieces:
+    """Run a move on one axis in pieces of rows, beside the products that read what it gives or make what it moves.
+
+    Forward, each piece that has arrived is multiplied while the next one travels, or travels while the next one is
+    multiplied; so do gradients in backward, and the product for the gradient of the weight runs beside the last ones.
+
+    Args:
+        move: has one step.
+        products: those that read its target, or the one that makes its source.
+        dim: of the rows (of operand and result of each product) that is cut into pieces.
+        count: into how many.
+    """
+
+    move: Reshard
+    products: tuple[RunOp, ...]
+    dim: int
+    count: int
+
+    @property
+    def moves_first(self) -> bool:
+        """Whether the products read what is moved; else they make it."""
+        return self.move.target in self.products[0].operands
+
+    @property
+    def sharded_dim(self) -> int:
+        """The dim that is sharded before or after the move; -1 if it is whole on both sides."""
+        (step,) = self.move.steps
+        return max(step.src.dim, step.dst.dim)
+
+    @property
+    def singles(self) -> tuple[Reshard | RunOp, ...]:
+        """The move and the products, in order, as they would run whole."""
+        return (self.move, *self.products) if self.moves_first else (*self.products, self.move)
+
+
+Single = TakeMicrobatch | Reshard | RunOp
+Instruction = Single | InPieces
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """A layer as one device runs it.
+
+    Args:
+        values: all local values; instructions name them by index.
+        inputs: per input of the layer, the local value that arrives.
+        state: likewise of the parameters, buffers and constants it reads: parameters in their copy layout.
+        instructions: in forward order.
+        outputs: per output of the layer, the local value that leaves.
+    """
+
+    values: tuple[LocalValue, ...]
+    inputs: tuple[int, ...]
+    state: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def singles(self) -> Iterator[Single]:
+        """The instructions, with what runs in pieces one by one."""
+        for each in self.instructions:
+            if isinstance(each, InPieces):
+                yield from each.singles
+            else:
+                yield each
+
+    @property
+    def state_layouts(self) -> tuple[Layout, ...]:
+        """The layouts in which the layer wants its state."""
+        return tuple(self.values[index].layout for index in self.state)
+
+    @property
+    def output_times(self) -> tuple[Placement, ...]:
+        """Per output, its placement on the axis of microbatches."""
+        return tuple(self.values[index].time for index in self.outputs)
