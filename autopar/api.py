@@ -40,14 +40,16 @@ from autopar.planning.arguments import (
 )
 from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, trace_model
 from autopar.planning.caller_inputs import call_inputs
-from autopar.planning.compiling import check_compiler, read_compile, search_compiled
+from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.given_plan import load_plan, with_prediction
+from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.precision import with_speedup
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
 from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
+from autopar.step.logits import in_pieces
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
@@ -175,8 +177,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 plan = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
+        traced = traced.in_pieces(plan.piece_tokens)
     else:
         own = plan if asked in (None, plan.compiled) else plan.with_decisions(compiled=asked)
+        traced = traced.in_pieces(own.piece_tokens)
         agree(group, lambda: check_compiler(own.compiled, mesh.device_type))
         agree(group, lambda: check_fit(own, traced.program, communicator.world_size))
         plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
@@ -315,11 +319,11 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
     prices = setup.prices
     assert prices is not None
     with phase(f"searching for a plan for {world_size} devices"):
-        found = search_compiled(
-            setup.compile, lambda request: search(program, world_size, prices, request), program, prices,
-            _request(setup),
+        found = search_plan(
+            setup.compile, lambda own, request: search(own, world_size, prices, request), program, prices,
+            _request(setup), world_size,
         )  # fmt: skip
-    return _finish(found, program, setup)
+    return _finish(found, in_pieces(program, found.piece_tokens), setup)
 
 
 def _finish(found: Plan, program: Program, setup: Setup) -> Plan:
@@ -346,22 +350,22 @@ def _search_and_time(
     Layers are timed on that rank's device alone.
     """
     known = dict(prices.profile.layers) if prices.profile else {}
-    timer = LayerTimer(traced.program, communicator.device, traced.constants, dict(known))
+    timed = dict(known)
+
+    def find(program: Program, request: SearchRequest) -> Plan:
+        timer = LayerTimer(program, communicator.device, traced.constants, timed)
+        return search_with_timed_layers(program, communicator.world_size, prices, request, timer)
 
     def search_here() -> Plan:
         request = _request(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
-            result = search_compiled(
-                setup.compile,
-                lambda own: search_with_timed_layers(traced.program, communicator.world_size, prices, own, timer),
-                traced.program, prices, request,
-            )  # fmt: skip
-        new = {key: layer for key, layer in timer.known.items() if key not in known}
+            result = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
+        new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return _finish(result, traced.program, setup)
+        return _finish(result, in_pieces(traced.program, result.piece_tokens), setup)
 
     return share(communicator.process_group, search_here)
 

@@ -134,6 +134,7 @@ class Decisions:
             ZeRO-2, and reduced over devices; "": that in which parameters are stored.
         host_storage: whether parameters as they are stored, their final gradients, and the optimizer's state are in the
             host's memory, and updated there; layers then compute with copies.
+        piece_tokens: how many tokens of a device get their logits at a time; 0: all (`autopar.step.logits`).
     """
 
     fingerprint: str
@@ -148,6 +149,7 @@ class Decisions:
     compiled: bool = False
     gradients: str = ""
     host_storage: bool = False
+    piece_tokens: int = 0
 
     @property
     def num_groups(self) -> int:
@@ -200,6 +202,8 @@ def decision_problems(decisions: Decisions) -> Iterator[str]:
     problem = stages_problem(decisions)
     if problem:
         yield f"stages: {problem}"
+    if decisions.piece_tokens < 0:
+        yield f"piece_tokens: {decisions.piece_tokens} is no count of tokens: write at least 1, or 0 for all at once"
     yield from _size_problems(decisions)
     for index, strategy in enumerate(decisions.strategies):
         yield from _mesh_problems(decisions, strategy, f"strategies[{index}]")

@@ -100,6 +100,7 @@ class Plan:
     stages = _From[tuple[Stage, ...]]("decisions")
     schedule = _From[str]("decisions")
     compiled = _From[bool]("decisions")
+    piece_tokens = _From[int]("decisions")
     num_groups = _From[int]("decisions")
     group_size = _From[int]("decisions")
     device = _From[str]("prediction")
@@ -201,6 +202,7 @@ def _complete_decisions(decided: dict[str, Any]) -> None:
     decided.setdefault("compiled", False)
     decided.setdefault("gradients", "")
     decided.setdefault("host_storage", False)
+    decided.setdefault("piece_tokens", 0)
     strategies = decided.get("strategies")
     for strategy in cast("list[Any]", strategies) if isinstance(strategies, list) else []:
         if isinstance(strategy, dict):

@@ -17,6 +17,7 @@ from autopar.placement import Placement
 __all__ = [
     "Arg",
     "KernelCollective",
+    "LateOutput",
     "Layer",
     "Op",
     "Option",
@@ -112,6 +113,7 @@ class KernelCollective:
         dtype: dtype of the buffer.
         count: how many such tensors travel in one buffer.
         is_ring: it runs once for each other device of the axis, as a ring does, not once.
+        piece: it runs for so many elements of that shape at a time; 0: for all at once.
     """
 
     kind: str
@@ -121,6 +123,7 @@ class KernelCollective:
     dtype: str = "float32"
     count: float = 1
     is_ring: bool = False
+    piece: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,21 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class LateOutput:
+    """An output that is computed when the caller reads it, from another one that layers make.
+
+    Args:
+        place: which of `Program.outputs`; there stands what it is computed from.
+        ops: that compute it, from that value and from parameters.
+        result: the name of it.
+    """
+
+    place: int
+    ops: tuple[Op, ...]
+    result: str
+
+
+@dataclass(frozen=True)
 class Program:
     """A whole traced model.
 
@@ -247,6 +265,8 @@ class Program:
         notes: what a user should know about this trace (dropped outputs, ops that run whole ...).
         fingerprint: identifies model structure and input shapes; a plan names it.
         training: whether the model was traced in training mode.
+        late: what the model returns that no layer makes: the caller gets it when it reads it.
+        piece_tokens: how many tokens at a time get their logits; 0: all at once (`autopar.step.logits`).
         carried: those of `inputs` and `outputs` that go from call to call (keys and values of tokens): devices keep
             their parts of them in between.
     """
@@ -263,6 +283,8 @@ class Program:
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
     training: bool = True
+    late: tuple[LateOutput, ...] = ()
+    piece_tokens: int = 0
     carried: frozenset[str] = frozenset()
 
     @cached_property

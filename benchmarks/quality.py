@@ -159,7 +159,7 @@ def _solver(case: Case, compiled: bool) -> Callable[[str], Row]:
     from autopar.errors import AutoparError  # noqa: PLC0415
     from autopar.lower.run.schedule_lists import schedule_actions  # noqa: PLC0415
     from autopar.planning.arguments import training_spec  # noqa: PLC0415
-    from autopar.planning.compiling import search_compiled  # noqa: PLC0415
+    from autopar.planning.logits import search_plan  # noqa: PLC0415
     from autopar.search import MEMORY_ERROR, SearchRequest, search  # noqa: PLC0415
 
     model, inputs, units = make_model(case.model, case.batch)
@@ -174,9 +174,10 @@ def _solver(case: Case, compiled: bool) -> Callable[[str], Row]:
             None, training, tuple(text.split()), schedules=schedule_actions, memory_error=MEMORY_ERROR
         )
         try:
-            plan = search_compiled(
-                compiled, lambda each: search(program, case.world_size, prices, each), program, prices, request
-            )
+            plan = search_plan(
+                compiled, lambda own, each: search(own, case.world_size, prices, each), program, prices, request,
+                case.world_size,
+            )  # fmt: skip
         except AutoparError as error:
             return Row(text or "free", problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.120}")
         rate = case.batch * units / plan.step_time_s / case.world_size

@@ -11,7 +11,7 @@ from autopar.cost.layer_corrections import LayerCorrections, TimedLayer
 from autopar.cost.op_curves import OpCurves, ProductCurves
 from autopar.cost.profile import Curve, Profile
 from autopar.cost.roofline import Roofline
-from autopar.ops import Work, count_work, packet_name
+from autopar.ops import OpCall, Work, count_work, family_of, packet_name
 from autopar.placement import Axis
 from autopar.program import Op, Program, TensorType
 
@@ -225,11 +225,23 @@ class ClusterPrices:
     def _price_op(
         self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
     ) -> OpTime:
+        calls = family_of(op.target).calls
+        if calls is not None:
+            return self._price_calls(
+                tuple(calls(op, operands, results)), count_work(op, operands, results), differentiable
+            )
         work = count_work(op, operands, results)
         measured = self._measured(op, work)
         forward_s, backward_s = measured or self._roofline.seconds(work)
         source = "measured" if measured else op_source(self.cluster.device.sources, work)
         return OpTime(forward_s, backward_s if differentiable else 0.0, source)
+
+    def _price_calls(self, calls: tuple[OpCall, ...], work: Work, differentiable: bool) -> OpTime:
+        """Of an op that runs others, forward and backward with them; its own backward only scales what they found."""
+        times = [self._price_op(call.op, call.operands, call.results, differentiable) for call in calls]
+        each_s = (call.times * (t.forward_s + t.backward_s) for call, t in zip(calls, times, strict=True))
+        longest = max(times, key=lambda t: t.forward_s + t.backward_s)
+        return OpTime(sum(each_s), self._roofline.seconds(work)[1] if differentiable else 0.0, longest.source)
 
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
         name = packet_name(op.target)

@@ -13,12 +13,13 @@ from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
-from autopar.planning.compiling import search_compiled
+from autopar.planning.logits import search_plan
 from autopar.planning.precision import with_speedup
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
 from autopar.search.considered_plans import describe_plan
+from autopar.step.logits import in_pieces
 
 __all__ = ["Answer", "Planner"]
 
@@ -69,11 +70,12 @@ class Planner:
 
         request = replace(request, on_considered=considered.append, on_final=keep)
         with phase(f"searching for a plan for {question.cluster.world_size} devices"):
-            plan = search_compiled(
+            plan = search_plan(
                 question.compile,
-                lambda own: search(program, question.cluster.world_size, prices, own),
-                program, prices, request,
+                lambda own, asked: search(own, question.cluster.world_size, prices, asked),
+                program, prices, request, question.cluster.world_size,
             )  # fmt: skip
+        program = in_pieces(program, plan.piece_tokens)
         if question.precision is None and not is_alternative:
             plan = with_speedup(plan, program, prices, request.training)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))

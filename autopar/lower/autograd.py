@@ -23,6 +23,7 @@ __all__ = [
     "run_backward",
     "run_backward_from",
     "run_twice",
+    "version_of",
 ]
 
 
@@ -30,6 +31,11 @@ def call_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, whose annotations are incomplete."""
     untyped: Any = function
     return untyped.apply(*args)
+
+
+def version_of(x: Tensor) -> int:
+    """How often `x`, or what shares its memory, has been written to as autograd counts it."""
+    return x._version
 
 
 def on_gradient(x: Tensor, action: Callable[[Tensor], None]) -> None:

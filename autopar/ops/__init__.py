@@ -5,7 +5,7 @@ The records are the `FAMILIES` of the files of this folder, which are found by t
 `attention` ...; the language of factor rules is explained in `declaration`.
 """
 
-from autopar.ops.family import OpFamily, packet_name
+from autopar.ops.family import OpCall, OpFamily, packet_name
 from autopar.ops.registry import (
     RuleMatch,
     count_work,
@@ -21,6 +21,7 @@ from autopar.ops.registry import (
 from autopar.ops.work import Work
 
 __all__ = [
+    "OpCall",
     "OpFamily",
     "RuleMatch",
     "Work",

@@ -43,7 +43,7 @@ def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     )
 
 
-def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     """Of `context_attention`: exchanged halves, and results of blocks, joined in float32 at least."""
     if not has_kernel:
         return Buffers()

@@ -197,7 +197,7 @@ def _alignment(sizes: Sequence[int]) -> int:
     return next((step for step in (64, 8) if all(size % step == 0 for size in sizes)), 1)
 
 
-def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     """Rows as they are sent and received; backward, gradients of what is inside."""
     rows = 2.0 * sum_bytes(results[:1])
     return Buffers(forward=rows if has_kernel else 0.0, backward=rows)

@@ -6,16 +6,17 @@ or is the most common case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.ops.declaration import TensorPattern, parse
 from autopar.ops.memory_order import PlaceResult, regrouped, same
 from autopar.ops.work import Work, default_work
 from autopar.program import Arg, KernelCollective, Op, TensorType
 
-__all__ = ["Buffers", "Kernel", "OpFamily", "Rule", "Types", "argument", "aten", "packet_name"]
+__all__ = ["Buffers", "Kernel", "OpCall", "OpFamily", "Rule", "Types", "argument", "aten", "packet_name"]
 
 Types = tuple[TensorType, ...]
 
@@ -83,7 +84,16 @@ class RowProduct:
 _NO_BUFFERS = Buffers()
 
 
-def _no_buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+class OpCall(NamedTuple):
+    """A call of an op, with its local operands and results, that is made so many times, forward and backward."""
+
+    op: Op
+    operands: Types
+    results: Types
+    times: int
+
+
+def _no_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     return _NO_BUFFERS
 
 
@@ -104,9 +114,12 @@ class OpFamily:
         function: name of a function in ``lower.kernels`` that computes the whole op, where none of torch's does.
         takes_generator: the function in ``lower.kernels`` takes the generator to draw from.
         count_work: what it computes and moves; by default every operand and result once, or nothing for a view.
+        calls: of an op that runs others forward, and backward with them, which: its seconds are theirs, and its own
+            backward's.
         saves: what autograd keeps; by default what it is seen to keep.
         runs_plain: where no fast kernel takes the call, it runs as plain products, which keep what they are seen to.
-        buffers: of local operands and results, which operands take gradients, and whether a special kernel runs it.
+        buffers: of a call, its local operands and results, which operands take gradients, and whether a special
+            kernel runs it.
         num_differentiable: how many of the results, from the first on, can have a gradient; None for all.
         gradient: ``"own"``, ``"passed"``: operands of the result's size get the very gradient of the result, or
             ``"parts"``: operands get views of it.
@@ -115,6 +128,7 @@ class OpFamily:
         num_choices: of operands that index something: into how many, by the first operand's shape.
         row_dim: the dim of the first operand along which it works row by row.
         fuses: a compiler makes one kernel of it and of elementwise ops beside it; those always are.
+        runs_apart: a compiler leaves it out of what it compiles.
         is_attention: results are [..., heads, queries, head size].
         row_products: by qualified name, of products that work row by row, if their matrix has two dims.
     """
@@ -129,9 +143,10 @@ class OpFamily:
     function: str = ""
     takes_generator: bool = False
     count_work: Callable[[Op, Types, Types], Work] = default_work
+    calls: Callable[[Op, Types, Types], Iterable[OpCall]] | None = None
     saves: Callable[[Op, Types, Types], Saves] | None = None
     runs_plain: bool = False
-    buffers: Callable[[Types, Types, Sequence[bool], bool], Buffers] = _no_buffers
+    buffers: Callable[[Op, Types, Types, Sequence[bool], bool], Buffers] = _no_buffers
     num_differentiable: int | None = None
     gradient: str = "own"
     place: PlaceResult | None = None
@@ -139,6 +154,7 @@ class OpFamily:
     num_choices: Callable[[Op, tuple[int, ...]], int] | None = None
     row_dim: Callable[[Op], int] = lambda op: -1
     fuses: bool = False
+    runs_apart: bool = False
     is_attention: bool = False
     row_products: Mapping[str, RowProduct] = field(default_factory=dict[str, RowProduct], hash=False)
 

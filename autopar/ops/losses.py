@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from autopar.ops.family import Buffers, Kernel, OpFamily, Rule, Saves, Types, argument, aten
 from autopar.ops.views import dim_names, text_of, without
 from autopar.ops.work import Work, sum_bytes
-from autopar.program import KernelCollective, Op
+from autopar.program import KernelCollective, Op, TensorType
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "loss_collectives"]
 
 
 def _class_dim(op: Op) -> int:
@@ -39,12 +39,17 @@ def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
     the sum of the logits).
     """
     logits = operand_types[0]
-    dims = (_class_dim(op) % len(logits.shape),)
+    label_smoothing = argument(op, 5, "label_smoothing", 0.0)
+    return loss_collectives(logits, _class_dim(op) % len(logits.shape), label_smoothing)
+
+
+def loss_collectives(logits: TensorType, class_dim: int, label_smoothing: object) -> tuple[KernelCollective, ...]:
+    """Those of a cross entropy of logits whose classes are cut."""
+    dims = (class_dim,)
     dtype = "float64" if logits.dtype == "float64" else "float32"
-    count = 3 if argument(op, 5, "label_smoothing", 0.0) else 2
     return (
         KernelCollective("all_reduce", "forward", 0, dims, dtype),
-        KernelCollective("all_reduce", "forward", 0, dims, dtype, count=count),
+        KernelCollective("all_reduce", "forward", 0, dims, dtype, count=3 if label_smoothing else 2),
     )
 
 
@@ -69,7 +74,7 @@ def _saves(op: Op, operands: Types, results: Types) -> Saves:
     return tuple(range(len(operands))), 0
 
 
-def _buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     logits = operands[0]
     if not has_kernel:  # torch keeps the logarithm of the softmax, which is as large as the logits, in place of these
         return Buffers(backward=logits.num_bytes, kept=logits.num_bytes)

@@ -73,12 +73,12 @@ def _work_of_sum(op: Op, operands: Types, results: Types) -> Work:
     )
 
 
-def another_result(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+def another_result(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     """The backward is several kernels, which hold one more tensor of the result's size."""
     return Buffers(backward=results[0].num_bytes)
 
 
-def _product_buffers(operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+def _product_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     """The gradient of an operand that is broadcast is computed in the result's size, and then summed."""
     size = results[0].num_elements
     is_broadcast = any(t.num_elements < size for t, takes in zip(operands, trains, strict=True) if takes)

@@ -195,6 +195,7 @@ class CallPlanner:
             model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
             device_type=self._device_type,
         )  # fmt: skip
+        traced = traced.in_pieces(self._first[0].piece_tokens)
         return require_target(model, traced) if is_training else traced
 
     def _of_mode(self, is_training: bool) -> SearchRequest:

@@ -19,7 +19,7 @@ from autopar.search.plan_selection import preferred_s
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict
 
-__all__ = ["check_compiler", "read_compile", "search_compiled"]
+__all__ = ["check_compiler", "is_short_of_memory", "read_compile", "search_compiled"]
 
 _WORTH_IT = 1.01  # times as fast; for less nobody waits for a compiler
 _EAGER_CHOICES = ("recompute=selective", "recompute=ops")
@@ -90,7 +90,7 @@ def search_compiled(
         for way in (False, True)
     ]
     gain = seconds[0] / seconds[1]  # by the same prices, also where those of the plan are of layers that were timed
-    if is_open and (gain < _WORTH_IT or _is_short_of_memory(plan)):
+    if is_open and (gain < _WORTH_IT or is_short_of_memory(plan)):
         with suppress(InfeasibleError):  # then the compiled plan is all that fits
             eager = find(_running(request, compiled=False))
             if preferred_s(eager) < preferred_s(plan) * _WORTH_IT:
@@ -104,7 +104,7 @@ def _left_to_the_compiler(request: SearchRequest) -> tuple[str, ...]:
     return (f"{'; '.join(named)}: in compiled layers the compiler chooses which ops run again",) if named else ()
 
 
-def _is_short_of_memory(plan: Plan) -> bool:
+def is_short_of_memory(plan: Plan) -> bool:
     """Whether another way to keep activations might be better if it took less."""
     recomputes = any(strategy.recompute != "none" for strategy in plan.strategies)
     return recomputes or plan.peak_memory_bytes > _NEARLY_FULL * (plan.memory_limit_bytes or math.inf)

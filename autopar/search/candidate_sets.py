@@ -83,6 +83,7 @@ class CandidateSet:
             compiled=settings.training.compiled,
             gradients=settings.training.gradient_dtype,
             host_storage=settings.training.host_storage,
+            piece_tokens=program.piece_tokens,
         )
 
     def _named_strategy(self, candidate: LayerCandidate) -> LayerStrategy:

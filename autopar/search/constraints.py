@@ -15,6 +15,8 @@ text                               meaning
 ``gradients=bf16``                 gradients are added up over microbatches and reduced over devices in this dtype:
                                    ``fp32`` or ``bf16``
 ``pieces=4``                       collectives beside products of their rows run in 4 pieces; 1: whole
+``logits=pieces``                  the product before the loss and the loss run for 2048 tokens of a device at a time
+                                   (``logits=512``: for 512), forward and backward; ``whole``: for all
 ``microbatches=8``                 the batch runs in 8 microbatches
 ``mesh=2x4``                       every layer has this mesh, outermost axis first
 ``pipeline=2``                     the devices form 2 groups, each with its own stages; 1: no stages.  Degrees and
@@ -60,9 +62,12 @@ OPS = "ops"
 HOST_STORAGE = "host_storage"
 """What ``offload=optimizer`` is read as: it goes with any choice for activations."""
 _OFFLOADED = ("none", "activations", "optimizer")
+_LOGITS = ("whole", "pieces")
 _SCOPED = (*DEGREES, "zero", "recompute", "offload", "pieces", "replicate", PER_MICROBATCH)
 _COUNTS = ("microbatches", "pipeline", "stages")
-_GLOBAL = (*DEGREES, "zero", "recompute", "offload", "pieces", "mesh", *_COUNTS, "cuts", "schedule", "gradients")
+_GLOBAL = (
+    *DEGREES, "zero", "recompute", "offload", "pieces", "mesh", *_COUNTS, "cuts", "schedule", "gradients", "logits",
+)  # fmt: skip
 _GRADIENTS = {"fp32": "float32", "bf16": "bfloat16", **{dtype: dtype for dtype in GRADIENT_DTYPES}}
 
 WORDS = {
@@ -185,6 +190,8 @@ def _parse_setting(text: str, whole_text: str, keys: tuple[str, ...], world_size
         if separator:
             raise ConstraintError(f"constraint {whole_text!r}: {key!r} takes no value")
         return key, True
+    if key == "logits" and value in _LOGITS:
+        return key, value
     return key, _parse_value(key, value, whole_text, world_size)
 
 
@@ -202,7 +209,7 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Constraint
         return tuple(part.strip() for part in value.split(","))
     parts = value.split("x") if key == "mesh" else [value]
     if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
-        form = "sizes such as 2x4" if key == "mesh" else "a whole number"
+        form = {"mesh": "sizes such as 2x4", "logits": "whole, pieces or a whole number"}.get(key, "a whole number")
         raise ConstraintError(f"constraint {text!r:.80}: {value!r:.80} is not {form} below a billion")
     numbers = tuple(int(part) for part in parts)
     if key == "mesh":
@@ -214,7 +221,7 @@ def _parse_value(key: str, value: str, text: str, world_size: int) -> Constraint
         return numbers
     if key == "zero" and numbers[0] > 3:
         raise ConstraintError(f"constraint {text!r}: the ZeRO level is 0, 1, 2 or 3")
-    if key in (*DEGREES, *_COUNTS, "pieces") and numbers[0] < 1:
+    if key in (*DEGREES, *_COUNTS, "pieces", "logits") and numbers[0] < 1:
         raise ConstraintError(f"constraint {text!r}: must be at least 1")
     if key in (*DEGREES, "pipeline") and world_size % numbers[0]:
         raise ConstraintError(f"constraint {text!r}: {numbers[0]} does not divide the {world_size} devices")

@@ -179,5 +179,7 @@ def _note_outputs(program: Program) -> str:
     """With microbatches only the loss, if there is one, can be differentiated."""
     if not program.loss:
         return ""
-    others = ", ".join(dict.fromkeys(name for name in program.outputs if name != program.loss))
+    late = {each.place for each in program.late}
+    names = (name for place, name in enumerate(program.outputs) if place not in late and name != program.loss)
+    others = ", ".join(dict.fromkeys(names))
     return f"in microbatches only the loss carries gradients; these outputs don't: {others}" if others else ""

@@ -192,7 +192,9 @@ def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, 
         for collective in option.collectives if axis.size > 1 else ():
             shape = types[collective.operand].shape
             elements = math.prod(size for dim, size in enumerate(shape) if dim not in collective.drop_dims)
-            num_bytes = elements * itemsize_bytes(collective.dtype) * collective.count
-            call = CollectiveCall(collective.kind, collective.phase, axis, num_bytes)
-            runs += [call] * (axis.size - 1 if collective.is_ring else 1)
+            element_bytes = itemsize_bytes(collective.dtype) * collective.count
+            full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
+            for size in (*[collective.piece] * full, *([rest] if rest else [])):
+                call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes)
+                runs += [call] * (axis.size - 1 if collective.is_ring else 1)
     return tuple(runs)

@@ -79,6 +79,9 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
             f"it was made for a model or inputs of other shapes (fingerprint {plan.fingerprint}, "
             f"here {program.fingerprint})"
         )
+    if plan.piece_tokens != program.piece_tokens:
+        yield f"it has logits of {plan.piece_tokens} tokens at a time (0: all), here it is {program.piece_tokens}"
+        return
     problem = stages_problem(plan.decisions)
     unknown = [problem] if problem else list(decision_problems(plan))
     yield from unknown

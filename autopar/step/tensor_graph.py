@@ -177,14 +177,15 @@ class _TensorGraphBuilder:
         operands = [self.located[index] for index in run.operands]
         trains = [placed.flows[name].value.requires_grad for name in op.operands]
         family, has_kernel = family_of(op.target), state.has_kernel
-        buffers = family.buffers(state.operand_types, state.result_types, trains, has_kernel)
+        buffers = family.buffers(op, state.operand_types, state.result_types, trains, has_kernel)
         makes = self._add_results(run, operands)
         results = [self.located[index] for index in run.results]
         trained = [placed.flows[name].value.requires_grad for name in op.results]
         saves, extra = self._saved(op)
         keys = [each.key for each in (*operands, *results)]
         share = state.result_types[0].num_elements / max(1, placed.program.type_of(op.results[0]).num_elements)
-        self.piece += op.is_random
+        is_apart = op.is_random or family.runs_apart
+        self.piece += is_apart
         self.nodes.append(
             TensorNode(
                 tuple(keys[: len(operands)]),
@@ -207,7 +208,7 @@ class _TensorGraphBuilder:
                 kept_extra=buffers.kept,
             )
         )
-        self.piece += op.is_random
+        self.piece += is_apart
 
     def _add_in_pieces(self, each: InPieces) -> None:
         """The move and the products, with the buffers of pieces in place of those of what is whole.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.errors import OutputError
 from autopar.garbage import collected_seldom
 from autopar.program import Program, Value
+from autopar.step.logits import in_pieces
 from autopar.trace import broadcasting, cleanup, expert_regions, folding, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
@@ -47,6 +48,10 @@ class Traced:
     constants: Mapping[str, Tensor] = field(hash=False)
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
     unflatten_outputs: Callable[[Sequence[Any]], Any]
+
+    def in_pieces(self, tokens: int) -> Traced:
+        """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
+        return replace(self, program=in_pieces(self.program, tokens))
 
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (

@@ -35,6 +35,7 @@ from autopar.lower.program import offloading
 from autopar.lower.program.offloading import OffloadedTensors
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.planning.arguments import read_dtype, training_spec
+from autopar.planning.logits import search_plan
 from autopar.search import SearchRequest, search
 from autopar.step.memory import peak_bytes, step_memory
 from autopar.step.planned_layers import PlannedLayers
@@ -199,6 +200,12 @@ CASES: tuple[Case, ...] = (
     Case("gpt2", 2, ("pipeline=2", "schedule=1f1b", "microbatches=4", "recompute=full", "offload=optimizer")),
     Case("bert", 2, ("tensor=2", "offload=optimizer")),
     Case("t5", 2, ("data=2", "zero=1", "offload=optimizer", "offload=activations")),
+    Case("gpt2", 1, ("logits=128",)),
+    Case("gpt2", 2, ("data=2", "zero=1", "logits=128")),
+    Case("gpt2", 2, ("tensor=2", "logits=100")),
+    Case("gpt2", 2, ("data=2", "zero=3", "microbatches=2", "logits=128"), "bf16"),
+    Case("gpt2", 2, ("pipeline=2", "schedule=1f1b", "microbatches=4", "logits=128")),
+    Case("llama", 2, ("data=2", "zero=3", "recompute=full", "logits=64")),
     Case("unet", 2, ("data=2", "zero=0")),
     Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
 )
@@ -209,6 +216,8 @@ HELD_OUT_CASES: tuple[Case, ...] = (
     Case("mistral", 2, ("data=2", "zero=2", "microbatches=2")),
     Case("mistral", 2, ("pipeline=2", "schedule=1f1b", "microbatches=4")),
     Case("gemma2", 1, ()),
+    Case("gemma2", 1, ("logits=64",)),
+    Case("gemma2", 2, ("tensor=2", "logits=64")),
     Case("gemma2", 2, ("data=2", "zero=1")),
     Case("phi", 2, ("tensor=2", "recompute=selective")),
     Case("phi", 2, ("data=2", "zero=0"), "bf16"),
@@ -266,7 +275,10 @@ def measure(case: Case) -> Outcome:
     prices = ClusterPrices(Cluster.of("cpu", devices_per_node=case.world), None)
     training = training_spec(model, "adamw").on_device(prices.device)
     request = SearchRequest(64e9, training, case.constraints, schedules=schedule_actions)
-    plan = search(traced.program, case.world, prices, request)
+    plan = search_plan(
+        False, lambda own, asked: search(own, case.world, prices, asked), traced.program, prices, request, case.world
+    )  # fmt: skip
+    traced = traced.in_pieces(plan.piece_tokens)
     with _noting_transport(), _noting_copies(), _noting_sums(), _noting_offloads():
         usages = run_ranks(model, traced, plan, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)

@@ -662,6 +662,22 @@ def _special() -> list[Sample]:
             True,
         ),
     ]
+    # Softcapped logits of three tokens at a time, of eight or of one batch's row.
+    hidden, head, cap = x(4, 2, 6), x(12, 6), 2.0
+    chain = (
+        ("aten.div.Tensor", ("x", cap), (), ()),
+        ("aten.tanh.default", ("x",), (), (1,)),
+        ("aten.mul.Tensor", ("x", cap), (), ()),
+    )
+    some = ids(12, 4, 2)
+    some[0] = -100
+    for smoothing in (0.0, 0.1):
+        found += [
+            sample("autopar.linear_cross_entropy", hidden, head, None, some, None, chain, -100, smoothing, 3),
+            sample(
+                "autopar.linear_cross_entropy", hidden, head, x(12), some, weight, (), -100, smoothing, 3, fixed=(4,)
+            ),
+        ]
     for reduction in ("sum", "none"):
         for smoothing in (0.0, 0.1):
             found += [

@@ -21,7 +21,7 @@ import torch
 from autopar.errors import PlanMismatchError
 from autopar.ops import own_families
 
-__all__ = ["KERNELS", "OPS", "resolve_target"]
+__all__ = ["APART", "KERNELS", "OPS", "resolve_target"]
 
 _MODULES = {"operator": operator, "_operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _FILES = tuple(import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
@@ -36,6 +36,12 @@ KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {name: _FUNCTIONS[name] for each in own_families() for name in each.kernels}
 )
 """Special kernels, called ``kernel(shards, *local_args, **kwargs)``."""
+
+
+APART: frozenset[Callable[..., Any]] = frozenset(
+    _FUNCTIONS[name] for each in own_families() if each.runs_apart for name in (each.function, *each.kernels)
+)
+"""Those of either that a compiler leaves out of what it compiles."""
 
 
 def resolve_target(target: str) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 A program is traced as it runs, collectives and special kernels included, so a kind of layer is one graph without
 breaks.  What must be new in every call stays outside: random draws and slices of the running microbatch; and so do
-collectives that run beside products, which stand in the order that makes them overlap.  Those cut a program into
-pieces.
+collectives that run beside products, which stand in the order that makes them overlap, and ops that run backward inside
+their forward.  Those cut a program into pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor, fx, nn
 from autopar.lower.communication.collectives import Collective
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import compile_graph, split_graph
-from autopar.lower.program.layer_ops import LayerContext, draw, microbatch_slice, moved_product, products_of_moved
+from autopar.lower.kernels import APART, KERNELS
+from autopar.lower.program.layer_ops import (
+    LayerContext,
+    draw,
+    microbatch_slice,
+    moved_product,
+    products_of_moved,
+    redistribute,
+    run_kernel,
+)
 
 __all__ = ["compile_program"]
 
@@ -38,7 +47,17 @@ def compile_program(module: fx.GraphModule, communicator: Communicator) -> Calla
 
 
 def _stays_outside(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (draw, microbatch_slice, moved_product, products_of_moved)
+    """Whether a node is not compiled.
+
+    Nor is a move between layouts that one of these reads: where it does nothing forward, what is compiled would put out
+    a view, and the way back through that would pass the move's backward by.
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is redistribute:
+        return any(_stays_outside(user) for user in node.users)
+    kernel = KERNELS.get(str(node.args[0])) if node.target is run_kernel else node.target
+    return node.target in (draw, microbatch_slice, moved_product, products_of_moved) or kernel in APART
 
 
 def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -30,8 +30,13 @@ def caller_outputs(
         later: gathers those that the caller reads later.
         is_later: those that are not whole are gathered when the caller reads them.
     """
-    names = executor.executable.program.outputs
-    made = {name: _output(executor, name, values.get(name), later, is_later) for name in dict.fromkeys(names)}
+    program = executor.executable.program
+    names = program.outputs
+    late = {names[each.place] for each in program.late}
+    made = {
+        name: _output(executor, name, values.get(name), later, is_later or name in late)
+        for name in dict.fromkeys(names)
+    }
     return [made[name] for name in names]
 
 

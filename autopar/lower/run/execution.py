@@ -276,6 +276,11 @@ def check_plan(program: Program, plan: Plan, world_size: int) -> None:
             f"the plan was made for program {plan.fingerprint}, this is {program.fingerprint}: plan "
             "again for this model and these input shapes"
         )
+    if plan.piece_tokens != program.piece_tokens:
+        raise PlanMismatchError(
+            f"the plan has logits of {plan.piece_tokens} tokens at a time (0: all), the program of "
+            f"{program.piece_tokens}"
+        )
     names = [layer.name for layer in program.layers]
     if names != [planned.name for planned in plan.layers]:
         raise PlanMismatchError(f"the plan has layers {[p.name for p in plan.layers]}, the program {names}")

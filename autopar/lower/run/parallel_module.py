@@ -35,6 +35,7 @@ from autopar.lower.run.call_inputs import Call, CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, do_outputs_fit
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.execution import Executor, check_plan
+from autopar.lower.run.late_outputs import LateReader, with_late_outputs
 from autopar.lower.run.lowering import Cuts, Executable
 from autopar.lower.run.module_inspection import ModuleInspection
 from autopar.lower.run.module_state import NamedTensors
@@ -300,6 +301,14 @@ class ParallelModule(ModuleInspection):
             rows = executor.output_rows
             named = zip(executable.program.outputs, outputs, strict=True)
             outputs = [self.call_inputs.own_rows(x, rows[name]) if name in rows else x for name, x in named]
+        if executable.program.late:
+            read = partial(self._read_output, one)
+            reader = LateReader(
+                lambda name, check, compute: read(name, compute, check),
+                lambda name: self._whole(name, self._own_part(name)),
+                self._own_part,
+            )
+            outputs = with_late_outputs(executor, outputs, self._store, reader)
         return executable.unflatten_outputs(outputs)
 
     @contextmanager
@@ -320,8 +329,10 @@ class ParallelModule(ModuleInspection):
             if inputs is not None:
                 inputs.is_local = before
 
-    def _read_output(self, kind: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
-        self._enter(f"reading output {name!r} of {kind} ({{}})", lambda: (None, ()))
+    def _read_output(
+        self, kind: str, name: str, gather: Callable[[], Tensor], check: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        self._enter(f"reading output {name!r} of {kind} ({{}})", lambda: (check(), ()))
         calls = self._communicator.calls
         with nullcontext() if calls is None else calls.failing():
             return gather()

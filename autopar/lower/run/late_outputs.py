@@ -1,0 +1,133 @@
+"""Outputs that are computed when the caller reads them: `Program.late`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import OutputError
+from autopar.lower.autograd import call_function, version_of
+from autopar.lower.communication.late_tensor import LateTensor
+from autopar.lower.compat import local_part_of
+from autopar.lower.kernels import resolve_target
+from autopar.lower.parameters.store import ParameterStore
+from autopar.lower.run.execution import Executor
+from autopar.program import Arg, LateOutput, Ref
+
+__all__ = ["LateReader", "with_late_outputs"]
+
+
+@dataclass(frozen=True)
+class LateReader:
+    """How a late output comes to be.
+
+    Args:
+        read: ``(name, check, compute)`` -> ``compute()``, when all ranks have come to read the output of that name, and
+            ``check()`` raises on none.
+        whole: a parameter by its name in the module, whole; all ranks call it.
+        part: this rank's part of it, None if it has none.
+    """
+
+    read: Callable[[str, Callable[[], None], Callable[[], Tensor]], Tensor]
+    whole: Callable[[str], Tensor]
+    part: Callable[[str], Tensor | None]
+
+
+def with_late_outputs(
+    executor: Executor, outputs: Sequence[Tensor | None], store: ParameterStore, reader: LateReader
+) -> list[Tensor | None]:
+    """The outputs with late ones in place of what they are computed from."""
+    made = list(outputs)
+    for late in executor.executable.program.late:
+        source = made[late.place]
+        made[late.place] = None if source is None else _late(executor, late, source, store, reader)
+    return made
+
+
+def _late(executor: Executor, late: LateOutput, source: Tensor, store: ParameterStore, reader: LateReader) -> Tensor:
+    program, device = executor.executable.program, executor.communicator.device
+    value = program.values[late.result]
+    made = {name for op in late.ops for name in op.results}
+    given = late.ops[0].operands[0]
+    names = tuple(dict.fromkeys(n for op in late.ops for n in op.operands if n not in made and n != given))
+    members = {name: program.parameters[name] for name in names}
+    versions = _versions(store, reader)
+    is_recorded = torch.is_grad_enabled() and value.requires_grad
+
+    def check() -> None:
+        if versions != _versions(store, reader):
+            raise OutputError(
+                f"output {late.result!r} is computed when it is read (this plan makes logits in pieces of "
+                f"{program.piece_tokens} tokens), but parameters have changed since the call that returned it: read it "
+                "before optimizer.step(), or plan with the constraint 'logits=whole'"
+            )
+
+    def compute() -> Tensor:
+        hidden = source.whole() if isinstance(source, LateTensor) else source
+
+        def run() -> Tensor:
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                whole = {
+                    name: reader.whole(member).to(device=device, dtype=getattr(torch, program.type_of(name).dtype))
+                    for name, member in members.items()
+                }
+                return _run(late, {given: hidden.detach(), **whole})
+
+        found = reader.read(late.result, check, run)
+        if not (is_recorded and torch.is_grad_enabled()):
+            return found
+        anchor = torch.zeros((), device=found.device, requires_grad=True)
+        return call_function(_NoGradient, found, anchor, late.result)
+
+    # Rows may be this rank's own.
+    shape = (*source.shape[:1], *value.type.shape[1:]) if source.dim() == len(value.type.shape) else value.type.shape
+    dtype: torch.dtype = getattr(torch, value.type.dtype)
+    like = torch.empty((), dtype=dtype, device=device).expand(shape)
+    return LateTensor.of(like.requires_grad_(is_recorded), compute)
+
+
+def _versions(store: ParameterStore, reader: LateReader) -> list[int]:
+    """How often each parameter of this rank has been written to: that of another stage may be the one that is read.
+
+    An optimizer that writes to a DTensor counts at that, and what writes to its local part counts there.
+    """
+    parts = (reader.part(name) for name in store.stored)
+    return [version_of(x) for part in parts if part is not None for x in (part, local_part_of(part))]
+
+
+def _run(late: LateOutput, values: Mapping[str, Tensor]) -> Tensor:
+    """The ops on whole tensors."""
+    known = dict(values)
+    for op in late.ops:
+        args = [_argument(arg, known) for arg in op.args]
+        known[op.results[0]] = resolve_target(op.target)(*args, **{k: _argument(a, known) for k, a in op.kwargs})
+    return known[late.result]
+
+
+def _argument(arg: Arg, known: Mapping[str, Tensor]) -> Any:
+    if isinstance(arg, Ref):
+        return known[arg.name]
+    if isinstance(arg, tuple):
+        return [_argument(part, known) for part in arg]
+    return getattr(torch, arg.removeprefix("torch.")) if isinstance(arg, str) and arg.startswith("torch.") else arg
+
+
+class _NoGradient(torch.autograd.Function):
+    """An output that had its share in the step before it was read."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, anchor: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise OutputError(
+            f"a loss is computed from the output {ctx.name!r}, of which this plan has no gradients: it makes logits in "
+            "pieces of tokens, forward and backward together. Plan with the constraint 'logits=whole', or compute that "
+            "loss in the model's forward"
+        )

@@ -1,0 +1,186 @@
+"""A product and the cross entropy of its result, in pieces of tokens, so that the logits are never whole.
+
+``autopar.linear_cross_entropy(hidden [..., h], weight [v, h], bias [v] or None, target [...], class_weight [v] or None,
+chain, ignore_index, label_smoothing, tokens)`` is the sum of the loss terms of all tokens.  `tokens` of them at a time
+get their logits, what `chain` makes of these element by element, their loss and the gradients of it; the gradients are
+added up, kept until backward, and scaled there (as Liger's fused linear cross entropy does, arXiv 2410.10989).
+
+`chain` has an entry ``(target, args, kwargs, saves)`` for each op between product and loss, with `X` for what it reads
+and `Op.saves` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+from autopar.ops.family import Buffers, Kernel, OpCall, OpFamily, Types
+from autopar.ops.losses import loss_collectives
+from autopar.ops.views import dim_names, text_of
+from autopar.ops.work import Work
+from autopar.program import Arg, KernelCollective, Op, Ref, TensorType, itemsize_bytes
+
+__all__ = ["FAMILIES", "TARGET", "X", "chain_entry", "linear_cross_entropy"]
+
+TARGET = "autopar.linear_cross_entropy"
+X = "x"
+"""Stands in a chain for what its op reads."""
+
+
+class _Call(NamedTuple):
+    """The arguments of one call that are no tensors, and whether there is a bias and a class weight."""
+
+    chain: tuple[Op, ...]
+    ignore_index: int
+    label_smoothing: float
+    tokens: int
+    has_bias: bool
+    has_class_weight: bool
+
+
+def chain_entry(op: Op) -> Arg:
+    """The entry of `chain` for an op of one operand."""
+    named = op.map_args(lambda arg: X if isinstance(arg, Ref) else arg)
+    return (op.target, named.args, cast("Arg", named.kwargs), op.saves)
+
+
+def linear_cross_entropy(like: Op, product: Op, hidden: str, target: str, chain: Sequence[Op], tokens: int) -> Op:
+    """The op in place of `like`, a cross entropy of what `chain` makes of `product`, without its options."""
+    weight = product.args[1]
+    bias = product.args[2] if len(product.args) > 2 else dict(product.kwargs).get("bias")
+    class_weight, _, ignore_index, label_smoothing, _ = like.args[2:7]
+    entries = tuple(map(chain_entry, chain))
+    args = (
+        Ref(hidden), weight, bias, Ref(target), class_weight, entries, ignore_index, label_smoothing, tokens
+    )  # fmt: skip
+    return replace(
+        like, target=TARGET, args=args, kwargs=(), options=(), saves=(), module=product.module or like.module
+    )
+
+
+def _read(op: Op) -> _Call:
+    _, _, bias, _, class_weight, chain, ignore_index, label_smoothing, tokens = op.args
+    ops: list[Op] = []
+    for entry in cast("tuple[tuple[str, Arg, tuple[tuple[str, Arg], ...], tuple[int, ...]], ...]", chain):
+        target, args, kwargs, saves = entry
+        made = Op("piece", target, cast("tuple[Arg, ...]", args), kwargs, ("y",), saves=saves)
+        ops.append(made.map_args(lambda arg: Ref(X) if arg == X else arg))
+    return _Call(
+        tuple(ops), cast("int", ignore_index), cast("float", label_smoothing), cast("int", tokens),
+        isinstance(bias, Ref), isinstance(class_weight, Ref),
+    )  # fmt: skip
+
+
+def _rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    positions = dim_names(len(operand_types[0].shape) - 1)
+    if operand_types[3 if isinstance(op.args[2], Ref) else 2].shape != operand_types[0].shape[:-1]:
+        return None
+    hidden, target = " ".join([*positions, "_"]), text_of(positions)
+    summed = " ".join(["v", *positions])
+    return f"{hidden}, v _, v, {target}, class_weight: _ -> () | sum {summed}, by v vocab_parallel_linear_cross_entropy"
+
+
+def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
+    """Those of the cross entropy, for every piece."""
+    call = _read(op)
+    hidden = operand_types[0]
+    last = _piece_types(call, operand_types, 1)[-1]
+    logits = replace(last, shape=(*hidden.shape[:-1], last.shape[-1]))
+    each = loss_collectives(logits, len(logits.shape) - 1, call.label_smoothing)
+    return tuple(replace(c, drop_dims=(len(hidden.shape) - 1,), piece=call.tokens) for c in each)
+
+
+def _piece_types(call: _Call, operands: Types, rows: int) -> list[TensorType]:
+    """Of the logits of so many tokens on one device, and of what each op of the chain makes of them."""
+    dtype = operands[0].dtype
+    types = [TensorType((rows, operands[1].shape[0]), dtype)]
+    for op in call.chain:
+        named = dict(op.kwargs).get("dtype") if op.target == "aten._to_copy.default" else None
+        dtype = named.removeprefix("torch.") if isinstance(named, str) else dtype
+        types.append(TensorType(types[0].shape, dtype))
+    return types
+
+
+def _num_tokens(operands: Types) -> int:
+    return operands[0].num_elements // max(1, operands[0].shape[-1])
+
+
+def _pieces(call: _Call, operands: Types) -> Iterator[tuple[int, int]]:
+    """Tokens of a piece, and how many pieces have so many."""
+    full, rest = divmod(_num_tokens(operands), call.tokens)
+    yield from ((rows, times) for rows, times in ((call.tokens, full), (rest, 1)) if rows and times)
+
+
+def _calls(op: Op, operands: Types, results: Types) -> Iterator[OpCall]:
+    """What a call computes: the product and the ops of every piece, forward and backward."""
+    call = _read(op)
+    hidden, weight = operands[:2]
+    bias = operands[2:3] if call.has_bias else ()
+    loss = TensorType((), "float64" if hidden.dtype == "float64" else "float32")
+    refs = (Ref("x"), Ref("w"), *([Ref("b")] if call.has_bias else []))
+    product = Op("product", "aten.linear.default", refs, (), ("y",), saves=(0, 1))
+    entropy = Op(
+        "loss", "autopar.cross_entropy",
+        (Ref("x"), Ref("t"), None, 1, call.ignore_index, call.label_smoothing, "sum"), (), ("y",), saves=(0, 1),
+    )  # fmt: skip
+    adds = Op("adds", "autopar.fused", (Ref("x"),), (), ())
+    for rows, times in _pieces(call, operands):
+        types = _piece_types(call, operands, rows)
+        part = TensorType((rows, hidden.shape[-1]), hidden.dtype)
+        yield OpCall(product, (part, weight, *bias), (types[0],), times)
+        for each, before, after in zip(call.chain, types, types[1:], strict=False):
+            yield OpCall(each, (before,), (after,), times)
+        yield OpCall(entropy, (types[-1], TensorType((rows,), "int64")), (loss,), times)
+        # Each piece reads the gradient of the weight again, to add to it.
+        yield OpCall(adds, (TensorType((weight.num_bytes,), "uint8"),), (), times)
+
+
+def _work(op: Op, operands: Types, results: Types) -> Work:
+    """The three products, all forward; backward scales two gradients."""
+    flops = 2.0 * _num_tokens(operands) * operands[1].num_elements
+    kept = float(_gradient_bytes(operands, has_bias=isinstance(op.args[2], Ref)))
+    return Work(
+        "bytes",
+        operands[0].dtype,
+        flops=3 * flops,
+        read_bytes=kept,
+        backward_read_bytes=kept,
+        backward_write_bytes=kept,
+    )
+
+
+def _gradient_bytes(operands: Types, *, has_bias: bool, trains: Sequence[bool] = ()) -> int:
+    floating = operands[: 3 if has_bias else 2]
+    return sum(t.num_bytes for at, t in enumerate(floating) if not trains or trains[at])
+
+
+def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Forward, what the largest piece needs at its worst moment, and the gradients, which are kept."""
+    call = _read(op)
+    kept = _gradient_bytes(operands, has_bias=call.has_bias, trains=trains)
+    rows = min(call.tokens, _num_tokens(operands))
+    types = _piece_types(call, operands, rows)
+    saved = {at + index for at, each in enumerate(call.chain) for index in each.saves}
+    held = types[0].num_bytes + sum(types[at].num_bytes for at in saved if 0 < at < len(types) - 1)
+    last = types[-1]
+    if not has_kernel:  # log-probabilities, their gradient, and that of the logits
+        return Buffers(forward=held + 3 * last.num_bytes, kept=kept)
+    # The kernel keeps what it reads, and takes exponentials of a copy with at least four bytes an element.
+    wide = last.num_elements * max(4, itemsize_bytes(last.dtype))
+    return Buffers(forward=held + (last.num_bytes if call.chain else 0) + wide, kept=kept)
+
+
+FAMILIES = (
+    OpFamily(
+        {TARGET: _rule},
+        function="linear_cross_entropy",
+        kernels={"vocab_parallel_linear_cross_entropy": Kernel(_collectives, cuts_vocabulary=True)},
+        count_work=_work,
+        calls=_calls,
+        saves=lambda op, operands, results: ((0,), 0),
+        buffers=_buffers,
+        is_cheap=False,
+        runs_apart=True,
+    ),
+)

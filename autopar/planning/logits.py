@@ -1,0 +1,89 @@
+"""Whether logits are made whole or in pieces of tokens: as the user says, or as the search finds it worth while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.plan import Plan
+from autopar.planning.compiling import is_short_of_memory, search_compiled
+from autopar.program import Program
+from autopar.search import SearchRequest
+from autopar.search.constraints import parse_constraints
+from autopar.search.plan_selection import preferred_s
+from autopar.step.logits import PIECE_TOKENS, in_pieces, logits_bytes
+from autopar.step.prices import Prices
+
+__all__ = ["search_plan"]
+
+_WORTH_IT = 1.02  # times as fast: less than the error of predictions doesn't pay for logits without gradients
+_NOTICEABLE = 0.02  # of a device's memory
+
+
+def search_plan(
+    compiled: bool | None,
+    find: Callable[[Program, SearchRequest], Plan],
+    program: Program,
+    prices: Prices,
+    request: SearchRequest,
+    num_devices: int,
+) -> Plan:
+    """The plan that `find` gives, with layers compiled (`search_compiled`) and logits made as the user says.
+
+    Unasked, logits are made in pieces only where whole ones take a noticeable part of a device's memory and the plan
+    with them is short of it, or nothing fits, and the plan is faster by prediction: who reads logits of pieces gets
+    them without gradients.  That searches again.
+
+    Raises:
+        ConstraintError: pieces are asked for, and there is nothing to cut; or outputs are to be whole in every step.
+        InfeasibleError: nothing fits.
+    """
+    way = parse_constraints(request.constraints, num_devices).get("logits")
+    whole_outputs = request.training.gathers_outputs
+
+    def search(own: Program, compiled: bool | None = compiled) -> Plan:
+        return search_compiled(compiled, lambda asked: find(own, asked), own, prices, request)
+
+    if way not in (None, "whole"):
+        made = in_pieces(program, PIECE_TOKENS if way == "pieces" else int(str(way)))
+        if not made.piece_tokens:
+            raise ConstraintError(
+                f"logits={way}: this model has no linear layer whose result goes to a cross entropy that is summed or "
+                "averaged over tokens, with nothing else reading what is between, and a loss to train: leave it out"
+            )
+        if whole_outputs and made.late:
+            raise ConstraintError(
+                f"logits={way} and outputs='whole' contradict each other: logits in pieces are whole only when they "
+                "are read. Leave one of them out"
+            )
+        return _noted(search(made), made)
+    size = logits_bytes(program) if way is None and not whole_outputs else 0
+    try:
+        plan = search(program)
+    except InfeasibleError:
+        if not size:
+            raise
+        made = in_pieces(program, PIECE_TOKENS)
+        return _noted(search(made), made)
+    limit = plan.memory_limit_bytes or prices.memory_bytes
+    if size / plan.group_size < _NOTICEABLE * limit or not is_short_of_memory(plan):
+        return plan
+    made = in_pieces(program, PIECE_TOKENS)
+    with suppress(InfeasibleError):
+        found = search(made, plan.compiled)
+        gain = preferred_s(plan) / preferred_s(found)
+        if gain >= _WORTH_IT:
+            return _noted(found, made, f"; by prediction {gain:.2f}x as fast as with whole logits")
+    return plan
+
+
+def _noted(plan: Plan, program: Program, gain: str = "") -> Plan:
+    read = " and ".join(repr(late.result) for late in program.late)
+    later = (
+        f"; output {read} is computed when it is read, which must be before the optimizer's step, and has no "
+        "gradients: 'logits=whole' for those"
+    )
+    note = f"logits in pieces of {program.piece_tokens} tokens of a device{gain}{later if read else ''}"
+    return replace(plan, notes=(*plan.notes, note))

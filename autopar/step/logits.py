@@ -1,0 +1,248 @@
+"""Logits in pieces: the product that makes them and the loss that is summed over them as one op, piece by piece.
+
+`in_pieces` finds what it can by what the graph does: in one layer a product ``[..., h] x [v, h]``, ops of one operand
+element by element (casts, scales, softcaps) and moves of tokens (a shift, a view) between it and a cross entropy that
+is summed.  The moves run on the hidden states instead, as they move rows.  Where nothing else reads what is between,
+the whole is ``autopar.linear_cross_entropy``; what the caller reads of it is computed when that is read
+(`Program.late`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autopar.ops import family_of, options_for
+from autopar.ops.linear_cross_entropy import linear_cross_entropy
+from autopar.program import Arg, LateOutput, Layer, Op, Program, Ref, TensorType, Value
+
+__all__ = ["PIECE_TOKENS", "in_pieces", "logits_bytes"]
+
+PIECE_TOKENS = 2048
+"""Tokens of a piece where nobody says so: products of as many rows run at an H100's full rate, and adding to the
+gradient of the weight for each piece takes a few percent of them (each piece's products take 6 * 2048 flops for each
+element of the weight, an H100 does about 300 for each byte)."""
+
+_PRODUCT = "aten.linear.default"
+_LOSS = "autopar.cross_entropy"
+_VIEWS = ("aten.reshape.default", "aten.view.default")
+_SLICE = "aten.slice.Tensor"
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A product, what becomes of it in order, and the loss; `layer` is the index of their layer."""
+
+    layer: int
+    product: Op
+    chain: tuple[Op, ...]
+    moves: tuple[Op, ...]
+    loss: Op
+
+    @property
+    def inside(self) -> tuple[Op, ...]:
+        """The ops that are gone, but the loss."""
+        return (self.product, *self.chain, *self.moves)
+
+
+@lru_cache(maxsize=16)
+def _regions(program: Program) -> tuple[_Region, ...]:
+    if not (program.training and program.loss) or program.piece_tokens:
+        return ()
+    alone = {kind.kind for kind in program.kinds} - _repeated(program)
+    found = (
+        _region(program, index, op)
+        for index, layer in enumerate(program.layers)
+        if layer.kind in alone
+        for op in layer.ops
+        if op.target == _LOSS and program.values[op.results[0]].requires_grad
+    )
+    return tuple(region for region in found if region is not None)
+
+
+def _repeated(program: Program) -> set[int]:
+    seen: set[int] = set()
+    return {layer.kind for layer in program.layers if layer.kind in seen or seen.add(layer.kind)}
+
+
+def logits_bytes(program: Program) -> int:
+    """Bytes of the logits that `in_pieces` would never make whole, in the dtype that the loss reads; 0: of none."""
+    return sum(program.type_of(region.loss.operands[0]).num_bytes for region in _regions(program))
+
+
+def in_pieces(program: Program, tokens: int) -> Program:
+    """`program` with logits of at most so many tokens at a time; as it is for 0, and where there is nothing to cut."""
+    regions = _regions(program) if tokens else ()
+    made = program
+    for region in regions:
+        made = _with_region(made, region, tokens)
+    return replace(made, piece_tokens=tokens) if regions else program
+
+
+# --- finding
+
+
+def _region(program: Program, index: int, loss: Op) -> _Region | None:
+    """The region that ends in a loss of the layer `index`."""
+    layer = program.layers[index]
+    makers = {name: op for op in layer.ops for name in op.results}
+    readers = _count_readers(program)
+    if loss.args[6] != "sum" or len(program.type_of(loss.operands[0]).shape) != 2 or loss.args[3] not in (1, -1):
+        return None
+    chain: list[Op] = []
+    moves: list[Op] = []
+    name = loss.operands[0]
+    while (op := makers.get(name)) is not None and readers[name] == 1 and len(op.results) == 1:
+        if op.target == _PRODUCT:
+            region = _Region(index, op, tuple(reversed(chain)), tuple(reversed(moves)), loss)
+            return region if _can_be_late(program, region) else None
+        if _is_row_move(program, op):
+            moves.append(op)
+        elif _is_elementwise(program, op):
+            chain.append(op)
+        else:
+            return None
+        name = op.operands[0]
+    return None
+
+
+def _count_readers(program: Program) -> Mapping[str, int]:
+    counts = dict.fromkeys(program.values, 0)
+    ops = (op for layer in program.layers for op in layer.ops)
+    for name in [*(name for op in ops for name in op.operands), *program.updates.values()]:
+        counts[name] += 1
+    return counts
+
+
+def _is_elementwise(program: Program, op: Op) -> bool:
+    if len(op.operands) != 1 or not family_of(op.target).is_pointwise or op.is_random:
+        return False
+    before, after = program.type_of(op.operands[0]), program.type_of(op.results[0])
+    changes_dtype = before.dtype != after.dtype
+    return before.shape == after.shape and (not changes_dtype or op.target == "aten._to_copy.default")
+
+
+def _is_row_move(program: Program, op: Op) -> bool:
+    """Whether the op moves rows ``[..., classes]`` only."""
+    if len(op.operands) != 1:
+        return False
+    before, after = (program.type_of(name).shape for name in (op.operands[0], op.results[0]))
+    if op.target == _SLICE:
+        dim = op.args[1] if len(op.args) > 1 else 0
+        return isinstance(dim, int) and dim % len(before) != len(before) - 1
+    return op.target in _VIEWS and bool(after) and before[-1] == after[-1] and len(after) > 1
+
+
+def _can_be_late(program: Program, region: _Region) -> bool:
+    """Whether what the caller reads of the region can be computed from hidden states and parameters."""
+    if not any(name in program.outputs for op in region.inside for name in op.results):
+        return True
+    held = region.product.operands[1:]
+    return all(program.values[name].role == "parameter" for name in held)
+
+
+# --- rewriting
+
+
+def _with_region(program: Program, region: _Region, tokens: int) -> Program:
+    layer = program.layers[region.layer]
+    hidden = region.product.operands[0]
+    moved, values = _moved(program, region.moves, hidden)
+    last, target, moved = _without_flattening(program, layer, region, moved, hidden)
+    values = {name: value for name, value in values.items() if any(name in op.results for op in moved)}
+    values = {**program.values, **values}
+    made = linear_cross_entropy(region.loss, region.product, last, target, region.chain, tokens)
+    types = tuple(values[name].type for name in made.operands)
+    match = options_for(made, types, (values[made.results[0]].type,))
+    assert match is not None
+    made = replace(made, options=match.options, size_args=(), saves=(0,), saved_extra_bytes=0, is_view=False)
+    gone = {op.name for op in region.inside}
+    ops: list[Op] = []
+    for op in layer.ops:
+        if op.name == region.loss.name:
+            ops += [*moved, made]
+        elif op.name not in gone:
+            ops.append(op)
+    inside = {name for op in region.inside for name in op.results}
+    late = tuple(_late_outputs(program, region, inside))
+    outputs = tuple(hidden if name in inside else name for name in program.outputs)
+    layers = list(program.layers)
+    layers[region.layer] = _layer_of(layer, ops, inside, hidden if late else "")
+    for name in inside:
+        del values[name]
+    late_values = {n: program.values[n] for each in late for op in each.ops for n in op.results}
+    return replace(
+        program, values={**values, **late_values}, layers=tuple(layers), outputs=outputs, late=(*program.late, *late)
+    )
+
+
+def _moved(program: Program, moves: Sequence[Op], hidden: str) -> tuple[list[Op], dict[str, Value]]:
+    """The moves of rows on the hidden states instead of the logits, and what they make."""
+    values: dict[str, Value] = {}
+    like = program.values[hidden]
+    name, ops = hidden, list[Op]()
+    for op in moves:
+        shape = (*program.type_of(op.results[0]).shape[:-1], like.type.shape[-1])
+        value = Value(f"{op.results[0]}_hidden", TensorType(shape, like.type.dtype), "op", like.requires_grad)
+        made = replace(op, name=value.name, args=_move_args(op, name, shape), results=(value.name,))
+        operand = values[name].type if name in values else like.type
+        match = options_for(made, (operand,), (value.type,))
+        assert match is not None
+        ops.append(replace(made, options=match.options, size_args=match.size_args))
+        values[value.name] = value
+        name = value.name
+    return ops, values
+
+
+def _move_args(op: Op, name: str, shape: tuple[int, ...]) -> tuple[Arg, ...]:
+    if op.target == _SLICE:
+        return (Ref(name), *op.args[1:])
+    return (Ref(name), shape)
+
+
+def _without_flattening(
+    program: Program, layer: Layer, region: _Region, moved: list[Op], hidden: str
+) -> tuple[str, str, list[Op]]:
+    """Hidden states, targets and moves without a last view that only joins the dims of tokens of both.
+
+    So that these dims can be split one by one.
+    """
+    target = region.loss.operands[1]
+    last = moved[-1].results[0] if moved else hidden
+    maker = next((op for op in layer.ops if target in op.results), None)
+    if not moved or maker is None or moved[-1].target not in _VIEWS or maker.target not in _VIEWS:
+        return last, target, moved
+    before = program.type_of(region.moves[-1].operands[0]).shape[:-1]
+    if program.type_of(maker.operands[0]).shape != before:
+        return last, target, moved
+    return moved[-1].operands[0], maker.operands[0], moved[:-1]
+
+
+def _late_outputs(program: Program, region: _Region, inside: Iterable[str]) -> Iterator[LateOutput]:
+    """What the caller reads of the region, with the ops up to it."""
+    makers = {name: op for op in region.inside for name in op.results}
+    for place, output in enumerate(program.outputs):
+        ops: list[Op] = []
+        name = output
+        while name in makers:
+            ops.append(makers[name])
+            name = makers[name].operands[0]
+        if output in makers:
+            yield LateOutput(place, tuple(reversed(ops)), output)
+
+
+def _layer_of(layer: Layer, ops: Sequence[Op], inside: Iterable[str], returned: str) -> Layer:
+    """The layer with these ops, which puts out what is `returned` in place of what is `inside` no more."""
+    made = {name for op in ops for name in op.results}
+    read = {name for op in ops for name in op.operands}
+    outputs = [name for name in layer.outputs if name not in set(inside)]
+    if returned in made and returned not in outputs:
+        outputs.append(returned)
+    return replace(
+        layer,
+        ops=tuple(ops),
+        inputs=tuple(name for name in layer.inputs if name in read),
+        state=tuple(name for name in layer.state if name in read),
+        outputs=tuple(outputs),
+    )
