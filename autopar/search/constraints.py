@@ -4,8 +4,8 @@
 text                               meaning
 =================================  ===========================================================================
 ``data=4``                         mesh axes that split the batch, which must divide by it, multiply to 4; so
-                                   ``tensor=``, ``sequence=`` and ``context=``, which leave layers alone that can't (the
-                                   plan says which)
+                                   ``tensor=``, ``sequence=``, ``context=`` and ``expert=``, which leave layers alone
+                                   that can't (the plan says which)
 ``zero=3``                         every layer has this ZeRO level
 ``recompute=full``                 every layer recomputes so: ``none``, ``selective`` or ``full``; ``ops``: the search
                                    names the ops of each layer that run again
@@ -56,7 +56,7 @@ __all__ = [
     "demands_on", "parse_constraints", "spell_out",
 ]  # fmt: skip
 
-DEGREES = ("data", "tensor", "sequence", "context")
+DEGREES = ("data", "tensor", "sequence", "context", "expert")
 OPS = "ops"
 """The value of ``recompute=`` that lets the search name ops."""
 HOST_STORAGE = "host_storage"
@@ -71,14 +71,10 @@ _GLOBAL = (
 _GRADIENTS = {"fp32": "float32", "bf16": "bfloat16", **{dtype: dtype for dtype in GRADIENT_DTYPES}}
 
 WORDS = {
-    "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "context", "pp": "pipeline", "fsdp": "data",
+    "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "context", "ep": "expert", "pp": "pipeline",
+    "fsdp": "data",
 }  # fmt: skip
 """What people type -> the key; ``fsdp`` is ``zero=3`` as well, and needs no degree."""
-_EXPERTS = (
-    "experts have no degree of their own: leave it out, and the search cuts stacks of experts where that is fastest "
-    "(the plan's table calls such an axis 'expert'); 'tensor=' counts axes that cut weight matrices"
-)
-
 ConstraintValue = int | str | tuple[int, ...] | tuple[str, ...]
 
 
@@ -173,8 +169,6 @@ def spell_out(text: str) -> tuple[str, ...]:
     pattern, colon, setting = text.rpartition(":")
     key, equals, value = (part.strip() for part in setting.partition("="))
     word, scope = key.lower(), f"{pattern.strip()}:" if colon else ""
-    if word == "ep":
-        raise ConstraintError(f"constraint {text!r}: {_EXPERTS}")
     zero = (f"{scope}zero=3",) if word == "fsdp" else ()
     return zero if zero and not equals else (f"{scope}{WORDS.get(word, key)}{equals}{value}", *zero)
 

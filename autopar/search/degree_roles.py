@@ -9,10 +9,10 @@ from autopar.ops import family_of
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 from autopar.search.constraints import LayerDemands
-from autopar.search.labels import DEGREE_LABELS, axis_labels, weight_operands
+from autopar.search.labels import DEGREE_LABELS, axis_labels, cuts_stack, weight_operands
 from autopar.step.op_states import Allowed
 
-__all__ = ["AxisRoles", "allowed_options", "meets_degrees", "role_choices"]
+__all__ = ["AxisRoles", "allowed_options", "has_experts", "meets_degrees", "role_choices"]
 
 # Per mesh axis the degree that it must serve ("" for none that is demanded).
 AxisRoles = tuple[str, ...]
@@ -63,10 +63,21 @@ def _fits_role(program: Program, op: Op, option: Option, role: str, demanded: se
     if not weights:
         return True
     cuts = any(option.operands[position].is_shard for position in weights)
+    if role == "expert" and _can_cut_stacks(program, op):
+        return any(cuts_stack(program, op, option, position) for position in weights)
     if role == "tensor":
         can_cut = any(o.operands[position].is_shard for o in op.options for position in weights)
         return cuts or not can_cut
     return not cuts if role or "tensor" in demanded else True
+
+
+def _can_cut_stacks(program: Program, op: Op) -> bool:
+    return any(cuts_stack(program, op, o, position) for o in op.options for position in weight_operands(program, op))
+
+
+def has_experts(program: Program) -> bool:
+    """Whether an op has stacks of matrices of which each device may have some."""
+    return any(_can_cut_stacks(program, op) for layer in program.layers for op in layer.ops)
 
 
 def _follows(program: Program, op: Op, option: Option, role: str, size: int) -> bool:

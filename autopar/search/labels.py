@@ -26,7 +26,7 @@ from autopar.ops import family_of
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Op, Option, Program
 
-__all__ = ["DEGREE_LABELS", "axis_labels", "degrees", "option_of", "weight_operands"]
+__all__ = ["DEGREE_LABELS", "axis_labels", "cuts_stack", "degrees", "option_of", "weight_operands"]
 
 # The degree that a user demands -> the labels that count towards it.
 DEGREE_LABELS = {
@@ -34,6 +34,7 @@ DEGREE_LABELS = {
     "tensor": ("tensor", "tensor+sequence", "vocabulary"),
     "sequence": ("sequence (Ulysses)", "sequence", "context"),
     "context": ("context", "sequence"),
+    "expert": ("expert",),
 }
 _MOST = 0.8  # of what is cut, from which share on it gives the axis its name: odd ops are no reason for another
 
@@ -50,6 +51,13 @@ def weight_operands(program: Program, op: Op) -> tuple[int, ...]:
         for position, name in enumerate(op.operands)
         if program.values[name].role == "parameter" and len(program.type_of(name).shape) > 1
     )
+
+
+def cuts_stack(program: Program, op: Op, option: Option, position: int) -> bool:
+    """Whether a weight is a stack of matrices (no filter), of which the option gives each device some."""
+    placement, result = option.operands[position], option.results[0]
+    is_stack = len(program.type_of(op.operands[position]).shape) == 3 and placement.is_shard and placement.dim == 0
+    return is_stack and not (result.is_shard and result.dim != 0)
 
 
 @dataclass
@@ -126,7 +134,7 @@ def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tall
     for position in weight_operands(program, op):
         weight = program.type_of(op.operands[position])
         is_cut = option is not None and option.operands[position].is_shard
-        in_stack = is_cut and len(weight.shape) == 3 and option is not None and option.operands[position].dim == 0
+        in_stack = option is not None and cuts_stack(program, op, option, position)
         what = "stack" if in_stack else "cut" if is_cut else "whole"
         tally.weights[what] = tally.weights.get(what, 0.0) + weight.num_elements
     if option is not None and option.kernel:

@@ -19,6 +19,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.considered_plans import describe_paths, describe_pipeline
 from autopar.search.constraints import HOST_STORAGE, Constraints, LayerDemands, demands_on, parse_constraints
+from autopar.search.degree_roles import has_experts
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
@@ -54,6 +55,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     request = replace(request, training=_training_by(constraints, request.training))
     layer_demands = demands_on(program, constraints)
     _check_host(layer_demands, prices, request.training)
+    _check_experts(program, layer_demands, request)
     demands = pipeline_demands(constraints, program, world_size, is_training=request.training.is_training)
     context = SearchContext(program, world_size, prices, request, constraints, layer_demands)
     allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
@@ -111,6 +113,15 @@ def _check_host(demands: Sequence[LayerDemands], prices: Prices, training: Train
         raise ConstraintError(
             f"offload={what} needs a link to the host's memory, and none is known of {prices.device!r}: describe "
             "it, such as Device(..., host_bytes_per_s=50e9, host_memory_bytes=250e9)"
+        )
+
+
+def _check_experts(program: Program, demands: Sequence[LayerDemands], request: SearchRequest) -> None:
+    demanded = [degree for each in demands for name, degree in each.degrees if name == "expert" and degree > 1]
+    if demanded and not request.stored and not has_experts(program):  # other calls may leave the experts out
+        raise ConstraintError(
+            f"expert={demanded[0]}: this model has no stack of experts that devices can share. Experts of Hugging "
+            'Face\'s models have one after model.set_experts_implementation("grouped_mm")'
         )
 
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.api import trace_model
+from autopar.errors import ConstraintError
 from autopar.ops.experts import EXPERTS
 from autopar.plan import Plan
 from autopar.program import Op
 from autopar.search import SearchRequest, search
+from autopar.search.labels import degrees
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
@@ -122,6 +124,38 @@ def test_experts_of_a_model_are_one_op(name: str, count: int):
 def test_parity_of_models(name: str, constraints: tuple[str, ...]):
     who = subject(name)
     assert_parity(who, searched(who, 2, *constraints), priced=False)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "constraints"), [(2, ("expert=2",)), (4, ("data=2", "expert=2")), (4, ("ep=4", "zero=3"))]
+)
+def test_experts_are_split_over_as_many_devices_as_demanded(world_size: int, constraints: tuple[str, ...]):
+    who = subject("mixtral")
+    plan = searched(who, world_size, *constraints)
+    degree = 4 if "ep=4" in constraints else 2
+    program = who.traced.program
+    with_experts = [each for each in program.layers if any(op.target == EXPERTS for op in each.ops)]
+    for layer in with_experts:
+        strategy = plan.strategies[plan.layers[program.layers.index(layer)].strategy]
+        assert degrees(strategy.labels, strategy.mesh)["expert"] == degree
+    assert_parity(who, plan, priced=False)
+
+
+class Filtered(nn.Module):
+    """Its filters are stacks of matrices only to the eye."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Conv1d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.filter(x).square().mean()
+
+
+def test_a_model_without_experts_has_none_to_split():
+    program = trace_model(Filtered(), (torch.zeros(8, 8, 8),)).program
+    with pytest.raises(ConstraintError, match="no stack of experts"):
+        search(program, 2, quick_prices(2), SearchRequest(constraints=("expert=2",)))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])

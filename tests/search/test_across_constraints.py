@@ -58,7 +58,7 @@ def test_a_pattern_is_compared_with_names_alone() -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["ep=2"], "experts have no degree of their own: leave it out"),
+        (["ep=3"], "'ep=3': 3 does not divide the 8 devices"),
         (["tp=3"], "'tp=3': 3 does not divide the 8 devices"),
         (["dp=2", "data=4"], "'dp=2' and 'data=4' contradict"),
         (["tensr=2"], "did you mean 'tensor'"),
