@@ -116,7 +116,7 @@ def meets_degrees(
     labels = axis_labels(program, layer, strategy)
     names = {name for name, _ in demands.degrees}
     return all(
-        label in DEGREE_LABELS[role] and not (role == "sequence" and label in names)  # asked for as context apart
+        label in DEGREE_LABELS[role] and not (role == "sequence" and label == "context" and "context" in names)
         if role
         else size == 1 or all(label not in DEGREE_LABELS[name] for name, _ in demands.degrees)
         for label, role, size in zip(labels, roles, strategy.mesh, strict=True)

@@ -58,6 +58,7 @@ def named_as(strategy: LayerStrategy, first: Layer, layer: Layer) -> LayerStrate
     return replace(
         strategy,
         copies=tuple((renamed[name], layout) for name, layout in strategy.copies),
+        pieces=tuple((renamed[name], count) for name, count in strategy.pieces),
         recompute=rerun_policy_name(reruns) if reruns else strategy.recompute,
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from autopar.ops import options_for
 from autopar.placement import PARTIAL, REPLICATE
 from autopar.program import Op, Option, Program
 from autopar.search import SearchRequest, search
+from autopar.step.local_program import local_program
 from autopar.trace import factors, trace
 from tests.models import make, make_plain_gpt
 from tests.zoo import quick_prices
@@ -85,10 +87,20 @@ def test_a_mean_over_unevenly_masked_tokens_averaged_per_rank(monkeypatch: pytes
 NAMES_A_PARAMETER = r"replicas of [\w.]+ differ|gradients within \S+ \([\w.]+\)"
 
 
-def forget_moves() -> None:
-    """Empty what keeps the steps of a change of layout."""
-    placement.reshard.cache_clear()
-    layer_ops.layout_steps.cache_clear()  # pyright: ignore[reportPrivateUsage]
+@contextmanager
+def moves_forgotten() -> Iterator[None]:
+    """Before and behind what is inside, however that ends, nothing keeps the steps of a change of layout."""
+
+    def forget() -> None:
+        placement.reshard.cache_clear()
+        layer_ops.layout_steps.cache_clear()  # pyright: ignore[reportPrivateUsage]
+        local_program.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 @pytest.mark.parametrize(
@@ -105,12 +117,10 @@ def test_a_gradient_that_is_not_reduced(
     model, inputs, plan = plan_of(name, *constraints)
     forward, _ = placement._MOVES[move]  # pyright: ignore[reportPrivateUsage]
     backward = "none" if move == ("R", "B") else "slice"
-    forget_moves()
-    with monkeypatch.context() as broken:
+    with monkeypatch.context() as broken, moves_forgotten():
         broken.setitem(placement._MOVES, move, (forward, backward))  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(VerificationError, match=NAMES_A_PARAMETER):
             autopar.verify(model, plan, inputs, shrink=False)
-    forget_moves()
     autopar.verify(model, plan, inputs, shrink=False, steps=1)
 
 
@@ -160,14 +170,12 @@ def test_a_model_that_takes_no_float64_is_refused() -> None:
 @pytest.mark.slow
 def test_a_sum_of_terms_that_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor parallel without its forward all-reduce: each rank goes on with its own term."""
-    model, inputs, plan = plan_of("llama", "tensor=2")
-    forget_moves()
-    with monkeypatch.context() as broken:
+    model, inputs, plan = plan_of("llama", "tensor=2", "pieces=1")
+    with monkeypatch.context() as broken, moves_forgotten():
         broken.setitem(placement._MOVES, ("P", "R"), ("none", "none"))  # pyright: ignore[reportPrivateUsage]
         broken.setitem(placement._MOVES, ("P", "S"), ("slice", "all_gather"))  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(VerificationError, match="first op whose result differs is"):
             autopar.verify(model, plan, inputs, shrink=False)
-    forget_moves()
 
 
 def with_factor(plan: autopar.Plan, program: Program, target: str, factor: str) -> autopar.Plan:
