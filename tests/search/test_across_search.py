@@ -138,7 +138,7 @@ def test_a_forced_degree_is_what_the_decoder_layers_do(wanted: str) -> None:
 def test_degrees_combine() -> None:
     plan = run(small_model(), "data=2", "tensor=2", max_microbatches=1)
     strategy = plan.strategies[plan.layers[1].strategy]
-    assert degrees(strategy.labels, strategy.mesh) == {"data": 2, "tensor": 2, "sequence": 1, "context": 1}
+    assert degrees(strategy.labels, strategy.mesh) == {"data": 2, "tensor": 2, "sequence": 1, "context": 1, "expert": 1}
 
 
 def test_a_degree_that_a_layer_cannot_use_is_noted() -> None:
