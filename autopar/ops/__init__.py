@@ -17,6 +17,7 @@ from autopar.ops.registry import (
     register_rule,
     registered_targets,
     result_order,
+    with_rule,
 )
 from autopar.ops.work import Work
 
@@ -35,4 +36,5 @@ __all__ = [
     "register_rule",
     "registered_targets",
     "result_order",
+    "with_rule",
 ]

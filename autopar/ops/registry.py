@@ -23,7 +23,7 @@ from autopar.program import Op, Option
 
 __all__ = [
     "RuleMatch", "count_work", "family_of", "is_cheap", "is_fused", "options_for", "own_families", "register_rule",
-    "registered_targets", "result_order",
+    "registered_targets", "result_order", "with_rule",
 ]  # fmt: skip
 
 _FILES = (import_module(f"autopar.ops.{file.name}") for file in iter_modules([str(Path(__file__).parent)]))
@@ -134,6 +134,13 @@ def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch 
         fitting = (_in_units(option, family) for option in options)
         found.update((option.factor, option) for option in fitting if option is not None)
     return RuleMatch(tuple(found.values()), family.size_args, family.is_view, family.draws(op))
+
+
+def with_rule(op: Op, operand_types: Types, result_types: Types) -> Op:
+    """`op`, which a rule knows in this form, with what that says of it; see `options_for`."""
+    match = options_for(op, operand_types, result_types)
+    assert match is not None
+    return replace(op, options=match.options, size_args=match.size_args, is_view=match.is_view)
 
 
 def _in_units(option: Option, family: OpFamily) -> Option | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.ops import family_of, options_for
+from autopar.ops import family_of, with_rule
 from autopar.ops.linear_cross_entropy import linear_cross_entropy
 from autopar.program import Arg, LateOutput, Layer, Op, Program, Ref, TensorType, Value
 
@@ -154,9 +154,7 @@ def _with_region(program: Program, region: _Region, tokens: int) -> Program:
     values = {**program.values, **values}
     made = linear_cross_entropy(region.loss, region.product, last, target, region.chain, tokens)
     types = tuple(values[name].type for name in made.operands)
-    match = options_for(made, types, (values[made.results[0]].type,))
-    assert match is not None
-    made = replace(made, options=match.options, size_args=(), saves=(0,), saved_extra_bytes=0, is_view=False)
+    made = replace(with_rule(made, types, (values[made.results[0]].type,)), saves=(0,), saved_extra_bytes=0)
     gone = {op.name for op in region.inside}
     ops: list[Op] = []
     for op in layer.ops:
@@ -187,9 +185,7 @@ def _moved(program: Program, moves: Sequence[Op], hidden: str) -> tuple[list[Op]
         value = Value(f"{op.results[0]}_hidden", TensorType(shape, like.type.dtype), "op", like.requires_grad)
         made = replace(op, name=value.name, args=_move_args(op, name, shape), results=(value.name,))
         operand = values[name].type if name in values else like.type
-        match = options_for(made, (operand,), (value.type,))
-        assert match is not None
-        ops.append(replace(made, options=match.options, size_args=match.size_args))
+        ops.append(with_rule(made, (operand,), (value.type,)))
         values[value.name] = value
         name = value.name
     return ops, values

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.ops import options_for
+from autopar.ops import with_rule
 from autopar.program import Layer, Op, Program, Ref, TensorType, Value
 from autopar.trace.capture import copy_with
 from autopar.trace.prefixes import NotAlikeError
@@ -136,6 +136,4 @@ def _taking(op: Op, dim: int, values: dict[str, Value]) -> list[Op]:
 
 def _op(like: Op, name: str, target: str, args: tuple[Any, ...], result: str, values: Mapping[str, Value]) -> Op:
     bare = Op(name, target, args, (), (result,), source=like.source, module=like.module)
-    match = options_for(bare, tuple(values[each].type for each in bare.operands), (values[result].type,))
-    assert match is not None
-    return replace(bare, options=match.options, size_args=match.size_args, is_view=match.is_view)
+    return with_rule(bare, tuple(values[each].type for each in bare.operands), (values[result].type,))

@@ -20,8 +20,9 @@ import torch
 
 from autopar.errors import PlanMismatchError
 from autopar.ops import own_families
+from autopar.program import Arg, Ref
 
-__all__ = ["APART", "KERNELS", "OPS", "resolve_target"]
+__all__ = ["APART", "KERNELS", "OPS", "resolve_target", "torch_argument"]
 
 _MODULES = {"operator": operator, "_operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _FILES = tuple(import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
@@ -67,3 +68,14 @@ def resolve_target(target: str) -> Callable[..., Any]:
             f"no op is called {target!r} in this process: import the library that defines it before calling autopar"
         )
     return results
+
+
+def torch_argument(arg: Arg, value_of: Callable[[Ref], Any]) -> Any:
+    """An argument of an op as torch takes it: values of the program by `value_of`, dtypes by their names, lists."""
+    if isinstance(arg, Ref):
+        return value_of(arg)
+    if isinstance(arg, tuple):
+        return [torch_argument(part, value_of) for part in arg]
+    if isinstance(arg, str) and arg.startswith("torch."):
+        return getattr(torch, arg.removeprefix("torch."))
+    return arg

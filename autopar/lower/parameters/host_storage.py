@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopies", "copy_stream"]
+__all__ = ["HostCopies"]
 
 _HOST = torch.device("cpu")
 
@@ -26,7 +26,7 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         """Nothing is copied yet."""
         self.device = device
-        self._stream = copy_stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device) if device.type == "cuda" else None
 
     def home(self, x: Tensor) -> Tensor:
         """A copy of `x` in the host's memory, made when this returns."""
@@ -73,6 +73,6 @@ class HostCopies:
 
 
 @cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of copies between this device and the host."""
     return torch.cuda.Stream(device)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanMismatchError
-from autopar.lower.kernels import resolve_target
+from autopar.lower.kernels import resolve_target, torch_argument
 from autopar.lower.program.layer_ops import (
     draw,
     microbatch_slice,
@@ -27,7 +27,7 @@ from autopar.lower.program.layer_ops import (
 from autopar.lower.program.naming import layout_suffix, node_name, type_comment
 from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
-from autopar.program import Arg, Layer, Program, Ref
+from autopar.program import Layer, Program
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.instructions import InPieces, Instruction, LocalProgram, Reshard, RunOp, TakeMicrobatch
 from autopar.step.local_layer import place
@@ -198,10 +198,10 @@ class _Emitter:
     def _run(self, instruction: RunOp) -> None:
         op, state = instruction.op, instruction.state
         operands = (self.nodes[index] for index in instruction.operands)
-        args = [_literal(arg, operands) for arg in op.args]
+        args = [torch_argument(arg, lambda _: next(operands)) for arg in op.args]
         for position in op.size_args:
             args[position] = state.result_types[0].shape
-        kwargs = {key: _literal(arg, operands) for key, arg in op.kwargs}
+        kwargs = {key: torch_argument(arg, lambda _: next(operands)) for key, arg in op.kwargs}
         if "device" in kwargs:
             kwargs["device"] = torch.device(self.device)
         node = self._call_op(instruction, tuple(args), kwargs)
@@ -241,13 +241,3 @@ class _Emitter:
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
         node.meta["place"] = self.place
         return node
-
-
-def _literal(arg: Arg, operands: Iterator[fx.Node]) -> Any:
-    if isinstance(arg, Ref):
-        return next(operands)
-    if isinstance(arg, tuple):
-        return [_literal(part, operands) for part in arg]
-    if isinstance(arg, str) and arg.startswith("torch."):
-        return getattr(torch, arg.removeprefix("torch."))
-    return arg

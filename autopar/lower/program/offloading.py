@@ -7,7 +7,6 @@ a stream of their own, from and to pinned memory; on a CPU the same code copies 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from weakref import ref
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.lower.compat import storage_key
-from autopar.lower.parameters.host_storage import copy_stream
+from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.program.saved_tensors import SavedTensor
 
 __all__ = ["OffloadedTensors", "host_buffer"]
@@ -60,7 +59,7 @@ class OffloadedTensors:
         self._state = _State.HERE
         self._storages: list[_Storage] = []
         self._saved: list[SavedTensor] = []
-        self._stream = copy_stream(device) if device.type == "cuda" else None
+        self._copies = HostCopies(device)
 
     def take(self, saved: Iterable[SavedTensor], held: Iterable[Tensor] = ()) -> None:
         """Of what a forward `saved`, take what is on the device alone for that, and not `held` by the layer."""
@@ -98,7 +97,7 @@ class OffloadedTensors:
                 by_storage[key] = _Storage(_bytes_of(each.tensor), None, [])
             by_storage[key].views.append((ref(each), _form_of(each.tensor)))
         self._storages = list(by_storage.values())
-        with self._copying():
+        with self._copies.beside():
             for storage in self._storages:
                 assert storage.device is not None
                 storage.host = host_buffer(storage.device.numel(), self.device)
@@ -109,7 +108,7 @@ class OffloadedTensors:
         """The copies are made: let go of the tensors on the device."""
         if self._state is not _State.LEAVING:
             return
-        self._join()
+        self._copies.join()
         for each in self._saved:
             each.tensor, each.recipe = None, _Bring(self, ref(each))
         for storage in self._storages:
@@ -125,7 +124,7 @@ class OffloadedTensors:
         for storage in self._storages:
             assert storage.host is not None
             storage.device = torch.empty(storage.host.numel(), dtype=torch.uint8, device=self.device)
-        with self._copying():
+        with self._copies.beside():
             for storage in self._storages:
                 assert storage.device is not None
                 assert storage.host is not None
@@ -136,7 +135,7 @@ class OffloadedTensors:
         """The copies are made: autograd has its tensors again, and frees them one by one."""
         if self._state is not _State.COMING:
             return
-        self._join()
+        self._copies.join()
         for storage in self._storages:
             assert storage.device is not None
             for saved, form in storage.views:
@@ -145,18 +144,6 @@ class OffloadedTensors:
                     owner.tensor, owner.recipe = _as(storage.device, form), None
         self._storages = []
         self._state = _State.HERE
-
-    def _copying(self) -> AbstractContextManager[object]:
-        """Inside, copies run behind what has been computed so far, and beside what follows."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
-
-    def _join(self) -> None:
-        """What is computed from now on runs behind the copies so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
 @dataclass(frozen=True)

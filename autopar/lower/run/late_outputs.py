@@ -13,10 +13,10 @@ from autopar.errors import OutputError
 from autopar.lower.autograd import call_function, version_of
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import local_part_of
-from autopar.lower.kernels import resolve_target
+from autopar.lower.kernels import resolve_target, torch_argument
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
-from autopar.program import Arg, LateOutput, Ref
+from autopar.program import LateOutput
 
 __all__ = ["LateReader", "with_late_outputs"]
 
@@ -103,17 +103,10 @@ def _run(late: LateOutput, values: Mapping[str, Tensor]) -> Tensor:
     """The ops on whole tensors."""
     known = dict(values)
     for op in late.ops:
-        args = [_argument(arg, known) for arg in op.args]
-        known[op.results[0]] = resolve_target(op.target)(*args, **{k: _argument(a, known) for k, a in op.kwargs})
+        args = [torch_argument(arg, lambda ref: known[ref.name]) for arg in op.args]
+        kwargs = {key: torch_argument(arg, lambda ref: known[ref.name]) for key, arg in op.kwargs}
+        known[op.results[0]] = resolve_target(op.target)(*args, **kwargs)
     return known[late.result]
-
-
-def _argument(arg: Arg, known: Mapping[str, Tensor]) -> Any:
-    if isinstance(arg, Ref):
-        return known[arg.name]
-    if isinstance(arg, tuple):
-        return [_argument(part, known) for part in arg]
-    return getattr(torch, arg.removeprefix("torch.")) if isinstance(arg, str) and arg.startswith("torch.") else arg
 
 
 class _NoGradient(torch.autograd.Function):
