@@ -42,6 +42,7 @@ from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, tra
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.given_plan import load_plan, with_prediction
+from autopar.planning.imbalance import BALANCED, ExpectedRouting, Imbalance, read_imbalance, with_imbalance
 from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.precision import with_speedup
@@ -82,6 +83,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["whole", "local"] | None = None,
     shapes: Sequence[Tensor | ExampleInputs] = (),
+    imbalance: ExpectedRouting = None,
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -125,6 +127,9 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             are first read, which every rank must do.
         shapes: other whole batches to plan training for now, like `example_inputs` (with `loss_fn` as dicts that have
             the ``"target"``, too).  What is not among them is planned when it first comes (`ParallelModule.plan_for`).
+        imbalance: of a mixture of experts, how unevenly rows come to devices that share experts, for prices and memory:
+            how many times the mean the busiest one gets (``1.5``), ``"lognormal:0.5"``, or rows of each expert as
+            ``report.expert_rows`` has them (or a JSON file of that); None: evenly.  What is computed is the same.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -154,7 +159,17 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     )
     draws = agree(group, lambda: _record_draws(model, initialize, state))
     setup, traced = agree(
-        group, lambda: _prepare(model, example_inputs, memory, optimizer, precision, constraints, mesh.device_type)
+        group,
+        lambda: _prepare(
+            model,
+            example_inputs,
+            memory,
+            optimizer,
+            precision,
+            constraints,
+            mesh.device_type,
+            read_imbalance(imbalance),
+        ),
     )
     setup = replace(setup, draws=draws)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
@@ -197,7 +212,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             communicator,
             mesh,
             setup,
-            planner=call_planner(model, traced.program, chosen, setup),
+            planner=call_planner(model, traced.program, chosen, setup, setup.expecting),
             compile_layers=chosen.compiled,
         ),
     )
@@ -227,6 +242,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     constraints: str | Sequence[str] | None = None,
     compile: bool | None = None,
     profile: Profile | str | Path | Literal[False] | None = None,
+    imbalance: ExpectedRouting = None,
 ) -> Plan:
     """Find the fastest plan that fits, without any process group; the model may be on the meta device.
 
@@ -243,6 +259,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
         compile: as in `parallelize`.
         profile: measured prices of this device, or the path of a file of them; without them prices are estimates, and
             the plan says so.
+        imbalance: as in `parallelize`.
 
     Returns:
         The plan.  ``print(plan)`` is a table; ``plan.save(path)`` writes JSON.
@@ -255,7 +272,9 @@ def plan(  # noqa: PLR0913  (what a user may say)
     where = _read_cluster(cluster)
     constraints = check_constraints(model, constraints, where.world_size)
     measured = load_profile(profile) if profile else None
-    setup, traced = _prepare(model, example_inputs, memory, optimizer, precision, constraints, where.device.type)
+    setup, traced = _prepare(
+        model, example_inputs, memory, optimizer, precision, constraints, where.device.type, read_imbalance(imbalance)
+    )
     setup = replace(setup, compile=read_compile(compile))
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
@@ -273,6 +292,7 @@ class Setup:
         trace_s: seconds that tracing took.
         draws: the values of what is on the meta device.
         compile: whether layers are compiled; None: as the search finds best.
+        imbalance: what is expected of the routing of experts.
     """
 
     dtype: torch.dtype | None = None
@@ -284,10 +304,15 @@ class Setup:
     draws: Draws | None = None
     compile: bool | None = None
     device_type: str = "cpu"
+    imbalance: Imbalance = BALANCED
 
     def priced(self, prices: Prices) -> Setup:
         """The same for the devices that have these prices."""
         return replace(self, prices=prices, training=self.training.on_device(prices.device))
+
+    def expecting(self, traced: Traced) -> Traced:
+        """What was traced, priced by the imbalance."""
+        return replace(traced, program=with_imbalance(traced.program, self.imbalance))
 
 
 def _prepare(
@@ -298,6 +323,7 @@ def _prepare(
     precision: str | torch.dtype | None,
     constraints: str | Sequence[str] | None,
     device_type: str,
+    imbalance: Imbalance,
 ) -> tuple[Setup, Traced]:
     dtype = read_dtype(precision)
     training = training_spec(model, optimizer)
@@ -307,8 +333,8 @@ def _prepare(
     with phase("tracing the model"):
         traced = trace_model(model, example_inputs, dtype=dtype, device_type=device_type)
     trace_s = time.perf_counter() - started
-    setup = Setup(dtype, memory_bytes, training, texts, trace_s=trace_s, device_type=device_type)
-    return setup, traced
+    setup = Setup(dtype, memory_bytes, training, texts, trace_s=trace_s, device_type=device_type, imbalance=imbalance)
+    return setup, setup.expecting(traced)
 
 
 def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tensor) -> Draws | None:
@@ -418,7 +444,8 @@ def _describe_arguments(plan: object, profile: object, setup: Setup) -> str:
     """What ranks must have alike before they can go on together."""
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
-    return f"a plan {how}, prices {prices}, compile={setup.compile}, {setup.training}, constraints={setup.constraints}"
+    said = f"compile={setup.compile}, {setup.training}, constraints={setup.constraints}, {setup.imbalance}"
+    return f"a plan {how}, prices {prices}, {said}"
 
 
 def build(

@@ -114,6 +114,7 @@ class KernelCollective:
         count: how many such tensors travel in one buffer.
         is_ring: it runs once for each other device of the axis, as a ring does, not once.
         piece: it runs for so many elements of that shape at a time; 0: for all at once.
+        growth: (number of devices that run the kernel together, how many times as much travels as that shape says).
     """
 
     kind: str
@@ -124,6 +125,7 @@ class KernelCollective:
     count: float = 1
     is_ring: bool = False
     piece: int = 0
+    growth: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", help="what will train the parameters (default: adamw)")
     add("--precision", help="dtype to compute in, such as bf16")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile layers (default: on GPUs if it is faster)")
+    add("--imbalance", help="rows of the busiest device of those that share experts, over the mean, such as 1.5")
     add("--profile", metavar="FILE", help="price by what python -m autopar.profile measured, not by presets")
     add("--what-if", action="append", default=[], metavar="NAME=VALUE", help="such as memory=40GiB or nodes=16")
     add("--sweep", metavar="NAME=A,B,C", help="such as nodes=1,2,4,8: a plan for each")
@@ -119,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
         raise QuestionError("name the devices: --cluster 8x8xh100 (nodes x devices per node x device)")
     question = Question(
         parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
-        options.optimizer, options.precision, options.compile,
+        options.optimizer, options.precision, options.compile, options.imbalance,
     )  # fmt: skip
     planner = Planner(options.target, _profile(options.profile, question))
     if options.sweep and not options.html:

@@ -13,6 +13,7 @@ from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
+from autopar.planning.imbalance import read_imbalance, with_imbalance
 from autopar.planning.logits import search_plan
 from autopar.planning.precision import with_speedup
 from autopar.program import Program
@@ -62,7 +63,7 @@ class Planner:
             AutoparError: the target, or what is asked of it, can't be used.
         """
         prices, request = self._request(question)
-        program, trace_s = self._traced_program(question)
+        program, trace_s = self.program(question), self._traced_program(question)[1]
         considered: list[ConsideredPlan] = []
 
         def keep(final: Plan) -> None:
@@ -105,7 +106,7 @@ class Planner:
             AutoparError: it can't be loaded or traced, or the question makes no sense.
         """
         self._request(question)  # what is wrong with it is said before a long trace
-        return self._traced_program(question)[0]
+        return with_imbalance(self._traced_program(question)[0], read_imbalance(question.imbalance))
 
     def _request(self, question: Question) -> tuple[ClusterPrices, SearchRequest]:
         memory = None if question.memory is None else read_bytes(question.memory)

@@ -10,6 +10,7 @@ from pathlib import Path
 from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
+from autopar.planning.imbalance import read_imbalance
 
 __all__ = ["Question", "change", "parse_cluster"]
 
@@ -30,6 +31,7 @@ class Question:
         optimizer: as `autopar.plan` takes it.
         precision: as `autopar.plan` takes it.
         compile: as `autopar.plan` takes it.
+        imbalance: as `autopar.plan` takes it, as text.
     """
 
     cluster: Cluster
@@ -40,6 +42,7 @@ class Question:
     optimizer: str = "adamw"
     precision: str | None = None
     compile: bool | None = None
+    imbalance: str | None = None
 
     @property
     def shapes(self) -> tuple[int | None, int | None]:
@@ -76,12 +79,12 @@ def change(question: Question, text: str) -> Question:
     Args:
         question: the question so far.
         text: ``memory=40GiB``, ``nodes=16``, ``batch=128``, ``seq=4096``, ``device=h200``, ``link.inter=100GB/s``,
-            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, ``compile=no``, or a constraint such as
-            ``tensor=2``.
+            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, ``compile=no``, ``imbalance=1.5``, or a
+            constraint such as ``tensor=2``.
 
     Raises:
         QuestionError: it is none of these.
-        ConstraintError: it is no amount of memory.
+        ConstraintError: it is no amount of memory, or no imbalance.
     """
     name, separator, value = text.partition("=")
     name = name.strip()
@@ -102,10 +105,13 @@ def change(question: Question, text: str) -> Question:
         return replace(question, cluster=_other_link(question.cluster, text, name.removeprefix("link."), value))
     if name in ("precision", "optimizer"):
         return replace(question, **{name: value})
+    if name == "imbalance":
+        read_imbalance(value)
+        return replace(question, imbalance=value)
     if name == "compile":
         return replace(question, compile=_yes_or_no(text, value))
     if near := difflib.get_close_matches(
-        name, ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile"), 1, 0.75
+        name, ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance"), 1, 0.75
     ):
         raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
     return replace(question, constraints=(*question.constraints, text))

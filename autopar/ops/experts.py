@@ -44,12 +44,17 @@ class Body:
         result: the value that is put back in the order of the rows.
         types: of every value with a dim of rows, without that dim.
         moved_bytes: what its ops but products read and write, for each row.
+        busiest: (number of devices that share the experts, rows of the busiest one over the mean), as prices and
+            memory expect; a number that is not there has 1.  See `autopar.planning.imbalance`.
+        kept_bytes: what autograd keeps of each row besides operands and results.
     """
 
     ops: tuple[Op, ...]
     result: str
     types: Mapping[str, TensorType]
     moved_bytes: float
+    busiest: tuple[tuple[int, float], ...] = ()
+    kept_bytes: float = 0.0
 
     def text(self) -> str:
         """As an argument of the op."""
@@ -60,6 +65,8 @@ class Body:
                 "result": self.result,
                 "types": {name: [kind.shape, kind.dtype] for name, kind in self.types.items()},
                 "moved_bytes": self.moved_bytes,
+                "busiest": self.busiest,
+                "kept_bytes": self.kept_bytes,
             }
         )  # fmt: skip
 
@@ -100,6 +107,8 @@ def read_body(text: str) -> Body:
         plain["result"],
         {name: TensorType(tuple(shape), dtype) for name, (shape, dtype) in plain["types"].items()},
         plain["moved_bytes"],
+        tuple((devices, times) for devices, times in plain["busiest"]),
+        plain["kept_bytes"],
     )
 
 
@@ -137,9 +146,22 @@ class _Call:
         return cls(operands[0], reads, experts, others, operands[-1], num_experts, read_body(text))
 
     @property
+    def skew(self) -> float:
+        """The rows that the busiest device computes, over the mean of those that share the experts."""
+        return dict(self.body.busiest).get(self.num_experts // self.experts[0].shape[0], 1.0)
+
+    @property
+    def growth(self) -> float:
+        """How many times as long as without imbalance what is sent and received is: slices are as long as the longest.
+
+        Where each device looks at all rows (``experts``), or at its own alone, nothing is sent.
+        """
+        return self.skew if self.experts[0].shape[0] < self.members.shape[0] else 1.0
+
+    @property
     def num_rows(self) -> float:
-        """The rows that a device computes: of those that it looks at, the part that is for its experts."""
-        return self.ids.shape[0] * self.members.shape[0] / self.num_experts
+        """The rows that the busiest device computes: of those that it looks at, the part that is for its experts."""
+        return self.ids.shape[0] * self.members.shape[0] / self.num_experts * self.skew
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -178,7 +200,7 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
         if each.target == PRODUCT
     )
     weights = sum_bytes(tuple(matrices))
-    others = call.ids.shape[0] * (2 * gathered + call.body.moved_bytes)
+    others = call.growth * call.ids.shape[0] * (2 * gathered + call.body.moved_bytes)
     return Work(
         "matmul" if flops else "bytes",
         (call.experts or results)[0].dtype,
@@ -198,9 +220,11 @@ def _alignment(sizes: Sequence[int]) -> int:
 
 
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Rows as they are sent and received; backward, gradients of what is inside."""
-    rows = 2.0 * sum_bytes(results[:1])
-    return Buffers(forward=rows if has_kernel else 0.0, backward=rows)
+    """Rows as they are sent and received; backward, gradients of what is inside.  What is kept grows with slices."""
+    call = _Call.of(op, operands)
+    rows = 2.0 * call.growth * sum_bytes(results[:1])
+    kept = (call.growth - 1.0) * call.ids.shape[0] * call.body.kept_bytes
+    return Buffers(forward=rows if has_kernel else 0.0, backward=rows, kept=kept)
 
 
 def _sent(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
@@ -208,16 +232,23 @@ def _sent(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     call = _Call.of(op, operands)
     found = [
         KernelCollective("all_reduce", "forward", 0, (0,), "int64"),
-        KernelCollective("all_to_all", "forward", 0, dtype="int64"),
+        KernelCollective("all_to_all", "forward", 0, dtype="int64", growth=call.body.busiest),
     ]
-    result = call.body.types[call.body.result].dtype
+    result, growth = call.body.types[call.body.result].dtype, call.body.busiest
     for phase in ("forward", "backward"):
         found += [
-            KernelCollective("all_to_all", phase, 1 + place, dtype=kind.dtype, count=call.ids.shape[0] // kind.shape[0])
+            KernelCollective(
+                "all_to_all",
+                phase,
+                1 + place,
+                dtype=kind.dtype,
+                count=call.ids.shape[0] // kind.shape[0],
+                growth=growth,
+            )
             for place, kind in enumerate(call.reads)
             if phase == "forward" or kind.is_floating
         ]
-        found.append(KernelCollective("all_to_all", phase, len(operands), dtype=result))
+        found.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, growth=growth))
     return tuple(found)
 
 
@@ -226,6 +257,7 @@ FAMILIES = (
         {EXPERTS: _rule},
         kernels={"masked_experts": Kernel(), "dispatched_experts": Kernel(_sent)},
         is_cheap=False,
+        runs_apart=True,  # slices of rows that are sent are as long as the host finds them to be
         count_work=_work,
         buffers=_buffers,
     ),

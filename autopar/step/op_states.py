@@ -188,11 +188,13 @@ def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, 
     if not any(option.collectives for option in state.options):
         return ()
     types = state.operand_types + state.result_types
+    together = math.prod(size for option, size in zip(state.options, mesh, strict=True) if option.kernel)
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
         for collective in option.collectives if axis.size > 1 else ():
             shape = types[collective.operand].shape
             elements = math.prod(size for dim, size in enumerate(shape) if dim not in collective.drop_dims)
-            element_bytes = itemsize_bytes(collective.dtype) * collective.count
+            growth = dict(collective.growth).get(together, 1.0)
+            element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
             for size in (*[collective.piece] * full, *([rest] if rest else [])):
                 call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes)

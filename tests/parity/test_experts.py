@@ -15,11 +15,15 @@ from torch.nn import functional
 
 from autopar.api import trace_model
 from autopar.errors import ConstraintError
+from autopar.lower import ParallelModule
+from autopar.lower.observe.step_report import StepReport
 from autopar.ops.experts import EXPERTS
 from autopar.plan import Plan
-from autopar.program import Op
+from autopar.planning.imbalance import read_imbalance
+from autopar.program import Op, Program
 from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
+from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
@@ -187,15 +191,7 @@ def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
     used: set[str] = set()
     for seed in range(24):
         plan = random_plan(who.traced.program, world_size, seed)
-        new = {
-            factor
-            for planned in plan.layers
-            for op, factors in zip(
-                who.traced.program.kinds[planned.kind].ops, plan.strategies[planned.strategy].assignments, strict=True
-            )
-            if op.target == EXPERTS
-            for factor in factors
-        }
+        new = _factors(who.traced.program, plan)
         if new - used:
             used |= new
             assert_parity(who, plan, priced=False)
@@ -229,3 +225,32 @@ def test_what_is_another_function_stays_as_it_is(model: type[Routed]):
     ops = [op for layer in trace_model(copy.deepcopy(model()), inputs).program.layers for op in layer.ops]
     assert not [op for op in ops if op.target == EXPERTS]
     assert [op for op in ops if "grouped_mm" in op.target]
+
+
+@pytest.mark.parametrize("factor", ["tokens", "experts", "dispatch"])
+def test_a_report_counts_the_rows_of_every_expert(factor: str):
+    who = routed("skewed")
+    program = who.traced.program
+    plans = (random_plan(program, 4, seed) for seed in range(64))
+    plan = next(p for p in plans if factor in _factors(program, p))
+
+    def measure(model: ParallelModule) -> StepReport:
+        return model.report(lambda: loss_of(model(**who.inputs)).backward(), steps=1)
+
+    rows = torch.bincount(routing("skewed").reshape(-1), minlength=NUM_EXPERTS).tolist()
+    for report in run_ranks(who.model, who.traced, plan, measure):
+        assert list(report.expert_rows.values()) == [tuple(rows)]
+        assert f"the busiest gets {max(rows) / 4:.2f} times the mean" in str(report)
+        assert dict(read_imbalance(report.expert_rows).busiest(NUM_EXPERTS))[8] == max(rows) / 4
+
+
+def _factors(program: Program, plan: Plan) -> set[str]:
+    return {
+        factor
+        for planned in plan.layers
+        for op, factors in zip(
+            program.kinds[planned.kind].ops, plan.strategies[planned.strategy].assignments, strict=True
+        )
+        if op.target == EXPERTS
+        for factor in factors
+    }

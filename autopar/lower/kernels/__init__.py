@@ -40,7 +40,10 @@ KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 APART: frozenset[Callable[..., Any]] = frozenset(
-    _FUNCTIONS[name] for each in own_families() if each.runs_apart for name in (each.function, *each.kernels)
+    _FUNCTIONS[name]
+    for each in own_families()
+    if each.runs_apart
+    for name in filter(None, (each.function, *each.kernels))
 )
 """Those of either that a compiler leaves out of what it compiles."""
 

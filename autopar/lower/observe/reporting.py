@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 
+from autopar.lower.observe.expert_rows import ExpertRows
 from autopar.lower.observe.kernel_profile import profile_kernels
 from autopar.lower.observe.step_report import StepReport
 from autopar.lower.observe.stopwatch import Stopwatch
@@ -23,24 +26,34 @@ def report_steps(
     kernels: bool = False,
 ) -> StepReport:
     """See `ParallelModule.report`."""
-    for _ in range(warmup):
+    for _ in range(warmup - 1):
         step()
-    timed = [_measure(executor, step) for _ in range(max(steps, 1))]
+    rows: list[dict[str, tuple[int, ...]]] = []
+    warm = [_measure(executor, step, rows)] if warmup > 0 else []
+    timed = [_measure(executor, step, None if warm or place else rows) for place in range(max(steps, 1))]
     result = profile_kernels(lambda: _measure(executor, step), executor.communicator.device) if kernels else ()
     alike: dict[int, list[int]] = {}
     for index, runner in executor.runners.items():
         alike.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
-    return StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
+    report = StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
+    return replace(report, expert_rows=rows[0])
 
 
-def _measure(executor: Executor, step: Callable[[], object]) -> StepTimeline:
+def _measure(
+    executor: Executor, step: Callable[[], object], rows: list[dict[str, tuple[int, ...]]] | None = None
+) -> StepTimeline:
+    """A step; what experts get in it is added to `rows`."""
     names = [layer.name for layer in executor.executable.program.layers]
     stopwatch = Stopwatch(executor.stages.group, names, executor.communicator.device)
     executor.stopwatch = stopwatch
+    counter = ExpertRows(executor, stopwatch)
     try:
-        with executor.communicator.watching(stopwatch.watch):
+        with executor.communicator.watching(stopwatch.watch), nullcontext() if rows is None else counter:
             step()
     finally:
         executor.stopwatch = None
-    return stopwatch.read()
+    timeline = stopwatch.read()
+    if rows is not None:
+        rows.append(counter.read())
+    return timeline

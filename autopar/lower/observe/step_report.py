@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopar.errors import QuestionError
@@ -39,6 +39,8 @@ class StepReport:
         alike: indices of layers that run alike, in the order of the first.
         group: the device group of this rank.
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
+        expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
+            experts that run as one op, and of the layers that this rank's device group runs.  ``imbalance=`` takes it.
     """
 
     measured: StepTimeline
@@ -48,6 +50,7 @@ class StepReport:
     alike: tuple[tuple[int, ...], ...]
     group: int = 0
     kernels: tuple[KernelTime, ...] = ()
+    expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
 
     def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
         """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
@@ -98,7 +101,19 @@ class StepReport:
         spread = f"{format_seconds(min(self.steps_s))} to {format_seconds(max(self.steps_s))}"
         count = f"{len(self.steps_s)} steps measured, {spread}; the table shows the median step on this rank"
         text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'ratio'], *streams])}\n{count}"
+        text += f"\n{self._expert_text()}" if self.expert_rows else ""
         return f"{text}\n\n{self._kernel_text()}" if self.kernels else text
+
+    def _expert_text(self) -> str:
+        """The busiest expert of each layer over the mean, and how many got nothing."""
+        ratios = {name: max(rows) * len(rows) / max(1, sum(rows)) for name, rows in self.expert_rows.items()}
+        worst = max(ratios, key=lambda name: ratios[name])
+        idle = sum(rows.count(0) for rows in self.expert_rows.values())
+        total = sum(map(len, self.expert_rows.values()))
+        return (
+            f"experts: the busiest gets {ratios[worst]:.2f} times the mean ({worst}; mean over layers "
+            f"{statistics.fmean(ratios.values()):.2f}), {idle} of {total} get nothing"
+        )
 
     def _kernel_text(self) -> str:
         rows = [

@@ -69,6 +69,12 @@ class Stopwatch:
         """Layer `layer` begins to compute backward."""
         self._mark("backward", layer, microbatch)
 
+    @property
+    def forward_layer(self) -> int:
+        """The layer that computes forward now; -1: none does."""
+        last = self._marks[-1] if self._marks else None
+        return last.layer if last is not None and last.category == "forward" else -1
+
     def optimizer(self) -> None:
         """The last backward has run."""
         self._mark("optimizer", -1, -1)

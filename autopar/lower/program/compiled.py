@@ -28,6 +28,7 @@ from autopar.lower.program.layer_ops import (
     redistribute,
     run_kernel,
 )
+from autopar.ops import family_of
 
 __all__ = ["compile_program"]
 
@@ -57,7 +58,8 @@ def _stays_outside(node: fx.Node) -> bool:
     if node.target is redistribute:
         return any(_stays_outside(user) for user in node.users)
     kernel = KERNELS.get(str(node.args[0])) if node.target is run_kernel else node.target
-    return node.target in (draw, microbatch_slice, moved_product, products_of_moved) or kernel in APART
+    is_own = node.target in (draw, microbatch_slice, moved_product, products_of_moved)
+    return is_own or kernel in APART or family_of(str(node.target)).runs_apart
 
 
 def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:
