@@ -11,6 +11,7 @@ import torch
 import transformers
 import transformers.integrations.moe
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from autopar.api import trace_model
@@ -23,7 +24,7 @@ from autopar.planning.imbalance import read_imbalance
 from autopar.program import Op, Program
 from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
-from autopar.verify.rehearsal import loss_of, run_ranks
+from autopar.verify.rehearsal import Run, join_runs, loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
 from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
@@ -254,3 +255,73 @@ def _factors(program: Program, plan: Plan) -> set[str]:
         if op.target == EXPERTS
         for factor in factors
     }
+
+
+class Scored(Routed):
+    """A router whose balance loss and z-loss are statistics of the whole batch."""
+
+    def __init__(self, favored: float) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, NUM_EXPERTS)
+        self.router.bias.data[3] += favored
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        hidden = self.mix(x)
+        logits = self.router(hidden)
+        probabilities = logits.softmax(-1)
+        weights, ids = probabilities.topk(2, dim=-1)
+        share = functional.one_hot(ids, NUM_EXPERTS).sum(1).to(x.dtype).mean(0)
+        extra = NUM_EXPERTS * (share * probabilities.mean(0)).sum() + logits.logsumexp(-1).square().mean()
+        made = self.experts(hidden, ids.reshape(-1), weights / weights.sum(-1, keepdim=True))
+        return (hidden + made).square().mean() + 0.01 * extra
+
+
+@cache
+def scored(favored: float) -> Subject:
+    torch.manual_seed(0)
+    return trained_alone(Scored(favored).double(), {"x": torch.randn(16, 8).double()})
+
+
+@pytest.mark.parametrize("favored", [0.0, 3.0, 50.0])
+@pytest.mark.parametrize("constraints", [("data=2",), ("expert=2",), ("data=2", "zero=3")], ids=" ".join)
+def test_balance_and_z_losses_are_those_of_the_whole_batch(favored: float, constraints: tuple[str, ...]):
+    who = scored(favored)
+    assert len(regions(who)) == 1
+    assert_parity(who, searched(who, 2, *constraints), priced=False)
+
+
+@pytest.mark.parametrize("factor", ["tokens", "experts", "dispatch"])
+def test_a_router_that_gives_nan_spoils_what_it_spoils_on_one_device(factor: str):
+    who = routed("skewed")
+    program = who.traced.program
+    plan = next(p for p in (random_plan(program, 2, seed) for seed in range(64)) if factor in _factors(program, p))
+    inputs = {**who.inputs, "weights": who.inputs["weights"].clone()}
+    inputs["weights"][3] = float("nan")
+    alone = copy.deepcopy(who.model)
+    alone(**inputs).backward()
+    spoiled = {name: nan_in(parameter) for name, parameter in alone.named_parameters()}
+    assert spoiled["up"].any()
+    assert not spoiled["up"].all()
+
+    def run(model: ParallelModule) -> Run:
+        loss = loss_of(model(**inputs))
+        assert loss.isnan()
+        loss.backward()
+        return Run((), {name: nan_in(parameter) for name, parameter in model.named_parameters()}, {}, {})
+
+    found = join_runs(run_ranks(who.model, who.traced, plan, run), plan.num_groups).gradients
+    assert all(torch.equal(found[name], spoiled[name]) for name in spoiled)
+
+
+def nan_in(parameter: nn.Parameter) -> Tensor:
+    """1.0 where the gradient is NaN, else 0.0."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(gradient, DTensor):
+        return gradient.isnan().double()
+    local = gradient.to_local().isnan().double()
+    return DTensor.from_local(
+        local, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape,
+        stride=gradient.stride(),
+    )  # fmt: skip

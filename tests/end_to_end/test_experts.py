@@ -1,0 +1,33 @@
+"""On real processes experts that devices share train as on one device, with rows that are sent over gloo."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from autopar.verify.rehearsal import loss_of
+from tests.end_to_end.harness import assert_same_step, parallelize
+from tests.models import make_mixtral
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def check_experts(constraints: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    model, inputs = make_mixtral(layers=1, products="grouped_mm")
+    single = copy.deepcopy(model)
+    parallel = parallelize(model, inputs, constraints=constraints)
+    assert_same_step(parallel, single, inputs)
+    report = parallel.report(lambda: loss_of(parallel(**inputs)).backward(), steps=1)
+    return dict(report.expert_rows)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "constraints"), [(2, ("expert=2",)), (4, ("expert=4",)), (4, ("data=2", "expert=2", "zero=3"))]
+)
+def test_experts_over_gloo(world_size: int, constraints: tuple[str, ...]) -> None:
+    first, *others = run_ranks(check_experts, world_size, constraints)
+    assert all(rows == first for rows in others)
+    assert first
+    assert all(sum(rows) > 0 for rows in first.values())
