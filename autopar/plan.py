@@ -218,7 +218,7 @@ def _complete(predicted: dict[str, Any]) -> None:
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):
-            for name in ("split_bytes", "leave_s", "return_s", "host_bytes"):
+            for name in ("split_bytes", "leave_s", "return_s", "host_bytes", "copies_s"):
                 cast("dict[str, Any]", cost).setdefault(name, 0.0)
 
 

@@ -20,7 +20,7 @@ class LayerCost:
     what gives gradients of parameters alone (`weight_s`).  Bytes are per device, `saved_bytes` for one microbatch in
     flight, `split_bytes` for one between the two parts of a backward in two parts: gradients that the second part
     reads.  `leave_s` and `return_s` are what copies to the host's memory and back take longer than the computing at the
-    same time, `host_bytes` what is there of one microbatch in flight.
+    same time, `host_bytes` what is there of one microbatch in flight, `copies_s` all that they take, one way.
     """
 
     forward_s: float = 0.0
@@ -41,6 +41,7 @@ class LayerCost:
     leave_s: float = 0.0
     return_s: float = 0.0
     host_bytes: float = 0.0
+    copies_s: float = 0.0
 
     def __add__(self, other: LayerCost) -> LayerCost:
         """The cost of both, on the same device."""

@@ -205,11 +205,14 @@ def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
 def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
     states, own = candidates.states, candidates.by_class[first]
     splits = [splits_backward(each.strategy, compiled=candidates.settings.training.compiled) for each in own]
-    costs = CostColumns.of([each.cost for each in own], splits, candidates.settings.num_microbatches)
+    count = candidates.settings.num_microbatches
+    costs = CostColumns.of([each.cost for each in own], splits, count)
     return LayerCosts(
         **vars(costs),
         state_in=np.array([states[each.strategy.mesh, each.policy_in] for each in own], dtype=np.intp),
         state_out=np.array([states[each.strategy.mesh, each.policy_out] for each in own], dtype=np.intp),
+        leave_s=np.array([each.cost.copies_s - each.cost.leave_s for each in own]) / count,
+        return_s=np.array([each.cost.copies_s - each.cost.return_s for each in own]) / count,
     )
 
 

@@ -27,10 +27,16 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts(CostColumns):
-    """The candidates of one layer, one entry each; states index the boundary states."""
+    """The candidates of one layer, one entry each; states index the boundary states.
+
+    A layer that ends a stage has none behind it that computes while its saved tensors leave for the host's memory, or
+    come back from there: its forward then takes `leave_s` more, its backward `return_s`.
+    """
 
     state_in: Indices
     state_out: Indices
+    leave_s: Array
+    return_s: Array
 
     def take(self, rows: Indices) -> LayerCosts:
         """The candidates of these indices."""
@@ -180,6 +186,9 @@ def path_stages(
     Without the schedule's actions their peak bytes are not predicted.
     """
     layers, groups = _path_columns(tables, path), shape.groups
+    for last in (stop - 1 for stop in bounds[1:]):
+        layers.forward_s[last] += tables.layers[last].leave_s[path[last]]
+        layers.backward_s[last] += tables.layers[last].return_s[path[last]]
     stage_of = np.searchsorted(np.array(bounds), np.arange(len(path)), side="right") - 1
     for tied in tables.tied:
         first: dict[int, int] = {}

@@ -182,15 +182,16 @@ def running_costs(
         rerun = zip(placed.layer.ops, placed.states, forward_s, strict=True)
         recompute_s = sum(seconds for op, state, seconds in rerun if is_rerun(op, state, how, training))
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
+        copies_s = count * offload_s(memory, prices)
         leave_s, return_s = (
-            prices.host.exposed_s(count * offload_s(memory, prices), beside_s)
+            prices.host.exposed_s(copies_s, beside_s)
             for beside_s in (sum(forward_s), backward_s + recompute_s)
         )
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,
             parameter_s, saved_bytes=memory.kept_bytes, transient_bytes=memory.transient_bytes + kept_bytes,
             forward_comm_s=ahead_s, weight_s=weight_s, split_bytes=memory.branch_bytes,
-            leave_s=leave_s, return_s=return_s, host_bytes=memory.offloaded_bytes,
+            leave_s=leave_s, return_s=return_s, host_bytes=memory.offloaded_bytes, copies_s=copies_s,
         )  # fmt: skip
     return found
 

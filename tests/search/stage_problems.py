@@ -41,6 +41,8 @@ def make_tables(
                 shares.uniform(0.0, 0.4, num_candidates) * saved,
                 random.integers(0, NUM_STATES, num_candidates),
                 random.integers(0, NUM_STATES, num_candidates),
+                shares.uniform(0.0, 0.1, num_candidates),
+                shares.uniform(0.0, 0.1, num_candidates),
             )
         )
 

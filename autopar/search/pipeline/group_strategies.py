@@ -95,7 +95,9 @@ class GroupSolver:
             whole = self.chains[flight]
             own = list(whole.layers[start:stop])
             own[0] = replace(own[0], time_s=own[0].time_s + before[own[0].state_in])
-            own[-1] = replace(own[-1], time_s=own[-1].time_s + behind[own[-1].state_out])
+            last = self.tables.layers[stop - 1]
+            alone_s = self.tables.num_microbatches * (last.leave_s + last.return_s)
+            own[-1] = replace(own[-1], time_s=own[-1].time_s + behind[own[-1].state_out] + alone_s)
             if lean and number:
                 slower = {id(layer): replace(layer, time_s=layer.time_s * (1 + number * lean)) for layer in own}
                 own = [slower[id(layer)] for layer in own]
