@@ -47,7 +47,8 @@ class SearchRequest:
         any_batch: leave a batch whole that a demanded data degree does not divide, with a note, instead of refusing
             it: for a caller whose last batch is smaller.
         memory_error: how far predicted peaks can be off, relative: a plan must fit with that added.
-        on_final: is told of every plan whose step was simulated: the one that is chosen, and those that came near.
+        on_final: is told of plans whose step was simulated: the one that is chosen, and those that came near; of
+            pipelines with equal numbers of device groups and microbatches those that were the best so far.
         on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
     """
 

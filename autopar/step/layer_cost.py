@@ -184,8 +184,7 @@ def running_costs(
         recompute_s += again_s if is_layer_rerun(how, training) else 0.0
         copies_s = count * offload_s(memory, prices)
         leave_s, return_s = (
-            prices.host.exposed_s(copies_s, beside_s)
-            for beside_s in (sum(forward_s), backward_s + recompute_s)
+            prices.host.exposed_s(copies_s, beside_s) for beside_s in (sum(forward_s), backward_s + recompute_s)
         )
         found[how] = LayerCost(
             sum(forward_s), backward_s, recompute_s, activation_s,
