@@ -13,7 +13,7 @@ reads (`_saved_shares`): exactly the saved bytes if all readers find one layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,7 @@ from autopar.search.variable_elimination import Table, minimise
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
 from autopar.step.layer_cost import is_layer_rerun, is_rerun, parameter_times, placed_cost
 from autopar.step.local_layer import PlacedLayer, stored_steps
+from autopar.step.op_states import OpState
 from autopar.step.optimizer_costs import host_copy_s, parameter_step_s, updates
 from autopar.step.parameter_costs import gradient_sum_s, parameter_bytes
 from autopar.step.value_flows import is_alias
@@ -130,7 +131,9 @@ def _objective(problem: LayerProblem, variant: SolvedVariant) -> list[Table]:
     training, recompute = problem.training, variant.recompute
     again = 2.0 if is_layer_rerun(recompute, training) else 1.0
     for index, (op, each) in enumerate(zip(problem.layer.ops, problem.op_tables, strict=True)):
-        runs = np.array([2.0 if is_rerun(op, s, recompute, training) else 1.0 for s in problem.states[index]])
+        states = problem.states[index]
+        times = {k: 2.0 if is_rerun(op, s, recompute, training) else 1.0 for k, s in _by_kernel(states).items()}
+        runs = np.array([times[state.has_kernel] for state in states])
         kernels = again * each.kernel_forward_s + each.kernel_backward_s
         tables.append(((index,), runs * each.forward_s + each.backward_s + kernels))
     tables += [(each.scope, again * each.forward_s + each.backward_s) for each in problem.reshards]
@@ -139,6 +142,11 @@ def _objective(problem: LayerProblem, variant: SolvedVariant) -> list[Table]:
     if weight and training.is_training:
         tables += [(scope, weight * num_bytes) for scope, num_bytes in _saved_shares(problem, recompute)]
     return tables
+
+
+def _by_kernel(states: Iterable[OpState]) -> dict[bool, OpState]:
+    """A state with a special kernel, and one without, of those that there are."""
+    return {state.has_kernel: state for state in states}
 
 
 def _parameter_table(problem: LayerProblem, parameter: ParameterCopy, variant: SolvedVariant) -> Array:

@@ -321,7 +321,12 @@ def _without_gradients(graph: TensorGraph, unseen: Set[TensorKey]) -> TensorGrap
     def seen(targets: tuple[GradientTarget, ...]) -> tuple[GradientTarget, ...]:
         return tuple(target._replace(num_bytes=0.0) if target.key in unseen else target for target in targets)
 
-    nodes = (replace(node, targets=seen(node.targets), sources=seen(node.sources)) for node in graph.nodes)
+    nodes = (
+        replace(node, targets=seen(node.targets), sources=seen(node.sources))
+        if any(target.key in unseen for target in (*node.targets, *node.sources))
+        else node
+        for node in graph.nodes
+    )
     return replace(graph, nodes=tuple(nodes))
 
 

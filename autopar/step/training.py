@@ -104,11 +104,13 @@ def own_training(program: Program, layer: Layer, training: TrainingSpec) -> Trai
     """How this layer is trained: one that no gradient reaches runs as outside training, and what keeps no tensor for
     its backward pass (an addition) runs nothing again.
     """
-    trained = [op for op in layer.ops if is_differentiable(program, op, training)]
-    keeps = any(op.saves or op.saved_extra_bytes for op in trained)
-    if trained and keeps:
-        return training
-    return replace(training, is_training=bool(trained), reruns=keeps)
+    trained = (op for op in layer.ops if is_differentiable(program, op, training))
+    trains = False
+    for op in trained:
+        if op.saves or op.saved_extra_bytes:
+            return training  # mostly the first one: this is asked for every strategy
+        trains = True
+    return replace(training, is_training=trains, reruns=False)
 
 
 def is_differentiable(program: Program, op: Op, training: TrainingSpec) -> bool:
