@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from autopar.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
 from autopar.errors import PlanFormatError
+from autopar.headline import describe_headline, of_limit
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, Prediction
@@ -34,7 +35,8 @@ __all__ = ["FORMAT_VERSION", "Decisions", "LayerStrategy", "Plan", "PlannedLayer
 
 FORMAT_VERSION = 5
 
-_WIDTH = 110
+_WIDTH = 80
+_LONG_NAME = 18  # "model.embed_tokens", the usual longest, is not folded
 _FEW_STAGES = 16
 _FEW_NAMES = 4
 
@@ -116,6 +118,11 @@ class Plan:
         stages = zip(self.stages, self.prediction.stages, strict=False)
         peaks = (cost.peak_memory_bytes for stage, cost in stages if stage.group == group)
         return next(peaks, self.peak_memory_bytes)
+
+    @property
+    def headline(self) -> str:
+        """The plan in one line: precision, degrees, rate per device, utilization and memory (`autopar.headline`)."""
+        return describe_headline(self.decisions, self.prediction, self.memory_limit_bytes)
 
     def __str__(self) -> str:
         """The plan as a table for people."""
@@ -215,6 +222,8 @@ def _complete(predicted: dict[str, Any]) -> None:
         predicted.setdefault(each, 0.0)
     predicted.setdefault("speedups", {})
     predicted.setdefault("host_memory_bytes", 0.0)
+    for name, nothing in (("tokens_per_step", 0), ("dtype", ""), ("model_flops", 0.0), ("peak_flops_per_s", 0.0)):
+        predicted.setdefault(name, nothing)
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):
@@ -223,7 +232,7 @@ def _complete(predicted: dict[str, Any]) -> None:
 
 
 def _format_plan(plan: Plan) -> str:
-    """The plan as text: a row per group of consecutive layers that run alike, a row per stage, then the totals.
+    """The plan as text: its line, a row per group of consecutive layers that run alike, one per stage, then the totals.
 
     Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
     layer and step; of a stage the ms of one microbatch, of what it does once a step and of sending to its neighbours.
@@ -232,26 +241,24 @@ def _format_plan(plan: Plan) -> str:
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(_heading(plan))
+    console.print(plan.headline, soft_wrap=True)
+    console.print(_heading(plan), soft_wrap=True)
     console.print(_layer_table(plan))
     console.print("sizes per device and layer (K, M, G: KiB, MiB, GiB); ms per layer and step")
     if plan.stages:
         console.print(_stage_table(plan))
-        console.print("ms per microbatch (step: ms per step); in flight: microbatches between forward and backward")
+        console.print("ms per microbatch of forward, backward, sending ahead and back; step: ms per step;")
+        console.print("live: microbatches between forward and backward")
     for line in _totals(plan):
         console.print(line)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _heading(plan: Plan) -> str:
-    passes = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
-    stages = f", {len(plan.stages)} stages ({plan.schedule})" if plan.stages else ""
     speedups = (f"precision={name!r} is {times:.2g}x faster by estimate" for name, times in plan.prediction.speedups)
-    compiled = ", compiled" if plan.compiled else ""
     gradients = f", gradients in {plan.decisions.gradients}" if plan.decisions.gradients else ""
-    gradients += ", stored in the host's memory" if plan.decisions.host_storage else ""
     precision = "".join(f"; computes in float32: {text}" for text in speedups)
-    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{stages}{passes}{compiled}{gradients}{precision}"
+    return f"Plan for {plan.world_size} x {plan.device or 'any device'}{gradients}{precision}"
 
 
 def _new_table() -> Table:
@@ -263,8 +270,8 @@ def _new_table() -> Table:
 
 def _layer_table(plan: Plan) -> Table:
     table = _new_table()
-    for name in ("layers", "mesh: what each axis does", "storage", "recompute"):
-        table.add_column(name, overflow="fold")
+    table.add_column("layers", overflow="fold", min_width=_LONG_NAME)
+    table.add_column("how it runs", overflow="fold")
     for name in ("params", "grads", "optim", "saved", "temp", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
     # Where there are many stages, their own table says where they are cut.
@@ -277,16 +284,16 @@ def _layer_table(plan: Plan) -> Table:
     for (strategy, cost, _), group in itertools.groupby(range(len(plan.layers)), alike):
         layers = [plan.layers[index] for index in group]
         names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
-        table.add_row(names, *_describe_strategy(plan.strategies[strategy]), *_describe_cost(cost))
+        table.add_row(names, _describe_strategy(plan.strategies[strategy]), *_describe_cost(cost))
     return table
 
 
 def _stage_table(plan: Plan) -> Table:
     table = _new_table()
     table.add_column("stage", justify="right")
-    table.add_column("layers", overflow="fold")
+    table.add_column("layers", overflow="fold", min_width=_LONG_NAME)
     table.add_column("ranks", no_wrap=True)
-    for name in ("forward", "backward", "send", "send back", "step", "in flight", "peak"):
+    for name in ("fwd", "bwd", "send", "back", "step", "live", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     number = 0
     # Neighbouring stages with equally many layers and equal times share a row.
@@ -323,8 +330,9 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first} .. {last}"
 
 
-def _describe_strategy(strategy: LayerStrategy) -> tuple[str, str, str]:
-    return strategy.axes, strategy.storage_name, strategy.recompute_name
+def _describe_strategy(strategy: LayerStrategy) -> str:
+    recompute = "" if strategy.recompute == "none" else f", {strategy.recompute_name} recompute"
+    return f"{strategy.storage_name}, {strategy.axes}{recompute}"
 
 
 def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
@@ -365,20 +373,17 @@ def _totals(plan: Plan) -> list[str]:
 
 def _predicted(plan: Plan) -> list[str]:
     rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
+    shares = plan.prediction.summary(plan.num_groups)
     lines = [
-        f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(plan)})",
+        f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(shares, plan.step_time_s)})",
         *_overlapped(plan),
         *_gathered(plan.prediction),
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
-        f"predicted peak       {_format_size(plan.peak_memory_bytes)}iB{_error(plan.memory_error)} per device "
-        f"of {_format_size(plan.memory_limit_bytes)}iB allowed",
+        f"predicted peak       {of_limit(plan.peak_memory_bytes, plan.memory_limit_bytes)} per device allowed"
+        f"{_error(plan.memory_error)}",
         *_offloaded(plan.prediction),
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
     ]
-    if plan.stages and plan.step_time_s > 0:
-        busy_s = sum(cost.total_s for cost in plan.costs)
-        idle = max(0.0, 1 - busy_s / (plan.num_groups * plan.step_time_s))
-        lines.append(f"pipeline bubble      devices are idle {idle:.0%} of the step, excluding sends")
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     return lines
@@ -405,9 +410,8 @@ def _overlapped(plan: Plan) -> list[str]:
     """The communication that the step time does not show: overlapped with compute, or saved by shared buffers."""
     if plan.overlapped_s <= 0:
         return []
-    share = plan.overlapped_s / (plan.step_time_s + plan.overlapped_s)
     hidden = _format_seconds(plan.overlapped_s)
-    return [f"overlapped           {hidden} of communication, {share:.0%} of the step without overlap"]
+    return [f"overlapped           {hidden} of communication, not part of the step time"]
 
 
 def _gathered(prediction: Prediction) -> list[str]:
@@ -421,21 +425,12 @@ def _gathered(prediction: Prediction) -> list[str]:
 
 
 def _error(share: float) -> str:
-    return f" +- {share * 100:.2g} %" if share else ""
+    return f", +- {share * 100:.2g} %" if share else ""
 
 
 def _format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _shares(plan: Plan) -> str:
-    parts = {
-        "compute": sum(cost.forward_s + cost.backward_s for cost in plan.costs),
-        "recompute": sum(cost.recompute_s for cost in plan.costs),
-        "activation communication": sum(cost.activation_comm_s for cost in plan.costs),
-        "parameter communication": sum(cost.parameter_comm_s for cost in plan.costs),
-        "optimizer": sum(cost.optimizer_s for cost in plan.costs),
-        "copies to the host": sum(cost.offload_s for cost in plan.costs),
-    }
-    total = sum(parts.values()) or 1.0
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds / total >= 0.005)
+def _shares(seconds: dict[str, float], step_s: float) -> str:
+    return ", ".join(f"{name} {each / step_s:.0%}" for name, each in seconds.items() if each >= 0.005 * step_s > 0)

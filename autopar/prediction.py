@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.schedules.action_lists import StageCost
 
-__all__ = ["LayerCost", "Prediction"]
+__all__ = ["SPENT", "LayerCost", "Prediction"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,14 @@ class LayerCost:
         return self.static_bytes + self.saved_bytes
 
 
+SPENT = {
+    "forward": "forward_s", "backward": "backward_s", "recompute": "recompute_s",
+    "activation communication": "activation_comm_s", "parameter communication": "parameter_comm_s",
+    "optimizer": "optimizer_s", "copies to the host": "offload_s",
+}  # fmt: skip
+"""What a layer's seconds are spent on -> the field of `LayerCost`."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What is expected of a plan's decisions by the prices of one kind of device; all 0 where nothing is known.
@@ -110,6 +118,11 @@ class Prediction:
         output_gathers_s: the part of the step in which outputs beside the loss are gathered for the caller.
         output_reads_s: seconds to gather them when the caller reads all of them; not part of the step.
         speedups: precision that was not asked for (``"bf16"``) -> how many times as fast a step would be, by estimate.
+        tokens_per_step: of the whole batch; 0: its rows are no rows of tokens.
+        dtype: that most arithmetic is done in.
+        model_flops: of all devices in a step, forward and backward without recomputation, causal attention counted half
+            (`autopar.step.model_flops`).
+        peak_flops_per_s: of a device in `dtype`, by its data sheet; 0: not known.
     """
 
     device: str = ""
@@ -125,3 +138,35 @@ class Prediction:
     output_gathers_s: float = 0.0
     output_reads_s: float = 0.0
     speedups: tuple[tuple[str, float], ...] = ()
+    tokens_per_step: int = 0
+    dtype: str = ""
+    model_flops: float = 0.0
+    peak_flops_per_s: float = 0.0
+
+    def spent(self, num_groups: int) -> dict[str, float]:
+        """What the step's seconds are spent on; they add up to the step, of a pipeline as the mean over device groups.
+
+        Collectives are counted one by one.  What shared buffers save, and what overlaps with compute and so would be
+        counted twice, is subtracted as ``"overlapped communication"``; ``"waiting in the pipeline"`` is what is left.
+        """
+        results = {name: sum(getattr(cost, field) for cost in self.costs) / num_groups for name, field in SPENT.items()}
+        results["optimizer"] -= self.optimizer_gathers_s
+        results["optimizer gathers"] = self.optimizer_gathers_s
+        rest = self.step_time_s - sum(results.values())
+        if self.stages and rest >= 0:
+            results["waiting in the pipeline"] = rest
+        elif self.stages or self.overlapped_s:
+            results["overlapped communication"] = rest
+        return results
+
+    def summary(self, num_groups: int) -> dict[str, float]:
+        """`spent` in fewer parts: forward and backward are compute, of communication counts what is exposed."""
+        spent = self.spent(num_groups)
+        joined = {
+            "compute": ("forward", "backward"),
+            "exposed communication": (
+                "activation communication", "parameter communication", "overlapped communication", "optimizer gathers"
+            ),
+        }  # fmt: skip
+        results = {name: sum(spent.pop(part, 0.0) for part in parts) for name, parts in joined.items()}
+        return results | spent

@@ -309,6 +309,13 @@ class Program:
         shapes = (self.type_of(name).shape for name in self.inputs)
         return next((shape[0] for shape in shapes if shape), 1)
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the global batch, if the first input that has rows is one of ids ``[rows, length]``; else 0."""
+        first = next((kind for kind in map(self.type_of, self.inputs) if kind.shape), None)
+        is_ids = first is not None and len(first.shape) == 2 and first.dtype in ("int64", "int32")
+        return first.num_elements if first is not None and is_ids else 0
+
     def type_of(self, name: str) -> TensorType:
         """The type of the value called `name`."""
         return self.values[name].type

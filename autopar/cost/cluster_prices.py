@@ -158,6 +158,11 @@ class ClusterPrices:
         curve = self._curves.get("optimizer/tensor")
         return curve.overhead_s if curve is not None else 0.0
 
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """What a device does at most in this dtype, by its data sheet; 0: not known, as of CPUs."""
+        device = self.cluster.device
+        return 0.0 if device.type == "cpu" else device.flops_per_s.get(dtype, 0.0)
+
     def interference(self, kind: str, axis: Axis) -> float:
         """Which part of its speed compute loses while such a collective runs: 0 to 1.
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.cluster import Device
 from autopar.explain.kind_work import certainty
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
+from autopar.pages.shapes import size
 from autopar.plan import Plan
+from autopar.prediction import SPENT
 from autopar.step.plan_collectives import plan_collectives
 
 __all__ = ["Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
@@ -70,11 +73,7 @@ class Explanation:
     planning_s: tuple[tuple[str, float], ...]
 
 
-_SECONDS = {
-    "forward": "forward_s", "backward": "backward_s", "recompute": "recompute_s",
-    "activation communication": "activation_comm_s", "parameter communication": "parameter_comm_s",
-    "optimizer": "optimizer_s",
-}  # fmt: skip
+_FULL = 0.9  # of the limit: the error of a predicted peak is half of what is left, so such a plan was cut to fit
 _BYTES = {
     "parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes",
     "saved": "saved_bytes", "transient": "transient_bytes",
@@ -84,13 +83,13 @@ _BYTES = {
 def explain(answer: Answer) -> Explanation:
     """Explain a plan from its own costs and collectives."""
     plan = answer.plan
-    shares = _shares(plan)
+    spent = plan.prediction.spent(plan.num_groups)
     links = _links(answer)
     return Explanation(
-        shares=shares,
+        shares=tuple(sorted(spent.items(), key=lambda item: -item[1])),
         kinds=tuple(kind_rows(plan)),
         links=links,
-        binds=_binds(plan, dict(shares), links),
+        binds=_binds(plan, answer.question.cluster.device, links),
         memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
         sources=certainty(answer),
         memory_error=plan.memory_error,
@@ -98,26 +97,6 @@ def explain(answer: Answer) -> Explanation:
         runners_up=runners_up(answer.considered, plan),
         planning_s=plan.planning_s,
     )
-
-
-def _shares(plan: Plan) -> tuple[tuple[str, float], ...]:
-    """Seconds of the step by what they are spent on; of a pipeline, the mean over device groups, and the rest waits.
-
-    The collectives of parameters are counted one by one.  What shared buffers save, and what overlaps with compute and
-    so would be counted twice, is subtracted in a row of its own.
-    """
-    results = {
-        name: sum(getattr(cost, field) for cost in plan.costs) / plan.num_groups for name, field in _SECONDS.items()
-    }
-    gathers_s = plan.prediction.optimizer_gathers_s
-    results["optimizer"] -= gathers_s
-    results["optimizer gathers"] = gathers_s
-    rest = plan.step_time_s - sum(results.values())
-    if plan.stages and rest >= 0:
-        results["waiting in the pipeline"] = rest
-    elif plan.stages or plan.overlapped_s:
-        results["overlapped communication"] = rest
-    return tuple(sorted(results.items(), key=lambda item: -item[1]))
 
 
 def kind_rows(plan: Plan) -> Iterable[KindRow]:
@@ -132,7 +111,7 @@ def kind_rows(plan: Plan) -> Iterable[KindRow]:
             strategy.axes,
             strategy.storage_name,
             strategy.recompute_name,
-            tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _SECONDS.items()),
+            tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in SPENT.items()),
             tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _BYTES.items()),
         )
 
@@ -151,17 +130,21 @@ def _links(answer: Answer) -> tuple[LinkRow, ...]:
     return tuple(sorted(results, key=lambda row: -row.seconds))
 
 
-def _binds(plan: Plan, shares: dict[str, float], links: tuple[LinkRow, ...]) -> str:
+def _binds(plan: Plan, device: Device, links: tuple[LinkRow, ...]) -> str:
+    """By the shares that the plan prints."""
     total = plan.step_time_s or 1.0
-    computing = sum(shares[name] for name in ("forward", "backward", "recompute")) / total
-    talking = (shares["activation communication"] + shares["parameter communication"]) / total
+    shares = {name: seconds / total for name, seconds in plan.prediction.summary(plan.num_groups).items()}
+    first = max(("compute", "exposed communication", "waiting in the pipeline"), key=lambda name: shares.get(name, 0.0))
+    main = f"{first} takes {shares[first]:.0%} of the step"
+    if first == "exposed communication" and links:
+        main += f"; of all communication most is {links[0].kind} over {links[0].link}"
+    return f"{main}; {_memory(plan, device)}"
+
+
+def _memory(plan: Plan, device: Device) -> str:
     full = plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0
-    memory = f"memory is {full:.0%} full"
-    if full > 0.9:
-        memory += ", so it shapes the plan (see what more of it would give: --what-if memory=...)"
-    if talking > computing and links:
-        first = links[0]
-        main = f"communication takes {talking:.0%} of the step, most of it {first.kind} over {first.link}"
-    else:
-        main = f"compute takes {computing:.0%} of the step"
-    return f"{main}; {memory}"
+    text = f"memory is {full:.0%} full"
+    if plan.memory_limit_bytes == device.usable_memory_bytes and device.overhead_bytes:
+        whole, rest = size(device.memory_bytes).text, size(device.overhead_bytes).text
+        text += f" (of {whole} the limit leaves out {rest} for the context, communicators and fragments)"
+    return f"{text}, so it shapes the plan: see --what-if memory=..." if full > _FULL else text

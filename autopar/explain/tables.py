@@ -17,7 +17,11 @@ __all__ = [
     "sweep_table", "what_if_table",
 ]  # fmt: skip
 
-_SHORT = {"activation communication": "act. comm.", "parameter communication": "par. comm."}
+_SHORT = {
+    "activation communication": "act. comm.",
+    "parameter communication": "par. comm.",
+    "copies to the host": "copies",
+}
 
 
 def kind_name(layers: Sequence[str]) -> str:
@@ -33,13 +37,14 @@ def share_table(explanation: Explanation, step_s: float) -> Table:
 
 def kind_table(kinds: Sequence[KindRow]) -> Table:
     """Time and bytes of each layer kind."""
+    spent = [name for name, _ in kinds[0].seconds if any(dict(kind.seconds)[name] for kind in kinds)]
     rows = tuple(
-        (kind_name(kind.layers), *(milliseconds(each) for _, each in kind.seconds),
+        (kind_name(kind.layers), *(milliseconds(dict(kind.seconds)[name]) for name in spent),
          size(sum(each for _, each in kind.num_bytes)))
         for kind in kinds
     )  # fmt: skip
-    columns = ("layers", *(f"{_SHORT.get(name, name)} (ms)" for name, _ in kinds[0].seconds), "memory")
-    return Table("Layer kinds: all layers of a kind together, per device and step", columns, rows)
+    columns = ("layers", *(_SHORT.get(name, name) for name in spent), "memory")
+    return Table("Layer kinds: ms of all layers of a kind together, per device and step", columns, rows)
 
 
 def link_table(explanation: Explanation) -> Table:
@@ -47,18 +52,18 @@ def link_table(explanation: Explanation) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for row in explanation.links:
         rate = row.num_bytes / row.seconds if row.seconds else 0.0
-        gigabytes_per_s = Number(rate, f"{rate / 1e9:.3g}")
+        gigabytes_per_s = Number(rate, digits(rate / 1e9))
         rows.append(
             (row.link, row.kind, count(row.runs), size(row.num_bytes), milliseconds(row.seconds), gigabytes_per_s)
         )
-    columns = ("link", "collective", "runs", "bytes per device", "ms", "GB/s")
+    columns = ("link", "collective", "runs", "bytes", "ms", "GB/s")
     return Table("Collectives of one device in one step", columns, tuple(rows))
 
 
 def runner_table(runners: Sequence[RunnerUp]) -> Table:
     """The plans that came next."""
     rows = tuple(
-        (each.what, milliseconds(each.step_time_s), "yes" if each.is_simulated else "no: a sum, at most",
+        (each.what, milliseconds(each.step_time_s), "yes" if each.is_simulated else "no, a sum",
          _change(each.loses), size(each.peak_memory_bytes))
         for each in runners
     )  # fmt: skip
@@ -68,13 +73,13 @@ def runner_table(runners: Sequence[RunnerUp]) -> Table:
 
 def forced_table(rows: Sequence[Alternative], plan: Plan) -> Table:
     """What it costs to decide otherwise."""
-    return _alternatives("Other choices, forced by a constraint", "constraint", rows, "vs. the plan", _versus(plan))
+    return _alternatives("Other choices, forced by a constraint", "constraint", rows, "vs. plan", _versus(plan))
 
 
 def what_if_table(rows: Sequence[Alternative], plan: Plan) -> Table:
     """The plans of what-ifs below the first one."""
     every = [Alternative("as asked", plan), *rows]
-    return _alternatives("What if", "what if", every, "vs. the plan", _versus(plan))
+    return _alternatives("What if", "what if", every, "vs. plan", _versus(plan))
 
 
 def sweep_table(text: str, rows: Sequence[Alternative]) -> Table:
@@ -92,17 +97,24 @@ def _versus(plan: Plan) -> Callable[[Alternative], Number]:
 def _alternatives(
     caption: str, what: str, rows: Sequence[Alternative], compared: str, compare: Callable[[Alternative], Number]
 ) -> Table:
+    plans = [row.plan for row in rows if row.plan is not None]
+    # What is the same in all of them is left out, so that the last column has room.
+    has_devices = len({plan.world_size for plan in plans}) > 1
+    has_rates = has_devices or len({plan.samples_per_step for plan in plans}) > 1
+    columns = (
+        what, *["devices"] * has_devices, "ms", compared, *["rows/s"] * has_rates, "memory", "most layers"
+    )  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
     for row in rows:
         plan = row.plan
         if plan is None:
-            cells.append((row.change, *["-"] * 5, row.problem))
+            cells.append((row.change, *["-"] * (len(columns) - 2), row.problem))
             continue
+        devices, rates = [count(plan.world_size)] * has_devices, [_rows_per_s(plan)] * has_rates
         cells.append(
-            (row.change, count(plan.world_size), milliseconds(plan.step_time_s), compare(row), _rows_per_s(plan),
-             size(plan.peak_memory_bytes), describe_plan(plan).what)
+            (row.change, *devices, milliseconds(plan.step_time_s), compare(row), *rates, size(plan.peak_memory_bytes),
+             describe_plan(plan).what)
         )  # fmt: skip
-    columns = (what, "devices", "ms", compared, "rows per second", "memory", "most layers")
     return Table(caption, columns, tuple(cells))
 
 

@@ -29,7 +29,7 @@ from autopar.plan import Plan
 
 __all__ = ["Printer"]
 
-_PIPED_WIDTH = 110
+_PIPED_WIDTH = 80
 
 
 class Printer:
@@ -107,7 +107,7 @@ class Printer:
         """A table below its caption."""
         self._title(table.caption)
         style = box.SIMPLE if self._console.is_terminal else box.ASCII2
-        made = RichTable(box=style, pad_edge=False)
+        made = RichTable(box=style, pad_edge=False, padding=(0, 1, 0, 0))
         for name, is_number in table.headings:
             made.add_column(name, overflow="fold", justify="right" if is_number else "left")
         for row in table.rows:

@@ -28,6 +28,7 @@ class Section:
 
 def render_page(
     title: str,
+    headline: str,
     cards: Sequence[tuple[str, str, Number, str]],
     verdict: str,
     asked: Sequence[str],
@@ -37,6 +38,7 @@ def render_page(
 
     Args:
         title: of the page.
+        headline: the plan in one line, or what the page shows.
         cards: the numbers at the top: id, name, number and what stands below it.
         verdict: a sentence below them, without its full stop.
         asked: what the page is about, in short texts.
@@ -58,6 +60,7 @@ def render_page(
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(parts["page.html"]).render(
         title=title,
+        headline=headline,
         cards=cards,
         verdict=verdict,
         asked=asked,

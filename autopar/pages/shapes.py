@@ -116,7 +116,9 @@ def milliseconds(seconds: float) -> Number:
 
 
 def digits(value: float) -> str:
-    """Four digits, more of large numbers: ``"0.1234"``, ``"12.34"``, ``"12,345"``."""
+    """Four digits, more of large numbers and four places of small ones: ``"12,345"``, ``"12.34"``, ``"0.0012"``."""
+    if abs(value) < 1:
+        return f"{value:.4f}".rstrip("0").rstrip(".") if value else "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
-from autopar.plan import Decisions, LayerStrategy, Plan
+from autopar.headline import describe_usual
+from autopar.plan import Plan
 from autopar.search.lagrangian import pareto_indices
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate
 from autopar.search.request import ConsideredPlan
@@ -27,17 +27,17 @@ def describe_paths(paths: SingleStagePaths) -> Iterator[ConsideredPlan]:
     on_front = set(front)
     behind = [index for index in np.lexsort((peak, time_s)).tolist() if index not in on_front]
     for index in (*_spread(front, _MOST_ON_FRONT), *_spread(behind, _MOST_BEHIND)):
-        yield ConsideredPlan(time_s[index], peak[index], _describe(paths.decisions(index)))
+        yield ConsideredPlan(time_s[index], peak[index], describe_usual(paths.decisions(index)))
 
 
 def describe_pipeline(pipeline: PipelineCandidate) -> ConsideredPlan:
     """A pipeline whose schedule was simulated, with communication and compute one after the other."""
-    return ConsideredPlan(pipeline.step_s, pipeline.peak_bytes, _describe(pipeline.decisions()))
+    return ConsideredPlan(pipeline.step_s, pipeline.peak_bytes, describe_usual(pipeline.decisions()))
 
 
 def describe_plan(plan: Plan) -> ConsideredPlan:
     """A plan whose step was simulated."""
-    return ConsideredPlan(plan.step_time_s, plan.peak_memory_bytes, _describe(plan.decisions), is_simulated=True)
+    return ConsideredPlan(plan.step_time_s, plan.peak_memory_bytes, describe_usual(plan.decisions), is_simulated=True)
 
 
 def _spread(indices: list[int], most: int) -> list[int]:
@@ -45,17 +45,3 @@ def _spread(indices: list[int], most: int) -> list[int]:
     if len(indices) <= most:
         return indices
     return [indices[number * (len(indices) - 1) // (most - 1)] for number in range(most)]
-
-
-def _describe(decisions: Decisions) -> str:
-    """How most layers run."""
-    words = [_describe_strategy(strategy) for strategy in decisions.strategies]
-    usual = Counter(words[layer.strategy] for layer in decisions.layers).most_common(1)[0][0]
-    stages, count = len(decisions.stages), decisions.num_microbatches
-    pipeline = f"{stages} stages on {decisions.num_groups} groups ({decisions.schedule}), " if stages else ""
-    return f"{pipeline}{usual}" + (f", {count} microbatches" if count > 1 else "")
-
-
-def _describe_strategy(strategy: LayerStrategy) -> str:
-    recompute = "" if strategy.recompute == "none" else f", {strategy.recompute_name} recompute"
-    return f"{strategy.axes}, ZeRO-{strategy.zero}{recompute}"

@@ -60,6 +60,10 @@ class Prices(Protocol):
         """Seconds of an optimizer step for each parameter, in addition to those for its elements."""
         ...
 
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """What a device does at most in this dtype, by its data sheet; 0: not known.  Utilization refers to it."""
+        ...
+
     def interference(self, kind: str, axis: Axis) -> float:
         """Which part of its speed compute loses while such a collective overlaps with it: 0 to 1.
 

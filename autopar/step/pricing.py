@@ -23,6 +23,7 @@ from autopar.step.boundary_values import sent_values, transfer_parts_s
 from autopar.step.layer_cost import is_rerun, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
+from autopar.step.model_flops import model_flops
 from autopar.step.op_seconds import op_seconds
 from autopar.step.optimizer_costs import gather_s, layer_gathers_s
 from autopar.step.parameter_costs import shared_costs
@@ -80,6 +81,8 @@ def predict(
     step_s = step_seconds(layers, prices, training, schedules)
     outputs_s = sum(_output_seconds(layers, prices)) if training.is_training else 0.0
     is_same = abs(sum_s - step_s) <= _NOTHING * sum_s
+    flops = model_flops(program, training)
+    dtype = max(flops, key=lambda name: flops[name], default="")
     return Prediction(
         device=prices.device,
         price_source=_price_source(layers, costs, prices, training),
@@ -93,6 +96,10 @@ def predict(
         optimizer_gathers_s=_optimizer_gathers_s(layers, prices, training),
         output_gathers_s=outputs_s if training.gathers_outputs else 0.0,
         output_reads_s=0.0 if training.gathers_outputs else outputs_s,
+        tokens_per_step=program.num_tokens,
+        dtype=dtype,
+        model_flops=sum(flops.values()),
+        peak_flops_per_s=prices.peak_flops_per_s(dtype),
     )
 
 

@@ -204,6 +204,9 @@ class TablePrices:
     def optimizer_tensor_s(self) -> float:
         return 2e-6
 
+    def peak_flops_per_s(self, dtype: str) -> float:
+        return 1e15
+
     def interference(self, kind: str, axis: Axis) -> float:
         return self.taken
 

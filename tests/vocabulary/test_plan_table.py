@@ -17,11 +17,16 @@ def test_stages_have_rows_with_their_ranks_and_times():
     plan = replace(small, decisions=decisions, prediction=prediction)
     lines = str(plan).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
-    assert lines[0] == "Plan for 8 x cpu, 2 stages (1f1b), 2 microbatches"
+    assert lines[0].startswith("ZeRO-3 · DP 2 x TP 2 x PP 2 (1F1B, 2 microbatches) · selective recompute · ")
+    assert lines[1] == "Plan for 8 x cpu"
     assert ["0", "block.0 .. block.1 (2)", "0 .. 3", "250", "0", "0", "0", "0", "0", "1M"] in rows
     assert ["1", "block.2", "4 .. 7", "0", "125", "0", "0", "4", "0", "0"] in rows
-    assert [row[0] for row in rows if "ZeRO-3" in row] == ["block.0 .. block.1", "block.2"]  # "(2)" is folded
-    assert "pipeline bubble      devices are idle 50% of the step, excluding sends" in lines
+    assert [row[0] for row in rows if row[1].startswith("ZeRO-3")] == [
+        "block.0 .. block.1",
+        "block.2",
+    ]  # "(2)" is folded
+    assert "(compute 50%, waiting in the pipeline 50%)" in next(line for line in lines if "step time" in line)
+    assert max(map(len, (line for line in lines if line.startswith(("|", "+"))))) <= 80
 
 
 def test_a_plan_of_which_nothing_is_predicted_says_so():

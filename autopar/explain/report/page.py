@@ -59,6 +59,7 @@ def render_report(findings: Findings) -> str:
     plan = findings.answer.plan
     return render_page(
         f"{findings.target} on {plan.world_size} x {plan.device}",
+        plan.headline,
         tuple(_cards(findings)),
         findings.explanation.binds,
         _conditions(findings),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
+from autopar.headline import describe_parallelism, throughput
 from autopar.lower.observe.expert_rows import ExpertRows
 from autopar.lower.observe.kernel_profile import profile_kernels
 from autopar.lower.observe.step_report import StepReport
@@ -37,7 +38,11 @@ def report_steps(
         alike.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
     report = StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
-    return replace(report, expert_rows=rows[0])
+    plan = executor.executable.plan
+    parts = ["measured", describe_parallelism(plan.decisions)]
+    if plan.costs:
+        parts.append(throughput(plan.prediction, plan.world_size, report.measured.step_s))
+    return replace(report, expert_rows=rows[0], headline=" · ".join(parts))
 
 
 def _measure(

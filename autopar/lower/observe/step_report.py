@@ -41,6 +41,7 @@ class StepReport:
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
             experts that run as one op, and of the layers that this rank's device group runs.  ``imbalance=`` takes it.
+        headline: the plan and its measured rate in one line (`autopar.headline`).
     """
 
     measured: StepTimeline
@@ -51,6 +52,7 @@ class StepReport:
     group: int = 0
     kernels: tuple[KernelTime, ...] = ()
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
+    headline: str = ""
 
     def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
         """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
@@ -100,6 +102,7 @@ class StepReport:
                    for name, predicted_s, measured_s in self.streams()]  # fmt: skip
         spread = f"{format_seconds(min(self.steps_s))} to {format_seconds(max(self.steps_s))}"
         count = f"{len(self.steps_s)} steps measured, {spread}; the table shows the median step on this rank"
+        text = self.headline + "\n" * bool(self.headline) + text
         text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'ratio'], *streams])}\n{count}"
         text += f"\n{self._expert_text()}" if self.expert_rows else ""
         return f"{text}\n\n{self._kernel_text()}" if self.kernels else text
@@ -186,7 +189,9 @@ def _write_page(path: str | Path, report: StepReport) -> None:
         cards.append(("ratio", "Measured to predicted", Number(ratio, digits(ratio)), "1 is as predicted"))
         verdict = f"the step takes {ratio:.2f} times what was predicted"
     about = (f"device group {report.group}", f"{len(report.layers)} layers on this rank")
-    page = render_page("A step, predicted and measured", cards, verdict, about, tuple(_sections(report)))
+    page = render_page(
+        "A step, predicted and measured", report.headline, cards, verdict, about, tuple(_sections(report))
+    )
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:
