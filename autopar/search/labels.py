@@ -37,6 +37,7 @@ DEGREE_LABELS = {
     "expert": ("expert",),
 }
 _MOST = 0.8  # of what is cut, from which share on it gives the axis its name: odd ops are no reason for another
+_JOINS = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default", "aten.flatten.using_ints")
 
 
 def option_of(op: Op, factor: str) -> Option | None:
@@ -143,9 +144,13 @@ def _count_weights(program: Program, op: Op, option: Option | None, tally: _Tall
 
 
 def _cut_dims(op: Op, option: Option | None) -> Iterator[tuple[str, int]]:
+    """Results with the dim that is cut, -1 for none; tokens that a view joins with a batch of one are still tokens."""
     for position, name in enumerate(op.results):
         placement = option.results[position] if option is not None else None
-        yield name, placement.dim if placement is not None and placement.is_shard else -1
+        dim = placement.dim if placement is not None and placement.is_shard else -1
+        if dim == 0 and option is not None and op.target in _JOINS and option.operands[0].is_shard:
+            dim = option.operands[0].dim
+        yield name, dim
 
 
 def _attention_part(program: Program, op: Op, option: Option | None) -> str:

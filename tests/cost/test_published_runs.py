@@ -209,3 +209,11 @@ def test_the_command_ends_with_one_line_of_json(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary == {"mean_absolute_error": pytest.approx(0.0, abs=0.2), "rows": 1}
+
+
+def test_long_sequences_over_many_devices():
+    """NVIDIA's, of 32,768 to 1,048,576 tokens on 2 to 32 devices a sequence."""
+    unseen = price_rows(TABLE.parent / "unseen" / "second.csv")
+    errors = {o.run.id: o.error for o in unseen.outcomes if o.run.id.startswith("LONG-H") and o.run.context > 1}
+    assert len(errors) == 6
+    assert max(map(abs, errors.values())) < 0.08, errors  # 5.8 %

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+import transformers
 
 from autopar.plan import Plan
+from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
-from tests.zoo import assert_parity, plan_for, subject
+from tests.models import make_llama, tokens
+from tests.zoo import Subject, assert_parity, plan_for, quick_prices, subject, trained_alone
 
 CASES = {
     "llama": (
@@ -63,3 +67,39 @@ def test_with_stages(schedule: str):
     plan = plan_for("llama", 4, constraints, stages=True)
     assert context_degrees("llama", plan) == {2}
     assert_parity(subject("llama"), plan)
+
+
+def plan_of(who: Subject, *constraints: str) -> Plan:
+    return search(who.traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
+
+
+def test_a_batch_of_one_is_cut_to_the_loss():
+    """The head joins the tokens with the batch, and cuts them all the same."""
+    torch.manual_seed(0)
+    model, inputs = make_llama(batch=1)
+    who = trained_alone(model.double().train(), inputs)
+    plan = plan_of(who, "context=4")
+    assert {plan.strategies[layer.strategy].labels for layer in plan.layers} == {("sequence",), ("context",)}
+    assert not any("context" in note for note in plan.notes)
+    assert_parity(who, plan)
+
+
+def windowed() -> Subject:
+    """Layers that see 5 tokens back, and layers that see all."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    ids = tokens(2, 16, 64)
+    return trained_alone(transformers.Gemma3ForCausalLM(config).double().train(), {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.slow
+def test_alternating_windows():
+    who = windowed()
+    for constraints in (("context=4",), ("context=2", "sequence=2")):
+        plan = plan_of(who, *constraints)
+        labels = {plan.strategies[layer.strategy].labels[0] for layer in plan.layers}
+        assert labels == {"sequence", "context"}, plan.notes
+        assert_parity(who, plan)
