@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_rule", "shard_dataloader", "verify"]
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Cluster": "autopar.cluster",
     "Plan": "autopar.plan",

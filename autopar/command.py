@@ -1,0 +1,37 @@
+"""The console script: ``autopar explain ...`` and ``autopar profile ...``, as with ``python -m autopar.explain``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from autopar import __version__
+from autopar.garbage import collected_seldom
+
+__all__ = ["main"]
+
+_COMMANDS = {"explain": "autopar.explain.cli", "profile": "autopar.profile.command"}
+_USAGE = """usage: autopar explain|profile [options]
+
+  autopar explain config.json --cluster 8x8xh100    the plan for a model on a cluster, and why
+  autopar profile --output profile.json             measure this machine
+
+autopar COMMAND --help lists the options of one; autopar --version prints the version.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names; returns its exit status, 2 without such a command."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["--version"]:
+        sys.stdout.write(f"autopar {__version__}\n")
+        return 0
+    if given[:1] in (["--help"], ["-h"]):
+        sys.stdout.write(_USAGE)
+        return 0
+    if not given or given[0] not in _COMMANDS:
+        sys.stderr.write(_USAGE)
+        return 2
+    with collected_seldom():
+        return import_module(_COMMANDS[given[0]]).main(given[1:])
