@@ -7,20 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan
+    from autopar.balance import BatchPlanner
     from autopar.cluster import Cluster
-    from autopar.data import shard_dataloader
+    from autopar.data import balanced, shard_dataloader
     from autopar.lower.parameters.materialize import materialize
     from autopar.ops import register_rule
     from autopar.plan import Plan
     from autopar.verify import verify
 
-__all__ = ["Cluster", "Plan", "materialize", "parallelize", "plan", "register_rule", "shard_dataloader", "verify"]
+__all__ = [
+    "BatchPlanner", "Cluster", "Plan", "balanced", "materialize", "parallelize", "plan", "register_rule",
+    "shard_dataloader", "verify",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchPlanner": "autopar.balance",
     "Cluster": "autopar.cluster",
     "Plan": "autopar.plan",
+    "balanced": "autopar.data",
     "materialize": "autopar.lower.parameters.materialize",
     "parallelize": "autopar.api",
     "plan": "autopar.api",

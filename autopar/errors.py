@@ -13,6 +13,7 @@ __all__ = [
     "HostMemoryError",
     "InfeasibleError",
     "InputShapeError",
+    "LengthError",
     "LoaderError",
     "LossError",
     "MaterializationError",
@@ -74,6 +75,10 @@ class PipelineError(AutoparError):
 
 class InputShapeError(AutoparError):
     """A call's inputs differ from what the plan was made for, or don't divide over the devices."""
+
+
+class LengthError(AutoparError):
+    """Lengths of sequences can't be used: none, not positive, too long for a row, or a file that holds no lengths."""
 
 
 class LoaderError(AutoparError):

@@ -23,7 +23,7 @@ from autopar.errors import PlanFormatError
 from autopar.headline import describe_headline, of_limit
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
-from autopar.prediction import LayerCost, Prediction
+from autopar.prediction import LayerCost, Prediction, RowCost
 from autopar.records import decode_record, encode_record
 from autopar.schedules.action_lists import StageCost
 from autopar.suggestions import suggest_path
@@ -224,6 +224,7 @@ def _complete(predicted: dict[str, Any]) -> None:
     predicted.setdefault("host_memory_bytes", 0.0)
     for name, nothing in (("tokens_per_step", 0), ("dtype", ""), ("model_flops", 0.0), ("peak_flops_per_s", 0.0)):
         predicted.setdefault(name, nothing)
+    predicted.setdefault("row", encode_record(RowCost()))
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.schedules.action_lists import StageCost
 
-__all__ = ["SPENT", "LayerCost", "Prediction"]
+__all__ = ["SPENT", "LayerCost", "Prediction", "RowCost"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,29 @@ SPENT = {
 
 
 @dataclass(frozen=True)
+class RowCost:
+    """What computing costs by the lengths of sequences: the step's seconds, but what it takes once for all of them.
+
+    A data-parallel rank (`autopar.step.data_split`) spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n
+    tokens: attention takes the squares, all else is linear.  With pipeline stages these are means over stages, without
+    the bubble.
+
+    Args:
+        ranks: how many data-parallel ranks share the rows of a batch.
+        rows: of a rank in one microbatch.
+        tokens: of a row: dim 1 of the first input that has one; 0: no input has.
+        token_s: seconds per token.
+        pair_s: seconds per pair of tokens of one sequence, ``tokens**2`` of a row that is one sequence.
+    """
+
+    ranks: int = 1
+    rows: int = 0
+    tokens: int = 0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What is expected of a plan's decisions by the prices of one kind of device; all 0 where nothing is known.
 
@@ -123,6 +146,7 @@ class Prediction:
         model_flops: of all devices in a step, forward and backward without recomputation, causal attention counted half
             (`autopar.step.model_flops`).
         peak_flops_per_s: of a device in `dtype`, by its data sheet; 0: not known.
+        row: what a step costs by the lengths of sequences in its rows.
     """
 
     device: str = ""
@@ -170,3 +194,4 @@ class Prediction:
         }  # fmt: skip
         results = {name: sum(spent.pop(part, 0.0) for part in parts) for name, parts in joined.items()}
         return results | spent
+    row: RowCost = RowCost()

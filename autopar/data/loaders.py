@@ -6,20 +6,19 @@ the state of a loader says where all ranks are, and fits any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autopar.data.batch_rows import count_rows, cut_rows, own_rows
+from autopar.data.sampling import Draws, sampled
 from autopar.errors import LoaderError
 from autopar.lower import ParallelModule
-from autopar.lower.kernels.random import random_scope
 from autopar.lower.run.call_inputs import CallInputs
 
-__all__ = ["shard_dataloader"]
+__all__ = ["WithEpochs", "remade", "shard_dataloader", "unsharded_parts"]
 
 L = TypeVar("L", bound=DataLoader[Any])
 
@@ -49,30 +48,17 @@ def shard_dataloader(loader: L, model: ParallelModule, *, collate: Literal["rows
     Example:
         >>> loader = autopar.shard_dataloader(DataLoader(dataset, batch_size=64, shuffle=True), model)
     """
-    given: Any = loader  # torch's annotations are incomplete
-    inputs = model.call_inputs
-    if inputs is None or not inputs.is_local:
-        raise LoaderError(
-            "the model was made to be called with the whole batch on every rank, which the loader gives as it is. "
-            "For ranks with rows of their own call autopar.parallelize(..., inputs='local')"
-        )
-    batch_sampler = given.batch_sampler
-    sampler = getattr(batch_sampler, "sampler", batch_sampler) or given.sampler
-    if isinstance(sampler, DistributedSampler):
-        raise LoaderError(
-            "the loader has a DistributedSampler, so it is sharded already: pass the loader of one device, or make "
-            "that sampler with num_replicas=model.data_parallel_size and rank=model.data_rank, and leave the loader"
-        )
+    inputs, sampler = unsharded_parts(loader, model)
     share = _Share(model.data_rank, model.data_parallel_size)
-    kind: Any = type(loader)
-    made: Any = object.__new__(type(f"Sharded{type(loader).__name__}", (_Sharded, kind), {}))
+    made = remade(loader, f"Sharded{type(loader).__name__}", WithEpochs)
+    given: Any = loader  # torch's annotations are incomplete
     attributes: Any = made.__dict__
-    attributes.update(vars(loader), _iterator=None)
+    batch_sampler = given.batch_sampler
     if isinstance(given.dataset, IterableDataset):
         is_batch = given.batch_size is None or collate == "batch"
         made.collate_fn = (_CutBatch if is_batch else _CollateSome)(given.collate_fn, share)
         return made
-    draws = _Draws(inputs, sampler)
+    draws = Draws(inputs, sampler)
     if batch_sampler is None or collate == "batch":
         made.collate_fn = _CutBatch(given.collate_fn, share)
         share = _Share(0, 1)
@@ -80,13 +66,41 @@ def shard_dataloader(loader: L, model: ParallelModule, *, collate: Literal["rows
         made.collate_fn = _CollateOwn(given.collate_fn, given.dataset)
     name = "sampler" if batch_sampler is None else "batch_sampler"
     base = attributes[name]
-    rows = _StatefulRows if hasattr(base, "state_dict") else _Rows
-    attributes[name] = rows(base, draws, None if batch_sampler is None else share)
+    attributes[name] = sampled(base, draws, None if batch_sampler is None else share.take)
     return made
 
 
-class _Sharded:
-    """What the class of a sharded loader has in addition."""
+def unsharded_parts(loader: Any, model: ParallelModule) -> tuple[CallInputs, Any]:
+    """What takes the inputs of `model`, whose ranks pass their own, and the sampler of `loader`, which all ranks share.
+
+    Raises:
+        LoaderError: the loader is sharded already, or `model` takes the whole batch on every rank.
+    """
+    inputs = model.call_inputs
+    if inputs is None or not inputs.is_local:
+        raise LoaderError(
+            "the model was made to be called with the whole batch on every rank, which the loader gives as it is. "
+            "For ranks with rows of their own call autopar.parallelize(..., inputs='local')"
+        )
+    batch_sampler = loader.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", batch_sampler) or loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise LoaderError(
+            "the loader has a DistributedSampler, so it is sharded already: pass the loader of one device, or make "
+            "that sampler with num_replicas=model.data_parallel_size and rank=model.data_rank, and leave the loader"
+        )
+    return inputs, sampler
+
+
+def remade(loader: Any, name: str, mixin: type[Any]) -> Any:
+    """A loader like `loader`, of a class of that name with `mixin` in addition, that has not begun."""
+    made: Any = object.__new__(type(name, (mixin, type(loader)), {}))
+    made.__dict__.update(vars(loader), _iterator=None)
+    return made
+
+
+class WithEpochs:
+    """What the class of a loader of one rank has in addition."""
 
     def set_epoch(self, epoch: int) -> None:
         """As that of a ``DistributedSampler``: call it before each epoch; passed on to what has such a method."""
@@ -105,6 +119,9 @@ class _Share:
 
     def of(self, count: int) -> slice:
         return own_rows(count, self.rank, self.size)
+
+    def take(self, items: list[Any]) -> list[Any]:
+        return items[self.of(len(items))]
 
 
 # --- collating
@@ -132,7 +149,7 @@ class _CollateSome:
     share: _Share
 
     def __call__(self, items: Any) -> Any:
-        own = items[self.share.of(len(items))]
+        own = self.share.take(items)
         return self.base(own) if own else cut_rows(self.base(items[:1]), slice(0, 0), 1)
 
 
@@ -152,85 +169,3 @@ class _CutBatch:
                 "tensors, or containers of them, from collate_fn"
             )
         return cut_rows(batch, self.share.of(count), count)
-
-
-# --- sampling
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """Makes what a sampler draws the same on all ranks."""
-
-    inputs: CallInputs
-    sampler: Any
-
-    def __post_init__(self) -> None:
-        generator: Any = getattr(self.sampler, "generator", None)
-        if generator is not None and (seed := self.inputs.shared_seed(generator.get_state())) is not None:
-            generator.manual_seed(seed)
-
-    def begin(self, iterator: Iterator[Any]) -> Any:
-        """The first of `iterator`, None at its end: samplers draw for a whole epoch when they begin."""
-        draws = not isinstance(self.sampler, SequentialSampler) and getattr(self.sampler, "generator", None) is None
-        seed = self.inputs.shared_seed(torch.get_rng_state()) if draws else None
-        if seed is None:
-            return next(iterator, None)
-        torch.rand(())  # the next epoch is to find another state
-        with random_scope(seed):
-            return next(iterator, None)
-
-
-class _Rows:
-    """A sampler of this rank's rows of the batches of `base`; without a `share`, of all there is."""
-
-    def __init__(self, base: Any, draws: _Draws, share: _Share | None) -> None:
-        self.base = base
-        self._draws = draws
-        self._share = share
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.base)
-        kind = _StatefulRowsIterator if hasattr(iterator, "state_dict") else _RowsIterator
-        return kind(iterator, self._draws, self._share)
-
-
-class _RowsIterator:
-    def __init__(self, base: Any, draws: _Draws, share: _Share | None) -> None:
-        self.base = base
-        self._draws: _Draws | None = draws
-        self._share = share
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        draws, self._draws = self._draws, None
-        found: Any = next(self.base, None) if draws is None else draws.begin(self.base)
-        if found is None:
-            raise StopIteration
-        return found if self._share is None else found[self._share.of(len(found))]
-
-
-class _Stateful:
-    """Has the state of `base`, which says where all ranks are."""
-
-    base: Any
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.base.load_state_dict(state_dict)
-
-
-class _StatefulRows(_Rows, _Stateful):
-    pass
-
-
-class _StatefulRowsIterator(_RowsIterator, _Stateful):
-    def update_state_dict(self) -> None:
-        if hasattr(self.base, "update_state_dict"):
-            self.base.update_state_dict()

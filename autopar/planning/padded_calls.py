@@ -32,7 +32,7 @@ def padded_rows(rows: int, known: Sequence[tuple[Program, Plan]]) -> list[int]:
 
     Less than twice as many: more would take as long as the whole batch on every device, or longer.
     """
-    parts = {data_split(program, plan).size for program, plan in known}
+    parts = {data_split(program, plan.decisions).size for program, plan in known}
     return sorted({-(-rows // size) * size for size in parts if rows % size and -(-rows // size) * size < 2 * rows})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.placement import REPLICATE, Layout, mesh_axes, shard
-from autopar.plan import Plan
+from autopar.plan import Decisions
 from autopar.program import Op, Program
 from autopar.step.value_flows import option_of, options_of
 
@@ -51,10 +51,10 @@ def batch_inputs(program: Program) -> tuple[str, ...]:
     return tuple(name for name in program.inputs if program.type_of(name).shape[:1] == (rows,))
 
 
-def data_split(program: Program, plan: Plan) -> DataSplit:
+def data_split(program: Program, decisions: Decisions) -> DataSplit:
     """The split by the first op that splits the rows; in one part, if none does."""
     batch_dims = dict.fromkeys(batch_inputs(program), 0)
-    for layer, strategy in zip(program.layers, plan.decisions.layer_strategies, strict=True):
+    for layer, strategy in zip(program.layers, decisions.layer_strategies, strict=True):
         for op, factors in zip(layer.ops, strategy.assignments, strict=True):
             options = [option_of(op, factor) for factor in factors]
             for index, dim in _batched_operands(op, batch_dims):
@@ -63,7 +63,7 @@ def data_split(program: Program, plan: Plan) -> DataSplit:
                 if any(p.is_shard and n > 1 for p, n in zip(layout, strategy.mesh, strict=True)):
                     return DataSplit(strategy.mesh, layout)
             _follow(op, batch_dims)
-    return DataSplit((plan.group_size,), (REPLICATE,))
+    return DataSplit((decisions.group_size,), (REPLICATE,))
 
 
 def output_rows(program: Program) -> dict[str, int]:

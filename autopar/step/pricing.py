@@ -13,13 +13,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.ops import family_of
 from autopar.placement import Axis
 from autopar.plan import Decisions
-from autopar.prediction import LayerCost, Prediction
-from autopar.program import Program
+from autopar.prediction import LayerCost, Prediction, RowCost
+from autopar.program import Op, Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import sent_values, transfer_parts_s
+from autopar.step.data_split import batch_inputs, data_split
 from autopar.step.layer_cost import is_rerun, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
@@ -100,6 +102,7 @@ def predict(
         dtype=dtype,
         model_flops=sum(flops.values()),
         peak_flops_per_s=prices.peak_flops_per_s(dtype),
+        row=_row_cost(layers, costs, prices, training),
     )
 
 
@@ -155,6 +158,39 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
         before = found.get(crossing.reader, (0.0, 0.0))
         found[crossing.reader] = before[0] + ahead_s, before[1] + back_s
     return found
+
+
+def _row_cost(layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec) -> RowCost:
+    """What computes and communicates activations, attention apart, is shared out among tokens; attention among pairs.
+
+    Parameters are gathered, reduced and updated once for all sequences of a microbatch or step.
+    """
+    program, decisions = layers.program, layers.decisions
+    shapes = (program.type_of(name).shape for name in batch_inputs(program))
+    tokens = next((shape[1] for shape in shapes if len(shape) > 1), 0)
+    ranks = data_split(program, decisions).size
+    rows = program.batch_size // ranks
+    if not tokens or not rows:
+        return RowCost(ranks)
+    attention_s = sum(layers.find("attention", lambda placed: _attention_s(placed, prices, training)))
+    row_s = sum(
+        cost.forward_s + cost.backward_s + cost.recompute_s + cost.offload_s + cost.activation_comm_s for cost in costs
+    )
+    per_row = 1.0 / (rows * decisions.num_groups)
+    linear_s = max(0.0, row_s - attention_s)  # what is timed as a whole may be less than its parts
+    return RowCost(
+        ranks,
+        max(1, rows // decisions.num_microbatches),
+        tokens,
+        per_row * linear_s / tokens,
+        per_row * attention_s / tokens**2,
+    )
+
+
+def _attention_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds of a step in attention."""
+    runs = _computing_s(placed, prices, training)
+    return sum(each_s for op, _, each_s in runs if family_of(op.target).is_attention)
 
 
 def _stage_costs(
@@ -213,15 +249,15 @@ def _sources(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tup
         each_s = run.times * run_s(run, prices)
         communicating[prices.collective_source(run.kind, run.axis)] += each_s
     computing: defaultdict[str, float] = defaultdict(float)
-    for source, each_s in _computing_s(placed, prices, training):
+    for _, source, each_s in _computing_s(placed, prices, training):
         computing[source] += each_s
     return tuple(computing.items()), tuple(communicating.items())
 
 
-def _computing_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[str, float]]:
-    """What the price of each op rests on, and its seconds in all microbatches, run again in backward included."""
+def _computing_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[Op, str, float]]:
+    """Each op, what its price rests on, and its seconds in all microbatches, run again in backward included."""
     own = own_training(placed.program, placed.layer, training)
     times = op_seconds(placed, prices, training)
     for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
         runs = 2 if is_rerun(op, state, placed.recompute, own) else 1
-        yield time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)
+        yield op, time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)

@@ -41,7 +41,7 @@ def traced_model(name: str) -> tuple[nn.Module, dict[str, Any], Traced]:
 def data_plan(program: Program, num_microbatches: int = 1) -> Plan:
     """A random plan that splits the rows in two, and something else, too."""
     plans = (random_plan(program, 4, seed, num_microbatches) for seed in range(100))
-    return next(plan for plan in plans if data_split(program, plan).size == 2)
+    return next(plan for plan in plans if data_split(program, plan.decisions).size == 2)
 
 
 def local(
@@ -168,7 +168,7 @@ def test_rows_that_the_plan_wants_where_they_are_are_not_gathered(
     model, inputs, _ = traced_model("vit")
     traced = trace(model, (), inputs, dtype=dtype)
     plan = search(traced.program, 4, quick_prices(4), SearchRequest(constraints=constraints))
-    assert data_split(traced.program, plan).size == int(constraints[0][-1])
+    assert data_split(traced.program, plan.decisions).size == int(constraints[0][-1])
 
     def rank(communicator: Communicator) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
         alone = local(model, inputs, traced, plan, communicator, is_local=False)
@@ -179,7 +179,7 @@ def test_rows_that_the_plan_wants_where_they_are_are_not_gathered(
         size, number = made.data_parallel_size, made.data_rank
         own = {name: x.tensor_split(size)[number] for name, x in inputs.items()}
         if as_dtensors:
-            sizes = data_split(traced.program, plan)
+            sizes = data_split(traced.program, plan.decisions)
             mesh = make_mesh(sizes.mesh, range(4), "cpu", rank=communicator.rank)
             places = to_torch_placements(sizes.layout)
             own = {name: DTensor.from_local(x, mesh, places, run_check=False) for name, x in own.items()}

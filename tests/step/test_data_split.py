@@ -29,7 +29,7 @@ from tests.zoo import subject
 def test_ranks_that_need_the_same_rows_have_the_same_data_rank(constraints: tuple[str, ...], ranks: list[int]) -> None:
     program, prices = subject("plain_gpt").traced.program, ClusterPrices(Cluster.of("cpu", devices_per_node=4))
     plan = search(program, 4, prices, SearchRequest(constraints=constraints, schedules=schedule_actions))
-    split = data_split(program, plan)
+    split = data_split(program, plan.decisions)
     assert split.size == max(ranks) + 1
     assert [split.rank_of(rank) for rank in range(4)] == ranks
 

@@ -101,11 +101,20 @@ class CallInputs:
         instead.  Every rank calls it.
         """
         crc = zlib.crc32(state.numpy().data)
-        calls = self._communicator.calls
-        if calls is not None:
-            calls.enter("the draws {} of a sharded loader", lambda: (None, ()))
-        known = self._communicator.gather_numbers((crc,))
+        known = self.numbers_of_ranks("the draws {} of a sharded loader", lambda: (crc,))
         return None if all(each == known[0] for each in known) else known[0][0]
+
+    def numbers_of_ranks(self, what: str, find: Callable[[], Sequence[int]]) -> list[list[int]]:
+        """The numbers that `find` gives on each rank; every rank calls it.  Where it raises, all ranks do.
+
+        `what` says in errors what all ranks do, with a place for its number.
+        """
+        calls = self._communicator.calls
+        if calls is None:
+            return self._communicator.gather_numbers(find())
+        own = calls.enter(what, lambda: (find(), ()))
+        with calls.failing():
+            return self._communicator.gather_numbers(own)
 
     def whole(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, holds_rows: bool = False) -> Call:
         """The call with the whole batch, which all ranks make.

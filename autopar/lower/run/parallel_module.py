@@ -133,7 +133,7 @@ class ParallelModule(ModuleInspection):
         """Make what runs the plan on the parameters of `store`, which are this module's."""
         self._communicator = communicator
         self._predictions = predictions
-        self._data_split = data_split(executable.program, executable.plan)
+        self._data_split = data_split(executable.program, executable.plan.decisions)
         self._store = store
         self._optimizer_service = OptimizerService(store, communicator)
         self._bound = (communicator, planner, compile_layers, predictions)

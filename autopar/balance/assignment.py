@@ -1,0 +1,67 @@
+"""Which sequences each group of devices computes, in which rows and microbatches, and how even that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Assignment"]
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A batch shared out: every sequence has one place.
+
+    Args:
+        lengths: ``[n]`` tokens of each sequence.
+        group: ``[n]`` which group has it.
+        row: ``[n]`` in which of the group's rows it is.
+        degrees: ``[groups]`` devices of each group; the first group has the first devices, and so on.
+        rows: of a group: how many it computes, empty ones included.
+        work_s: ``[groups]`` seconds of each group's sequences, empty places apart.
+        bound_s: no assignment has a group with the most work below this.
+        is_exact: whether the largest of `work_s` is the least that there is, with so many rows.
+    """
+
+    lengths: np.ndarray
+    group: np.ndarray
+    row: np.ndarray
+    degrees: np.ndarray
+    rows: int
+    work_s: np.ndarray
+    bound_s: float
+    is_exact: bool = False
+
+    @property
+    def largest_s(self) -> float:
+        """Seconds of the group with the most work, which all others wait for."""
+        return float(self.work_s.max(initial=0.0))
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean work of a device: 1 where none waits."""
+        mean_s = float(self.work_s @ self.degrees) / max(1, int(self.degrees.sum()))
+        return self.largest_s / mean_s if mean_s else 1.0
+
+    @property
+    def gap(self) -> float:
+        """By which part the largest work may be above the least possible: 0 if it is known to be that."""
+        return 0.0 if self.is_exact or not self.bound_s else max(0.0, self.largest_s / self.bound_s - 1.0)
+
+    def rows_of(self, group: int) -> list[list[int]]:
+        """The rows of a group in order, each with its sequences in order; some may be empty."""
+        found: list[list[int]] = [[] for _ in range(self.rows)]
+        for index in np.flatnonzero(self.group == group):
+            found[self.row[index]].append(int(index))
+        return found
+
+    def __str__(self) -> str:
+        """What it comes to."""
+        kinds = {int(d): int((self.degrees == d).sum()) for d in sorted(set(self.degrees.tolist()), reverse=True)}
+        groups = " + ".join(f"{count} x {degree}" for degree, count in kinds.items())
+        known = "the least possible" if self.is_exact else f"at most {self.gap:.1%} above the least possible"
+        return (
+            f"{len(self.lengths)} sequences, {int(self.lengths.sum()):,} tokens on {groups} devices: largest / mean "
+            f"work {self.imbalance:.3f}, {known}"
+        )

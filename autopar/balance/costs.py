@@ -1,0 +1,58 @@
+"""What sequences cost on a group of devices: seconds linear in tokens, and quadratic in the tokens of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import LengthError
+
+__all__ = ["GroupCost", "check_lengths"]
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Prices of sequences on one group of devices, which share every sequence that the group has.
+
+    Args:
+        degree: devices of the group.
+        token_s: seconds per token, communication between these devices included.
+        pair_s: seconds per pair of tokens of one sequence.
+        tokens: the most that the group has room for; as a row for a sequence, and for all in one microbatch.
+    """
+
+    degree: int
+    token_s: float
+    pair_s: float
+    tokens: float
+
+    def seconds(self, lengths: np.ndarray) -> np.ndarray:
+        """``[n]`` lengths in tokens -> seconds of each."""
+        exact = lengths.astype(np.float64)
+        return self.token_s * exact + self.pair_s * exact * exact
+
+
+def check_lengths(lengths: object, most: float, where: str, what: str = "sequence {} of the batch") -> np.ndarray:
+    """Lengths as ``[n]`` int64; `what` says in errors which one is meant, with a place for its index.
+
+    Raises:
+        LengthError: one is not a positive whole number, or larger than `most`, the room that `where` has.
+    """
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise LengthError(
+            f"lengths are whole numbers of tokens in one dimension, but these have shape {list(found.shape)} and dtype "
+            f"{found.dtype}: pass a list of int"
+        )
+    for index in np.flatnonzero(found < 1)[:1]:
+        raise LengthError(
+            f"{what.format(index)} has length {found[index]}, but a sequence has at least one token: leave "
+            "empty ones out of the data set"
+        )
+    for index in np.flatnonzero(found > most)[:1]:
+        raise LengthError(
+            f"{what.format(index)} has {found[index]:,} tokens, more than {where} holds ({int(most):,}): cut "
+            "it, or plan with longer example inputs"
+        )
+    return found.astype(np.int64)

@@ -1,0 +1,119 @@
+"""Groups of devices of several degrees for one batch: a few large ones for long sequences, many small ones for short.
+
+Degrees divide each other, so that groups of falling degree lie side by side without crossing a larger one's borders.
+For a target time each sequence needs some least degree; the largest go first, each degree gets as many groups as its
+sequences fill, what is left in them goes to shorter sequences, and what is left of the devices becomes groups as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.balance.costs import GroupCost
+from autopar.balance.exact import FEW, improve_exactly
+from autopar.balance.packing import Packed, Places, even_out, longest_first
+
+__all__ = ["best_groups", "devices_bound"]
+
+# Targets above the bound, the first of which that can be met is most often the best.
+_TARGETS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0)
+_PLACES_TRIED = 5e7  # sequences times groups, in all trials: about a tenth of a second
+_FEW_DEVICES = 8  # of which there are at most ten ways to form groups of 1, 2, 4 and 8
+
+
+def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
+    """No groups have less than this as the most work: of `work` ``[degrees, n]`` in seconds of groups, the mean over
+    devices where each sequence is where it is cheapest, and the largest where it is fastest.
+    """
+    if not work.shape[1]:
+        return 0.0
+    return max(float((work * degrees[:, None]).min(axis=0).sum()) / devices, float(work.min(axis=0).max()))
+
+
+def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) -> tuple[np.ndarray, Packed, float, bool]:
+    """Degrees of the groups ``[groups]``, what each has, the bound in seconds, and whether nothing is better.
+
+    Every sequence has room in a group of the largest degree.
+    """
+    costs = sorted(costs, key=lambda cost: -cost.degree)
+    degrees = np.array([cost.degree for cost in costs])
+    work = np.array([np.where(tokens <= cost.tokens, cost.seconds(tokens), np.inf) for cost in costs])
+    bound_s = devices_bound(work, degrees, devices)
+    best: tuple[float, Places, Packed] | None = None
+    tried: set[tuple[int, ...]] = set()
+    spent = 0.0
+    for counts in _candidates(work, degrees, devices, bound_s):
+        groups = sum(counts)
+        if counts in tried or (best is not None and spent + groups * len(tokens) > _PLACES_TRIED):
+            continue
+        tried.add(counts)
+        spent += groups * len(tokens)
+        places = Places(np.repeat(np.arange(len(costs)), counts), 1, np.inf, tokens, work)
+        packed = longest_first(places)
+        if packed is None:
+            continue
+        packed = even_out(places, packed, bound_s)
+        if best is None or packed.load.max(initial=0.0) < best[0]:
+            best = float(packed.load.max(initial=0.0)), places, packed
+    assert best is not None  # groups of the largest degree alone are a candidate
+    _, places, packed = best
+    is_exact = False
+    if len(tokens) <= FEW and devices <= _FEW_DEVICES:
+        places, packed, is_exact = _best_of_all(places, packed, degrees, devices)
+    return degrees[places.kind], packed, bound_s, is_exact
+
+
+def _candidates(work: np.ndarray, degrees: np.ndarray, devices: int, bound_s: float) -> Iterator[tuple[int, ...]]:
+    """How many groups of each degree there could be."""
+    for target in _TARGETS:
+        yield from _for_target(work, degrees, devices, target * bound_s)
+    for index, degree in enumerate(degrees):
+        yield tuple(int(devices // degree) * (index == other) for other in range(len(degrees)))
+
+
+def _for_target(work: np.ndarray, degrees: np.ndarray, devices: int, target_s: float) -> Iterator[tuple[int, ...]]:
+    """The groups that would be done in `target_s` if work could be cut; none where there are too few devices."""
+    if not target_s or np.any(work.min(axis=0) > target_s):
+        return
+    needed = (work <= target_s).cumsum(axis=0).max(axis=0) - 1  # the least degree that is fast enough: the last index
+    counts: list[int] = []
+    spare_s = 0.0  # device seconds left in groups of larger degree
+    for index, degree in enumerate(degrees):
+        asked_s = float(work[index][needed == index].sum()) * degree
+        groups = max(0, int(np.ceil((asked_s - spare_s) / (degree * target_s) - 1e-9)))
+        spare_s += groups * degree * target_s - asked_s
+        counts.append(groups)
+    free = devices - int(np.dot(counts, degrees))
+    if free < 0:
+        return
+    for first in range(len(degrees)):
+        filled, left = list(counts), free
+        for index in range(first, len(degrees)):
+            filled[index] += left // int(degrees[index])
+            left %= int(degrees[index])
+        yield tuple(filled)
+
+
+def _best_of_all(places: Places, packed: Packed, degrees: np.ndarray, devices: int) -> tuple[Places, Packed, bool]:
+    """The best over all ways to form groups, of few devices for few sequences."""
+    is_exact = True
+    for counts in _all_counts(tuple(int(degree) for degree in degrees), devices):
+        other = Places(np.repeat(np.arange(len(degrees)), counts), 1, np.inf, places.tokens, places.work)
+        # What is to be beaten is the best of any groups: `load` says no more of it than its maximum.
+        start = Packed(packed.group, packed.row, packed.load, packed.left)
+        found, is_whole = improve_exactly(other, start)
+        is_exact = is_exact and is_whole
+        if found is not start and found is not None:
+            places, packed = other, found
+    return places, packed, is_exact
+
+
+def _all_counts(degrees: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:
+    if len(degrees) == 1:
+        yield (devices // degrees[0],)
+        return
+    for count in range(devices // degrees[0] + 1):
+        for rest in _all_counts(degrees[1:], devices - count * degrees[0]):
+            yield (count, *rest)

@@ -1,0 +1,100 @@
+"""Samples of several lengths -> rows of one length, ``[rows, tokens, ...]``: packed one behind the other, or padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autopar.errors import LoaderError
+
+__all__ = ["RowPacking"]
+
+
+@dataclass(frozen=True)
+class RowPacking:
+    """How rows are made of samples, which are mappings from names to tensors ``[length, ...]``.
+
+    Args:
+        tokens: of a row.
+        padding: name -> what places without a token have.
+        positions: name of an entry that counts places from 0 in each sequence; ``""``: none.
+        mask: name of an entry that is 1 at tokens and 0 elsewhere; ``""``: none.
+        shifts: names whose first place in each sequence gets what padding has, since the model moves them to the place
+            before, which is in another sequence.
+    """
+
+    tokens: int
+    padding: Mapping[str, float]
+    positions: str = ""
+    mask: str = ""
+    shifts: tuple[str, ...] = ()
+
+    def rows(self, rows: Sequence[Sequence[Any]], like: Any) -> dict[str, Tensor]:
+        """The batch of these rows of samples, of which there may be none; `like` is a sample that shows the form.
+
+        Raises:
+            LoaderError: a sample is no mapping of tensors of equal length, or nothing says how to pad an entry.
+        """
+        form = self._read(like)
+        batch = {
+            name: torch.full((len(rows), self.tokens, *x.shape[1:]), self.padding[name], dtype=x.dtype)
+            for name, x in form.items()
+        }
+        places = torch.zeros(len(rows), self.tokens, dtype=torch.int64)
+        # A row without a sequence attends to itself, as if it had one: a softmax over nothing is not a number.
+        filled = torch.tensor([[not row] * self.tokens for row in rows], dtype=torch.int64).reshape(len(rows), -1)
+        for number, row in enumerate(rows):
+            start = 0
+            for sample in map(self._read, row):
+                start = self._place(batch, number, start, sample)
+                length = len(next(iter(sample.values())))
+                places[number, start - length : start] = torch.arange(length)
+            filled[number, :start] = 1
+        made = {self.positions: places, self.mask: filled}
+        return batch | {name: x for name, x in made.items() if name}
+
+    def length_of(self, sample: Any) -> int:
+        """How many tokens a sample has."""
+        return len(next(iter(self._read(sample).values())))
+
+    def _place(self, batch: dict[str, Tensor], row: int, start: int, sample: Mapping[str, Tensor]) -> int:
+        stop = start + len(next(iter(sample.values())))
+        if sample.keys() != {*batch} or stop > self.tokens:
+            raise LoaderError(
+                f"a sample with the entries {sorted(sample)} and {stop - start} tokens doesn't fit: other samples have "
+                f"{sorted(batch)}, and the row has {self.tokens - start} places left. Give every sample the same "
+                "entries, and let length= or length_index= say how many tokens it really has"
+            )
+        for name, x in sample.items():
+            batch[name][row, start:stop] = x
+            if name in self.shifts:
+                batch[name][row, start] = self.padding[name]
+        return stop
+
+    def _read(self, sample: Any) -> dict[str, Tensor]:
+        if not isinstance(sample, Mapping):
+            raise LoaderError(
+                f"a balanced loader makes rows of samples that are mappings, such as {{'input_ids': ..., 'labels': "
+                f"...}}, but the data set gives a {type(sample).__name__}"
+            )
+        given = cast("Mapping[str, Any]", sample)
+        unknown = sorted(set(given) - set(self.padding))
+        if unknown or not given:
+            raise LoaderError(
+                f"samples have the entries {sorted(given)}, but nothing says what {unknown} have in places without a "
+                f"token: leave them out of the samples, or pass balanced(..., padding={{{unknown[0]!r}: 0, ...}})"
+                if unknown
+                else "a sample has no entries"
+            )
+        tensors = {name: torch.as_tensor(x) for name, x in given.items()}
+        sizes = {name: len(x) if x.dim() else 0 for name, x in tensors.items()}
+        if len(set(sizes.values())) > 1 or 0 in sizes.values():
+            raise LoaderError(
+                f"the entries of a sample have one length, which is its number of tokens, but here {sizes} "
+                "(0: no dim, or an empty one)"
+            )
+        return tensors

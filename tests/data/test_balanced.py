@@ -1,0 +1,249 @@
+"""Balanced loaders: every sample once, in rows that compute what one device computes of each sequence alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar.balance import BatchPlanner
+from autopar.data.balanced import rank_rows
+from autopar.errors import LengthError, LoaderError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.caller_inputs import call_inputs
+from autopar.prediction import RowCost
+from autopar.search import SearchRequest, search
+from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
+from tests.balance.assignments import plan_of
+from tests.data.sharded import FakeModel
+from tests.lower.runs import build, loss_of
+from tests.zoo import quick_prices
+
+TOKENS = 16
+ROW = RowCost(ranks=2, rows=2, tokens=TOKENS, token_s=1.0, pair_s=0.1)
+
+
+class Documents(Dataset[dict[str, Tensor]]):
+    """Document n has token n + 1 in all its places."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.full((self.lengths[index],), index + 1)
+        return {"input_ids": ids, "labels": ids}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.documents[index] for index in range(len(self.documents)))
+
+
+LENGTHS = [int(n) for n in np.random.default_rng(0).integers(1, TOKENS + 1, 23)]
+
+
+def size(sample: Any) -> int:
+    return len(sample["input_ids"])
+
+
+def batches_of(world: int, make: Callable[[int], Any], **arguments: Any) -> list[list[dict[str, Tensor]]]:
+    loaders = [make(rank) for rank in range(world)]
+
+    def act(talk: Communicator) -> list[Any]:
+        model: Any = FakeModel(talk)
+        model.plan = plan_of(RowCost(world, 2, TOKENS, 1.0, 0.1))
+        return list(autopar.balanced(loaders[talk.rank], model, **{"shifts": "labels", **arguments}))
+
+    return simulate(world, act)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["length", "index", "stream"])
+@pytest.mark.parametrize("packs", [True, False])
+def test_every_sample_is_once_in_the_batch_that_one_device_has_it_in(world: int, kind: str, packs: bool) -> None:
+    documents = Documents(LENGTHS)
+    arguments: dict[str, Any] = {"length_index": LENGTHS} if kind == "index" else {"length": size}
+    dataset: Any = Stream(documents) if kind == "stream" else documents
+    parts = batches_of(world, lambda _: DataLoader(dataset, batch_size=6), packs=packs, **arguments)
+    for number, shares in enumerate(zip(*parts, strict=True)):
+        assert len({share["input_ids"].shape for share in shares}) == 1
+        ids = torch.cat([share["input_ids"] for share in shares])
+        members = range(6 * number, min(23, 6 * number + 6))
+        found = {n: int((ids == n + 1).sum()) for n in members}
+        assert found == {n: LENGTHS[n] for n in members}
+        assert int((ids > 0).sum()) == sum(found.values())
+        labels = torch.cat([share["labels"] for share in shares])
+        assert int((labels != -100).sum()) == sum(found.values()) - packs * len(found)
+        if packs:
+            positions = torch.cat([share["position_ids"] for share in shares])
+            assert int(((positions == 0) & (ids > 0)).sum()) == len(found)
+    assert len(parts[0]) == 4
+
+
+def test_shuffles_are_those_of_rank_0() -> None:
+    def make(rank: int) -> Any:
+        generator = torch.Generator().manual_seed(rank)
+        return DataLoader(Documents(LENGTHS), batch_size=5, shuffle=True, generator=generator)
+
+    parts = batches_of(2, make, length_index=LENGTHS)
+    ids = torch.cat([share["input_ids"].flatten() for shares in parts for share in shares])
+    assert sorted(set(ids.tolist())) == list(range(24))
+
+
+def test_workers_make_rows() -> None:
+    def make(_: int) -> Any:
+        return DataLoader(Documents(LENGTHS), batch_size=5, num_workers=1)
+
+    for arguments in ({"length": size}, {"length_index": LENGTHS}):
+        with_workers = batches_of(1, make, **arguments)
+        alone = batches_of(1, lambda _: DataLoader(Documents(LENGTHS), batch_size=5), **arguments)
+        for one, other in zip(with_workers[0], alone[0], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("worlds", [(2, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_stateful_loaders_resume_on_any_number_of_ranks(worlds: tuple[int, int], indexed: bool) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is optional")
+    arguments: dict[str, Any] = {"length_index": LENGTHS} if indexed else {"length": size}
+
+    def run(world: int, begin: Callable[[Any], Any]) -> list[Any]:
+        def act(talk: Communicator) -> Any:
+            model: Any = FakeModel(talk)
+            model.plan = plan_of(RowCost(world, 2, TOKENS, 1.0, 0.1))
+            loader = stateful.StatefulDataLoader(Documents(LENGTHS), batch_size=5)
+            return begin(autopar.balanced(loader, model, shifts="labels", **arguments))
+
+        return simulate(world, act)
+
+    def start(loader: Any) -> Any:
+        iterator = iter(loader)
+        return [next(iterator) for _ in range(2)], loader.state_dict()
+
+    def resume(loader: Any) -> Any:
+        loader.load_state_dict(state)
+        return list(loader)
+
+    state = run(worlds[0], start)[0][1]
+    for number, shares in enumerate(zip(*run(worlds[1], resume), strict=True)):
+        ids = torch.cat([share["input_ids"] for share in shares])
+        expected = range(11 + 5 * number, min(24, 16 + 5 * number))
+        assert sorted(set(ids[ids > 0].tolist())) == list(expected)
+
+
+def test_a_rank_passes_rows_that_others_compute_in_microbatches() -> None:
+    assignment = BatchPlanner(plan_of(ROW)).assign([TOKENS] * 7)
+    assert assignment.rows == 4  # two microbatches of two rows on each of two ranks
+    passed = [row for rank in range(2) for row in rank_rows(assignment, 2, rank)]
+    computed = {group: assignment.rows_of(group) for group in range(2)}
+    assert passed == [*computed[0][:2], *computed[1][:2], *computed[0][2:], *computed[1][2:]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "say how long samples are"),
+        ({"length": size, "length_index": LENGTHS}, "in one way"),
+        ({"length": size, "shifts": None}, "shifts='labels'"),
+        ({"length_index": LENGTHS[:-1]}, "22 lengths, but the dataset has 23"),
+        ({"length_index": [*LENGTHS[:-1], 17]}, "sample 22 of length_index has 17 tokens, more than a row"),
+        ({"length": lambda _: 0}, "length 0"),
+        ({"length": lambda _: 40}, "40 tokens, more than a row of the plan holds \\(16\\)"),
+        ({"length": lambda _: 1}, "doesn't fit"),
+    ],
+)
+def test_what_can_not_be_shared_out(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((LoaderError, LengthError), match=message):
+        batches_of(2, lambda _: DataLoader(Documents(LENGTHS), batch_size=23), **arguments)
+
+
+def test_ranks_with_other_lengths_are_an_error_on_all() -> None:
+    with pytest.raises(LengthError, match="in batch 1 rank 1 has other samples or lengths than rank 0"):
+        batches_of(2, lambda rank: DataLoader(Documents([3 + rank, 4]), batch_size=2), length=size)
+
+
+def test_a_loader_that_ends_first_is_an_error_on_all() -> None:
+    with pytest.raises(LoaderError, match=r"ranks \[1\] ended before batch 2, which ranks \[0\] have"):
+        batches_of(2, lambda rank: DataLoader(Documents([3] * (4 - 2 * rank)), batch_size=2), length=size)
+
+
+def test_samples_say_what_they_lack() -> None:
+    class Others(Documents):
+        def __getitem__(self, index: int) -> Any:
+            return {**super().__getitem__(index), "weights": torch.ones(self.lengths[index])}
+
+    with pytest.raises(LoaderError, match="nothing says what \\['weights'\\] have"):
+        batches_of(1, lambda _: DataLoader(Others([2]), batch_size=1), length=size)
+    (((batch,),)) = batches_of(1, lambda _: DataLoader(Others([2]), batch_size=1), length=size, padding={"weights": 0})
+    assert batch["weights"].sum() == 2
+
+
+class Alone(nn.Module):
+    """The mean loss over all predicted tokens of documents, each of which runs alone."""
+
+    def __init__(self, model: nn.Module, documents: Documents) -> None:
+        super().__init__()
+        self.model, self.documents = model, documents
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, count = x.double().sum(), 0
+        for sample in (self.documents[index] for index in range(len(self.documents))):
+            predicted = size(sample) - 1
+            if predicted:
+                total = total + predicted * loss_of(self.model(**{name: x[None] for name, x in sample.items()}))
+                count += predicted
+        return total / count
+
+
+MIXES = {"mixed": [1, 16, 3, 7, 9, 2], "a giant and an empty share": [16], "all equal": [8, 8, 8, 8], "small": [2, 3]}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("packs", [True, False])
+def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2, vocab_size=32, use_cache=False)  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    whole = torch.ones(world, TOKENS, dtype=torch.int64)
+    extra = {"position_ids": torch.arange(TOKENS).expand(world, -1).clone()} if packs else {"attention_mask": whole}
+    example = {"input_ids": whole, "labels": whole, **extra}
+    traced = keep_double_program(autopar.api.trace_model(model, example))
+    plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=(f"data={world}",)))
+    assert (plan.prediction.row.ranks, plan.prediction.row.rows, plan.prediction.row.tokens) == (world, 1, TOKENS)
+    more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
+    planner = planner_for(model, traced, plan, more, keep_double_program, training=True)
+
+    for lengths in MIXES.values():
+        documents = Documents(lengths)
+        alone = run_single(Alone(model, documents), {"x": torch.zeros(1)}, 1, in_double=True)
+
+        def rank(talk: Communicator, documents: Documents = documents) -> Any:
+            made: Any = build(model, traced, plan, talk, planner=planner)
+            made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+            loader = autopar.balanced(
+                DataLoader(documents, batch_size=len(documents)), made, length=size, packs=packs, shifts="labels"
+            )
+            (batch,) = loader
+            loss = loss_of(made(**batch))
+            loss.backward()
+            return loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()}
+
+        for loss, gradients in simulate(world, rank):
+            assert loss == pytest.approx(alone.losses[0], rel=1e-12)
+            largest = max(float(x.abs().max()) for x in alone.gradients.values())
+            for name, expected in alone.gradients.items():
+                found = gradients[name.removeprefix("model.")]
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * largest)
