@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
@@ -93,8 +94,6 @@ class Lengths:
     @classmethod
     def lognormal(cls, mean: float, sigma: float, least: int = 1, most: int = 1 << 20) -> Lengths:
         """A lognormal distribution of this mean, `sigma` being that of the logarithm, clipped to `least` .. `most`."""
-        from statistics import NormalDist
-
         normal = NormalDist(math.log(mean) - sigma**2 / 2, sigma)
         inside = (np.arange(_DRAWN) + 0.5) / _DRAWN
         tokens = np.exp([normal.inv_cdf(q) for q in inside])

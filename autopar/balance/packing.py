@@ -91,7 +91,7 @@ def work_bound(places: Places) -> float:
 
 
 def longest_first(places: Places) -> Packed | None:
-    """Each sequence in the group that is done with it first, in the fullest row that has room; None: one has no room."""
+    """Each sequence in the group that is done with it first, in the fullest row with room; None: one has none."""
     packed = Packed.empty(places)
     room = packed.left.max(axis=1)
     for index in places.order:

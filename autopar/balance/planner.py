@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -113,7 +114,7 @@ class BatchPlanner:
 
     def _check_degrees(self, worlds: Sequence[int]) -> None:
         degrees = sorted(cost.degree for cost in self.costs)
-        if len(set(worlds)) > 1 or any(b % a or a == b for a, b in zip(degrees, degrees[1:], strict=False)):
+        if len(set(worlds)) > 1 or any(b % a or a == b for a, b in itertools.pairwise(degrees)):
             raise LengthError(
                 f"plans for groups of several degrees are for the same devices, and their degrees divide each other, "
                 f"but these are for {sorted(set(worlds))} devices, with {degrees} to a data-parallel rank"
