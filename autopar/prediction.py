@@ -194,4 +194,5 @@ class Prediction:
         }  # fmt: skip
         results = {name: sum(spent.pop(part, 0.0) for part in parts) for name, parts in joined.items()}
         return results | spent
+
     row: RowCost = RowCost()

@@ -52,8 +52,8 @@ class Assignment:
     def rows_of(self, group: int) -> list[list[int]]:
         """The rows of a group in order, each with its sequences in order; some may be empty."""
         found: list[list[int]] = [[] for _ in range(self.rows)]
-        for index in np.flatnonzero(self.group == group):
-            found[self.row[index]].append(int(index))
+        for index in np.flatnonzero(self.group == group).tolist():
+            found[int(self.row[index])].append(index)
         return found
 
     def __str__(self) -> str:

@@ -88,6 +88,7 @@ def balanced(
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
     attributes["call_inputs"] = inputs
+    take = None
     if length_index is None:
         assert length is not None
         made.collate_fn = _CollateShare(share, packing, length)
@@ -95,8 +96,8 @@ def balanced(
         known = check_lengths(length_index, planner.row.tokens, "a row of the plan", "sample {} of length_index")
         attributes["dataset"] = _RowsOfSamples(given.dataset)
         made.collate_fn = _CollateRows(packing, given.dataset)
+        take = _TakeShare(share, known)
     if not is_stream:
-        take = None if length_index is None else _TakeShare(share, known)
         attributes["batch_sampler"] = sampled(attributes["batch_sampler"], Draws(inputs, sampler), take)
     return made
 

@@ -94,7 +94,8 @@ def unsharded_parts(loader: Any, model: ParallelModule) -> tuple[CallInputs, Any
 
 def remade(loader: Any, name: str, mixin: type[Any]) -> Any:
     """A loader like `loader`, of a class of that name with `mixin` in addition, that has not begun."""
-    made: Any = object.__new__(type(name, (mixin, type(loader)), {}))
+    kind: Any = loader.__class__
+    made: Any = object.__new__(type(name, (mixin, kind), {}))
     made.__dict__.update(vars(loader), _iterator=None)
     return made
 

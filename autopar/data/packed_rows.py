@@ -63,7 +63,7 @@ class RowPacking:
 
     def _place(self, batch: dict[str, Tensor], row: int, start: int, sample: Mapping[str, Tensor]) -> int:
         stop = start + len(next(iter(sample.values())))
-        if sample.keys() != {*batch} or stop > self.tokens:
+        if set(sample) != set(batch) or stop > self.tokens:
             raise LoaderError(
                 f"a sample with the entries {sorted(sample)} and {stop - start} tokens doesn't fit: other samples have "
                 f"{sorted(batch)}, and the row has {self.tokens - start} places left. Give every sample the same "

@@ -53,7 +53,7 @@ def test_the_first_op_that_splits_rows_decides_even_behind_ops_that_do_not() -> 
             for layer in program.layers
         )
         layers = tuple(replace(layer, strategy=index) for index, layer in enumerate(plan.layers))
-        found = data_split(program, plan.with_decisions(strategies=strategies, layers=layers))
+        found = data_split(program, plan.with_decisions(strategies=strategies, layers=layers).decisions)
         assert found.size == (4 if "d0" in factors else 1)
 
 
