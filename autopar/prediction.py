@@ -166,6 +166,7 @@ class Prediction:
     dtype: str = ""
     model_flops: float = 0.0
     peak_flops_per_s: float = 0.0
+    row: RowCost = RowCost()
 
     def spent(self, num_groups: int) -> dict[str, float]:
         """What the step's seconds are spent on; they add up to the step, of a pipeline as the mean over device groups.
@@ -194,5 +195,3 @@ class Prediction:
         }  # fmt: skip
         results = {name: sum(spent.pop(part, 0.0) for part in parts) for name, parts in joined.items()}
         return results | spent
-
-    row: RowCost = RowCost()
