@@ -69,6 +69,11 @@ class Packed:
         self.left[group, row] -= places.tokens[index]
         self.load[group] += places.work[places.kind[group], index]
 
+    def renumbered(self, numbers: np.ndarray) -> Packed:
+        """The same with other names for groups: ``[groups]`` the new number of each."""
+        back = np.argsort(numbers)
+        return Packed(numbers[self.group], self.row, self.load[back], self.left[back])
+
     def take(self, places: Places, index: int) -> None:
         """Take it away again."""
         group, row = self.group[index], self.row[index]

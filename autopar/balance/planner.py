@@ -65,8 +65,8 @@ class BatchPlanner:
 
         Args:
             lengths: in tokens.
-            batches: over how many steps they are spread: each step has a like share of the rows, and which samples
-                make up a step is then another question than their order in the data.
+            batches: over how many steps they are spread, which changes what samples a step has: step k has the groups
+                ``k * ranks`` to ``(k + 1) * ranks - 1``, whose work is as alike as can be.
 
         Raises:
             LengthError: a length is not a positive whole number, or larger than a row.
@@ -97,6 +97,8 @@ class BatchPlanner:
                 break
         else:
             raise AssertionError("a row for each sequence has room for all")
+        if batches > 1:  # groups of a step wait for each other: those of like work meet
+            packed = packed.renumbered(np.argsort(np.argsort(-packed.load, kind="stable"), kind="stable"))
         degrees = np.full(groups, cost.degree)
         order = _heaviest_row_first(packed, places)
         return Assignment(tokens, packed.group, order, degrees, rows, packed.load, bound_s, is_exact)

@@ -63,7 +63,9 @@ def test_several_batches_are_spread_over_as_many_steps():
     lengths = [12, 12, 1, 1, 1, 1, 1, 1]
     found = BatchPlanner(plan_of(ROW)).assign(lengths, batches=2)
     assert len(found.degrees) == 4
-    assert found.largest_s == 144
+    assert found.work_s.tolist() == sorted(found.work_s.tolist(), reverse=True)
+    assert found.work_s[:2].tolist() == [144, 144]  # the long ones meet in one step
+    assert sum(found.work_s[2:]) == 6
 
 
 def grouped(degrees: tuple[int, ...], devices: int, tokens: int = 16) -> BatchPlanner:
