@@ -10,7 +10,12 @@ from autopar.ops.memory_order import followed
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import KernelCollective, Op, itemsize_bytes
 
-__all__ = ["FAMILIES"]
+__all__ = ["DOCUMENTS", "FAMILIES"]
+
+DOCUMENTS = "autopar.document_attention"
+"""``(query, key, value, ids, scale, is_causal, is_sorted)``: tokens see those of their row that have the same of `ids`
+(``[tokens]`` or ``[batch or 1, tokens]``); with `is_causal` none behind them; `is_sorted`: ids never fall along a row.
+"""
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> str:
@@ -26,6 +31,12 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> str:
         can_split = all(len(kind.shape) == 4 for kind in operand_types[:3]) and len(sizes) == 1 and not _drops(4)(op)
         query, remark = ("q", " | by q context_attention") if can_split else ("_", "")
     return f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _{remark}"
+
+
+def _documents(op: Op, operand_types: Types, result_types: Types) -> str:
+    """Whose documents a row has does not matter to slices of the batch and of heads; slices of rows need a kernel."""
+    ids = "_" if len(operand_types[3].shape) == 1 else "b _"
+    return f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
 
 
 def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
@@ -53,6 +64,19 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
         forward=0.5 * query + 1.5 * result + wide,
         backward=2.0 * query + 2.0 * result + sum_bytes(operands[1:3]),
     )
+
+
+def _document_exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """As `_exchanges`, but what was exchanged is kept, so that backward sends gradients only."""
+    query, result, dtype = 0, len(operands), operands[0].dtype
+    sent = (("forward", query), ("forward", result), ("backward", result), ("backward", query))
+    return tuple(KernelCollective("send", phase, operand, dtype=dtype, count=0.5) for phase, operand in sent)
+
+
+def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Copies by document of what is read, backward of the gradients as well."""
+    read, result = sum_bytes(operands[:3]), results[0].num_bytes
+    return Buffers(forward=read + result, backward=2.0 * (read + result))
 
 
 def _flash(op: Op, operand_types: Types, result_types: Types) -> str:
@@ -123,6 +147,18 @@ FAMILIES = (
         runs_plain=True,
         place=followed,
         is_attention=True,
+    ),
+    OpFamily(
+        {DOCUMENTS: _documents},
+        is_cheap=False,
+        kernels={"context_documents": Kernel(_document_exchanges, unit=2)},
+        buffers=_document_buffers,
+        count_work=_work(-2),
+        function="document_attention",
+        saves=_saves,
+        place=followed,
+        is_attention=True,
+        runs_apart=True,
     ),
     OpFamily(
         aten(

@@ -18,7 +18,7 @@ from autopar.program import Op, Ref, TensorType
 from autopar.trace.constants import NEUTRAL, Evaluator, constant_cone
 from autopar.trace.graph import Graph
 
-__all__ = ["ATTENTION", "decisive_operand", "restore_attention_masks"]
+__all__ = ["ATTENTION", "decisive_operand", "restore_attention_masks", "visibility"]
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -62,7 +62,7 @@ def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
     # One row for all can't be causal.
     forms = {"causal", "full"} if len(shape := evaluator.core_shape(name)) > 1 and shape[-2] == num_rows else {"full"}
     for start, stop, part in evaluator.blocks(name):
-        visible, hidden = _visibility(part)
+        visible, hidden = visibility(part)
         if not bool((visible | hidden).all()):
             return "other"  # a bias, not a mask
         causal = torch.arange(num_columns) <= torch.arange(start, stop)[:, None]
@@ -120,7 +120,8 @@ def decisive_operand(evaluator: Evaluator, op: Op, is_known: Callable[[str], boo
     return None
 
 
-def _visibility(mask: Tensor) -> tuple[Tensor, Tensor]:
+def visibility(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries let through, and which hide; a bias has others."""
     if mask.dtype is torch.bool:
         return mask, ~mask
     # A half of the lowest number hides as well as minus infinity does: exp(score + mask) is 0 either way.

@@ -14,7 +14,7 @@ from autopar.errors import OutputError
 from autopar.garbage import collected_seldom
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
-from autopar.trace import broadcasting, cleanup, expert_regions, folding, masks, rewrites
+from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -68,6 +68,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_identities,
     cleanup.drop_aliases,
     masks.restore_attention_masks,
+    documents.restore_documents,
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
     cleanup.drop_dead_ops,

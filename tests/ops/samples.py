@@ -608,6 +608,10 @@ def _special() -> list[Sample]:
     flat, labels, weight = x(4, 12), torch.tensor([3, -100, 0, 11]), u(12)
     found = [
         sample("autopar.dropout", x(4, 6), 0.0),
+        sample(
+            "autopar.document_attention", x(2, 4, 8, 6), x(2, 2, 8, 6), x(2, 2, 8, 6), ids(3, 2, 8), None, True, False
+        ),
+        sample("autopar.document_attention", x(2, 4, 8, 6), x(2, 4, 8, 6), x(2, 4, 8, 4), ids(3, 8), 0.3, False, False),
         sample("autopar.dropout", x(4, 6), 0.5, shapes_only=True),
         sample("autopar.cross_entropy_denominator", target, None, -100, 12),
         sample("autopar.cross_entropy_denominator", target, weight, -100, 12),

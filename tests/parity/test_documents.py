@@ -1,0 +1,285 @@
+"""Several documents in one row: recognised by what a mask is, and trained as one device trains them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from autopar.api import trace_model
+from autopar.lower.communication.shards import Shards
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.kernels import KERNELS, resolve_target
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.ops.attention import DOCUMENTS
+from autopar.placement import Axis
+from autopar.plan import Plan
+from autopar.program import Op
+from autopar.search import SearchRequest, search
+from autopar.verify import compare, verify
+from autopar.verify.rehearsal import join_runs, run_ranks, run_single, train
+from tests.models import tokens
+from tests.random_plans import random_plan
+from tests.zoo import STEPS, Subject, assert_parity, fused_adamw, quick_prices, trained_alone
+
+TOKENS = 24
+LENGTHS = {
+    "some": ([7, 10, 7], [1, 20, 3]),
+    "one": ([24], [24]),
+    "a document a token": ([1] * 24, [1] * 24),
+    "odd": ([5, 1, 11, 7], [13, 11]),
+}
+
+
+def positions(lengths: tuple[list[int], ...], rows: int = 8) -> Tensor:
+    """[rows, tokens] places of tokens in their documents, as transformers' DataCollatorWithFlattening makes them."""
+    every = [torch.cat([torch.arange(n) for n in lengths[row % len(lengths)]]) for row in range(rows)]
+    return torch.stack(every)
+
+
+def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
+    }  # fmt: skip
+    if name == "llama":
+        model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    elif name == "qwen":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=8))
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0.0, embd_pdrop=0.0,
+            resid_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    ids = tokens(rows, TOKENS, 64)
+    return model.double().train(), {"input_ids": ids, "labels": ids}
+
+
+@cache
+def subject(name: str, packing: str = "some", rows: int = 8) -> Subject:
+    model, inputs = make(name, rows)
+    return trained_alone(model, {**inputs, "position_ids": positions(LENGTHS[packing], rows)})
+
+
+def attentions(program: Any) -> list[Op]:
+    return [op for layer in program.layers for op in layer.ops if "attention" in op.target]
+
+
+def searched(who: Subject, world_size: int, *constraints: str, stages: bool = False) -> Plan:
+    request = SearchRequest(constraints=constraints, schedules=schedule_actions if stages else None)
+    return search(who.traced.program, world_size, quick_prices(world_size), request)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen", "gpt2"])
+def test_no_mask_is_made(name: str):
+    who = subject(name)
+    found = attentions(who.traced.program)
+    assert [op.target for op in found] == [DOCUMENTS] * 2
+    assert all({"b", "h", "q"} <= {option.factor for option in op.options} for op in found)
+    assert not [kind for kind in (v.type for v in who.traced.program.values.values()) if kind.shape[-2:] == (24, 24)]
+
+
+SPLITS = {
+    "data": (2, ("data=2",)),
+    "heads": (2, ("tensor=2",)),
+    "context": (2, ("context=2",)),
+    "zero": (4, ("data=4", "zero=3", "recompute=full")),
+    "context and heads": (4, ("context=2", "tensor=2")),
+    "context of four": (4, ("context=4", "recompute=selective")),
+    "microbatches": (2, ("data=2", "microbatches=2")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [pytest.param(name, split, marks=() if name == "llama" else pytest.mark.slow)
+     for name in ("llama", "qwen", "gpt2") for split in SPLITS],
+)  # fmt: skip
+def test_splits_train_as_one_device_does(name: str, split: str):
+    world_size, constraints = SPLITS[split]
+    who = subject(name)
+    plan = searched(who, world_size, *constraints)
+    program = who.traced.program
+    if "context" in split:
+        assert "context" in {
+            label for planned, layer in zip(plan.layers, program.layers, strict=True)
+            if any(op.target == DOCUMENTS for op in layer.ops) for label in plan.strategies[planned.strategy].labels
+        }  # fmt: skip
+    assert_parity(who, plan)
+
+
+@pytest.mark.parametrize("packing", ["one", "a document a token", "odd"])
+@pytest.mark.parametrize("constraints", [("data=2",), ("context=2",)], ids=" ".join)
+def test_any_packing(packing: str, constraints: tuple[str, ...]):
+    who = subject("llama", packing)
+    assert_parity(who, searched(who, 2, *constraints))
+
+
+def test_a_single_row_splits_by_context():
+    """As DataCollatorWithFlattening makes it."""
+    who = subject("llama", "odd", 1)
+    plan = searched(who, 2, "context=2")
+    assert_parity(who, plan)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_stages(name: str):
+    who = subject(name)
+    assert_parity(who, searched(who, 2, "pipeline=2", "microbatches=4", stages=True))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_random_plans(seed: int):
+    who = subject("llama")
+    assert_parity(who, random_plan(who.traced.program, 4, seed), priced=False)
+
+
+def test_one_plan_serves_any_boundaries():
+    """A plan for one packing trains with another as one device does with that."""
+    who = subject("llama", "one")
+    plan = searched(who, 2, "context=2")
+    others = {**who.inputs, "position_ids": positions(LENGTHS["some"])}
+    expected = run_single(who.model, others, STEPS, fused_adamw, in_double=True)
+    runs = run_ranks(who.model, who.traced, plan, lambda model: train(model, others, STEPS, fused_adamw))
+    report = compare(expected, join_runs(runs, plan.num_groups), plan.world_size)
+    assert report.loss_error <= 1e-12
+    assert report.worst_gradient[1] <= 1e-9
+    assert expected.losses != who.alone.losses
+
+
+def test_verify_takes_packed_rows():
+    who = subject("llama")
+    report = verify(who.model, searched(who, 2, "data=2"), who.inputs)
+    assert report.worst_gradient[1] <= 1e-9
+
+
+# ---------------------------------------------------------------- masks that users write
+
+
+class Masked(nn.Module):
+    """Attention with a mask of its own."""
+
+    def __init__(self, mask: Any) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.mask = mask
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        places = torch.arange(x.shape[1])
+        mask = self.mask(ids, places <= places[:, None])
+        return scaled_dot_product_attention(q, k, v, mask).square().mean()
+
+
+def same(ids: Tensor) -> Tensor:
+    return (ids[:, :, None] == ids[:, None, :])[:, None]
+
+
+MASKS = {
+    "causal": (lambda ids, lower: same(ids) & lower, True),
+    "both ways": (lambda ids, lower: same(ids), True),
+    "additive": (lambda ids, lower: torch.where(same(ids) & lower, 0.0, -torch.inf), True),
+    "after a token": (lambda ids, lower: same((ids == 2).cumsum(1)) & lower, True),
+    "window of 4": (lambda ids, lower: same(ids) & lower & ~lower.tril(-4), False),
+    "padding": (lambda ids, lower: same(ids) & lower & (ids != 2)[:, None, None], False),
+    "others": (lambda ids, lower: ~same(ids) | torch.eye(len(lower), dtype=torch.bool), False),
+    "a bias": (lambda ids, lower: torch.where(same(ids) & lower, 0.5, -torch.inf), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_recognised_by_what_they_let_through(name: str):
+    mask, is_known = MASKS[name]
+    inputs = {"x": torch.randn(4, TOKENS, 8).double(), "ids": torch.randint(0, 3, (4, TOKENS))}
+    program = trace_model(Masked(mask).double(), inputs).program
+    assert [op.target == DOCUMENTS for op in attentions(program)] == [is_known]
+    if is_known:  # the same id may come again behind others
+        who = trained_alone(Masked(mask).double(), inputs)
+        assert_parity(who, searched(who, 2, "data=2"))
+
+
+class Bounded(nn.Module):
+    """Documents by where they end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        document = torch.searchsorted(cu_seqlens, torch.arange(x.shape[1]), right=True)
+        lower = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return scaled_dot_product_attention(q, k, v, (document[:, None] == document[None]) & lower).square().mean()
+
+
+def test_boundaries_in_one_tensor():
+    inputs = {"x": torch.randn(1, TOKENS, 8).double(), "cu_seqlens": torch.tensor([0, 5, 6, 17, 24])}
+    who = trained_alone(Bounded().double(), inputs)
+    assert [op.target for op in attentions(who.traced.program)] == [DOCUMENTS]
+    for constraints in (("context=2",), ("tensor=2",)):
+        assert_parity(who, searched(who, 2, *constraints))
+
+
+@pytest.mark.parametrize("rows", [4096, 131072])
+def test_long_rows_are_shortened_to_be_looked_at(rows: int):
+    inputs = {
+        "x": torch.empty(1, rows, 8, device="meta"),
+        "ids": torch.empty(1, rows, dtype=torch.int64, device="meta"),
+    }
+    in_order = Masked(lambda ids, lower: same((ids == 50256).cumsum(1)) & lower)
+    assert [op.target for op in attentions(trace_model(in_order, inputs).program)] == [DOCUMENTS]
+
+
+# ---------------------------------------------------------------- the kernels
+
+
+def by_mask(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: float | None, is_causal: bool) -> Tensor:
+    mask = same(ids) & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() if is_causal else same(ids)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+
+def joined(gradients: tuple[Tensor, ...], are_slices: bool) -> Tensor:
+    return torch.cat(gradients, 2) if are_slices else torch.stack(gradients).sum(0)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("size", "scale"), [(4, None), (6, 0.3)])
+@pytest.mark.parametrize("axes", [(), (Axis(2, 1),), (Axis(3, 1),), (Axis(2, 2), Axis(2, 1))], ids=str)
+def test_kernels_against_a_mask(axes: tuple[Axis, ...], size: int, scale: float | None, is_causal: bool):
+    torch.manual_seed(1)
+    shapes = ((2, 4, TOKENS, 4), (2, 2, TOKENS, 4), (2, 2, TOKENS, size))
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    ids = torch.stack([torch.randint(0, 4, (TOKENS,)), torch.arange(TOKENS) // 9])
+    expected = by_mask(*leaves, ids, scale, is_causal)
+    incoming = torch.randn_like(expected)
+    wanted = [expected, *torch.autograd.grad(expected, leaves, incoming)]
+    if not axes:
+        out = resolve_target(DOCUMENTS)(*leaves, ids, scale, is_causal, False)
+        found = [out, *torch.autograd.grad(out, leaves, incoming)]
+    else:
+        world_size = 1
+        for axis in axes:
+            world_size *= axis.size
+
+        def on_rank(c: Any) -> list[Tensor]:
+            shards = Shards(c, axes)
+            query = leaves[0].detach().chunk(shards.count, 2)[shards.index].clone().requires_grad_()
+            own = [query, *(x.detach().clone().requires_grad_() for x in leaves[1:])]
+            out = KERNELS["context_documents"](shards, *own, ids, scale, is_causal, False)
+            grads = torch.autograd.grad(out, own, incoming.chunk(shards.count, 2)[shards.index])
+            return [out.detach(), *grads]
+
+        ranks = simulate(world_size, on_rank)
+        terms = zip(*(each[1:] for each in ranks), strict=True)
+        rows = torch.cat([each[0] for each in ranks], 2)
+        found = [rows, *map(joined, terms, (True, False, False))]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
