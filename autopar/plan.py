@@ -37,6 +37,7 @@ FORMAT_VERSION = 5
 
 _WIDTH = 80
 _LONG_NAME = 18  # "model.embed_tokens", the usual longest, is not folded
+_SHORT_TEXT = 8  # "ZeRO-3," and "2 tensor" fold at no less
 _FEW_STAGES = 16
 _FEW_NAMES = 4
 
@@ -271,7 +272,7 @@ def _new_table() -> Table:
 
 def _layer_table(plan: Plan) -> Table:
     table = _new_table()
-    table.add_column("layers", overflow="fold", min_width=_LONG_NAME)
+    table.add_column("layers", overflow="fold")
     table.add_column("how it runs", overflow="fold")
     for name in ("params", "grads", "optim", "saved", "temp", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -286,13 +287,13 @@ def _layer_table(plan: Plan) -> Table:
         layers = [plan.layers[index] for index in group]
         names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
         table.add_row(names, _describe_strategy(plan.strategies[strategy]), *_describe_cost(cost))
-    return table
+    return _with_whole_numbers(table)
 
 
 def _stage_table(plan: Plan) -> Table:
     table = _new_table()
-    table.add_column("stage", justify="right")
-    table.add_column("layers", overflow="fold", min_width=_LONG_NAME)
+    table.add_column("stage", no_wrap=True, justify="right")
+    table.add_column("layers", overflow="fold")
     table.add_column("ranks", no_wrap=True)
     for name in ("fwd", "bwd", "send", "back", "step", "live", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -310,6 +311,21 @@ def _stage_table(plan: Plan) -> Table:
             *columns[1:],
         )
         number += len(stages)
+    return _with_whole_numbers(table)
+
+
+def _with_whole_numbers(table: Table) -> Table:
+    """Columns of text share what the others leave of a line: rich would cut off what stands at its end."""
+    names, *texts = (column for column in table.columns if not column.no_wrap)
+    numbers = (max(map(len, map(str, (column.header, *column.cells)))) for column in table.columns if column.no_wrap)
+    edges = 2 * len(table.columns) + 1  # a space behind each column, and lines between and around them
+    rest = _WIDTH - edges - sum(numbers)
+    for column in texts:
+        column.max_width = max(rest - _LONG_NAME, _SHORT_TEXT)
+        rest -= min(column.max_width, max((len(str(cell)) for cell in column.cells), default=0))
+    names.min_width = names.max_width = max(
+        min(rest, max((len(str(cell)) for cell in names.cells), default=_LONG_NAME)), 1
+    )
     return table
 
 

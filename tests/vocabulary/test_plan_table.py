@@ -39,3 +39,19 @@ def test_a_plan_of_which_nothing_is_predicted_says_so():
 
 def test_a_plan_without_stages_has_no_word_of_them():
     assert "stage" not in str(small_plan())
+
+
+def test_numbers_are_never_cut_off():
+    small = small_plan()
+    cost = replace(
+        small.costs[0], parameter_bytes=36.8 * 2**10, gradient_bytes=36.2 * 2**10, saved_bytes=146.0 * 2**10,
+        transient_bytes=76.2 * 2**10, forward_s=4e-7, backward_s=5.23e-7,
+    )  # fmt: skip
+    layers = tuple(replace(layer, name=f"model.embed_tokens.{i}") for i, layer in enumerate(small.layers))
+    decisions = replace(small.decisions, layers=layers)
+    costs = (cost,) * len(layers)
+    plan = replace(small, decisions=decisions, prediction=replace(small.prediction, costs=costs))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in str(plan).splitlines() if line[:1] == "|"]
+    assert rows[0][-1] == "ms"
+    assert rows[1][-1] == f"{cost.total_s * 1e3:.3g}"
+    assert {len(row) for row in rows} == {8}
