@@ -103,14 +103,9 @@ def describe_parallelism(decisions: Decisions) -> str:
     strategies = decisions.layer_strategies
     stored = [each for each in strategies if each.storage]
     recomputing = _agreed("recompute", [_recompute(each) for each in strategies])
-    parts = [
-        _agreed("ZeRO", [f"ZeRO-{each.zero}" for each in stored]),
-        _agreed("mesh", _meshes(strategies), _pipeline(decisions)),
-        "" if decisions.stages else _passes(decisions.num_microbatches),
-        "" if recomputing == "no recompute" else recomputing,
-        *_extras(decisions),
-    ]
-    return " · ".join(filter(None, parts))
+    zero = _agreed("ZeRO", [f"ZeRO-{each.zero}" for each in stored])
+    mesh = _agreed("mesh", _meshes(strategies), _pipeline(decisions))
+    return _in_order(decisions, zero, mesh, recomputing)
 
 
 def describe_usual(decisions: Decisions) -> str:
@@ -119,14 +114,14 @@ def describe_usual(decisions: Decisions) -> str:
     words = Counter(zip((f"ZeRO-{each.zero}" for each in strategies), _meshes(strategies), map(_recompute, strategies),
                         strict=True))  # fmt: skip
     zero, mesh, recompute = words.most_common(1)[0][0]
-    parts = [
-        zero,
-        _join(mesh, _pipeline(decisions)),
-        "" if decisions.stages else _passes(decisions.num_microbatches),
-        "" if recompute == "no recompute" else recompute,
-        *_extras(decisions),
-    ]
-    return " · ".join(filter(None, parts))
+    return _in_order(decisions, zero, _join(mesh, _pipeline(decisions)), recompute)
+
+
+def _in_order(decisions: Decisions, zero: str, mesh: str, recompute: str) -> str:
+    """The parts of the line that say how a plan runs, with what holds for all of it."""
+    passes = "" if decisions.stages else _passes(decisions.num_microbatches)
+    again = "" if recompute == "no recompute" else recompute
+    return " · ".join(filter(None, (zero, mesh, passes, again, *_extras(decisions))))
 
 
 def _agreed(what: str, words: Iterable[str], pipeline: str = "") -> str:

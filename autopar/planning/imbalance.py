@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autopar.errors import ConstraintError
-from autopar.ops import options_for
+from autopar.ops import with_rule
 from autopar.ops.experts import EXPERTS, read_body
 from autopar.program import Op, Option, Program
 
@@ -190,9 +190,7 @@ def with_imbalance(program: Program, expected: Imbalance) -> Program:
         made = replace(op, args=(*op.args[:6], text))
         key = (text, operands, results)
         if key not in known:
-            match = options_for(made, operands, results)
-            assert match is not None  # it had one with another text
-            known[key] = match.options
+            known[key] = with_rule(made, operands, results).options
         return replace(made, options=known[key])
 
     return replace(program, layers=tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers))
