@@ -22,8 +22,7 @@ def losses(said: str) -> list[float]:
 @pytest.mark.timeout(400)
 def test_experts_on_two_processes_train_as_on_one():
     said = run_script("examples/train_experts.py", 2, ARGUMENTS, timeout_s=300)
-    assert re.search(r"\bEP 2\b", said), said
-    assert "2 expert" in said, said
+    assert re.search(r"\bEP 2\b", said.splitlines()[0]), said  # the plan's first line; cells of its table are folded
     alone = subprocess.run(
         [sys.executable, "examples/train_experts.py", *ARGUMENTS],
         cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=200,
