@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._decomp import _should_decompose_because_unsafe_op, decomposition_table
-from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op, _materialize_cpp_cia_ops
 from torch._higher_order_ops.wrap import WrapWithAutocast
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -263,8 +263,10 @@ def run_decompositions(program: torch.export.ExportedProgram) -> torch.export.Ex
     The kernel of weight norm reads beyond its operands if their shapes don't belong together, so nobody may run
     it to find out how it splits; its pieces have rules.
     """
+    _materialize_cpp_cia_ops()  # once, not again for each namespace of ops: it takes as long as a small layer
     # Checks of inputs would be generated, and dropped afterwards.
     with (
+        patch("torch._export.utils._materialize_cpp_cia_ops", lambda: None, create=True),
         patch("torch.export._unlift._ok_to_generate_guards_fn", lambda: False, create=True),
         patch.object(WrapWithAutocast, "__call__", _interpret_autocast),
     ):

@@ -50,7 +50,7 @@ def loss_of(output: Any) -> Tensor:
 def train_single(model: nn.Module, inputs: Mapping[str, Any], steps: int = 2) -> Run:
     """Train a copy on one device."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     losses, gradients = [], {}
     for step in range(steps):
         optimizer.zero_grad()
@@ -70,7 +70,7 @@ def train_parallel(
 
     def rank(communicator: Communicator) -> Run:
         parallel = build(model, traced, plan, communicator)
-        optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3)
+        optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3, fused=True)
         losses, gradients = [], {}
         for step in range(steps):
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -96,10 +96,17 @@ class OptimizerService:
 
     def parameters(self) -> Iterator[tuple[int, _Slices]]:
         """The ids of the parameters, and how ranks share them."""
-        for name, stored in self.store.stored.items():
-            table, key = self.store.slot(name)
+        for table, key, slices in self._slots:
             if table[key] is not None:
-                yield id(table[key]), _Slices(stored.layout, self.store.mesh, self.communicator, self.store.host)
+                yield id(table[key]), slices
+
+    @cached_property
+    def _slots(self) -> list[tuple[dict[str, nn.Parameter | None], str, _Slices]]:
+        store = self.store
+        return [
+            (*store.slot(name), _Slices(stored.layout, store.mesh, self.communicator, store.host))
+            for name, stored in store.stored.items()
+        ]
 
 
 _SERVICES: list[ref[OptimizerService]] = []  # of modules that are alive
