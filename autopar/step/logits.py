@@ -88,7 +88,8 @@ def _region(program: Program, index: int, loss: Op) -> _Region | None:
     layer = program.layers[index]
     makers = {name: op for op in layer.ops for name in op.results}
     readers = _count_readers(program)
-    if loss.args[6] != "sum" or len(program.type_of(loss.operands[0]).shape) != 2 or loss.args[3] not in (1, -1):
+    last = len(program.type_of(loss.operands[0]).shape) - 1
+    if loss.args[6] != "sum" or not last or loss.args[3] not in (last, -1):
         return None
     chain: list[Op] = []
     moves: list[Op] = []

@@ -5,7 +5,7 @@ Also dropout and batch norm in their `autopar` form (see docs/architecture.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -194,12 +194,17 @@ def meta_tensor(kind: TensorType) -> torch.Tensor:
 
 _CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 _NLLS = ("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
+_FLATTENINGS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.flatten.using_ints")
 _LOG_SOFTMAXES = ("aten.log_softmax.int", "aten._log_softmax.default")
 
 
 def rewrite_cross_entropy(graph: Graph) -> Graph:
     """Cross entropy, and negative log likelihood of a log-softmax, become ``autopar.cross_entropy``."""
     producers = graph.producers
+    readers = graph.count_readers()
+
+    def write_unflattened(writer: Writer, call: _LossCall) -> None:
+        _write_cross_entropy(writer, _unflattened(writer, call, producers, readers))
 
     def write(writer: Writer, op: Op) -> None:
         if op.target not in (*_CROSS_ENTROPIES, *_NLLS):
@@ -212,12 +217,12 @@ def rewrite_cross_entropy(graph: Graph) -> Graph:
             if writer.type_of(call.target).is_floating:
                 _write_class_probabilities(writer, call)
             else:
-                _write_cross_entropy(writer, call)
+                write_unflattened(writer, call)
         else:
             softmax = producers.get(op.operands[0])
             dim = 1 if len(writer.type_of(op.args[0]).shape) > 1 else 0
             if softmax is not None and softmax.target in _LOG_SOFTMAXES and _same_dim(softmax, dim, writer):
-                _write_cross_entropy(writer, replace(call, logits=softmax.args[0]))
+                write_unflattened(writer, replace(call, logits=softmax.args[0]))
             else:
                 _write_likelihood(writer, call, dim)
 
@@ -239,11 +244,38 @@ class _LossCall:
     ignore_index: Arg
     label_smoothing: Arg
     result: str
+    class_dim: int = 1
+
+
+def _unflattened(writer: Writer, call: _LossCall, producers: Mapping[str, Op], readers: Mapping[str, int]) -> _LossCall:
+    """The call without views that only join the dims of positions, so that these can be split one by one.
+
+    A sum over positions is the same in any shape. Between view and loss there may be a cast of the logits, as mixed
+    precision makes it.
+    """
+    view, target_view = (producers.get(arg.name) for arg in (call.logits, call.target) if isinstance(arg, Ref))
+    cast = None
+    if view is not None and view.target == "aten._to_copy.default" and readers[view.results[0]] == 1:
+        cast, view = view, producers.get(view.operands[0])
+    if call.reduction == _NONE or view is None or target_view is None:
+        return call
+    if view.target not in _FLATTENINGS or target_view.target not in _FLATTENINGS:
+        return call
+    logits, target = writer.type_of(Ref(view.operands[0])), writer.type_of(Ref(target_view.operands[0]))
+    flat = writer.type_of(call.logits)
+    if logits.shape != (*target.shape, flat.shape[-1]) or len(flat.shape) != 2:
+        return call
+    if view.operands[0] in writer.graph.strided:
+        return call  # the view copies, as rows don't follow each other in memory, which is priced as a copy
+    source = Ref(view.operands[0])
+    if cast is not None:
+        source = writer.add(cast.target, (source,), replace(flat, shape=logits.shape), cast.kwargs)
+    return replace(call, logits=source, target=Ref(target_view.operands[0]), class_dim=len(target.shape))
 
 
 def _write_cross_entropy(writer: Writer, call: _LossCall) -> None:
     logits, target = writer.type_of(call.logits), writer.type_of(call.target)
-    class_dim = 1 if len(logits.shape) > 1 else 0
+    class_dim = call.class_dim if len(logits.shape) > 1 else 0
     each = call.reduction == _NONE
     # Thousands of terms don't add up in 16 bits.
     sum_dtype = "float64" if logits.dtype == "float64" else "float32"

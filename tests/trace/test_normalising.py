@@ -82,6 +82,31 @@ def test_cross_entropy_is_a_sum_of_terms(loss):
     assert not any("log_softmax" in target or "nll_loss" in target for target in found)
 
 
+def flattened(**settings):
+    return lambda h, y: F.cross_entropy(h.view(2, 2, 8).flatten(0, 1), y.view(2, 2).view(-1), **settings)
+
+
+FLATTENED = {  # -> whether positions keep their dims
+    "mean": (flattened(), True),
+    "sum, weight": (flattened(reduction="sum", weight=WEIGHT), True),
+    "weight, smoothing": (flattened(weight=WEIGHT, label_smoothing=0.2), True),
+    "cast": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).view(4, 8).float(), y.view(2, 2).view(-1)), True),
+    "nll": (lambda h, y: F.nll_loss(F.log_softmax(h.view(2, 2, 8).view(4, 8), -1), y.view(2, 2).view(-1)), True),
+    "none": (flattened(reduction="none"), False),
+    "in another order": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).mT.reshape(4, 8), y.view(2, 2).flatten()), False),
+    "classes of several dims": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).view(2, 16), y.view(2, 2)[:, 1]), False),
+}
+
+
+@pytest.mark.parametrize("loss", FLATTENED)
+def test_cross_entropy_of_flattened_positions(loss):
+    """Batch and sequence stay dims of their own, which split one by one."""
+    function, keeps = FLATTENED[loss]
+    program = run(function, x=X, y=CLASSES).program
+    losses = [op for layer in program.layers for op in layer.ops if op.target == "autopar.cross_entropy"]
+    assert [len(program.values[op.operands[1]].type.shape) for op in losses] == [2 if keeps else 1]
+
+
 @pytest.mark.parametrize("loss", PLAIN_NLLS)
 def test_likelihood_of_other_scores_is_written_out(loss):
     found = targets_of(run(PLAIN_NLLS[loss], x=X, y=CLASSES).program)
