@@ -64,7 +64,7 @@ def schedule_paths(actions: ScheduleActions, num_stages: int) -> SchedulePaths:
     graph = _graph_of(actions)
     usual_s = seconds_of(_USUAL)
     took = [usual_s[cost % len(COSTS)] for cost in graph.costs]
-    ahead, behind = _longest(took, graph.waits), _longest_behind(took, graph.readers)
+    ahead, behind = _longest(took, graph.waits)[0], _longest_behind(took, graph.readers)
     chains: set[bytes] = set()
     for nodes in graph.own:
         for first, last in _ends_of_stages(graph, nodes):
@@ -153,11 +153,8 @@ def _with_longest(graph: _Graph, counts: Array, usual_s: Array) -> Array:
 
 def _critical(graph: _Graph, took: Sequence[float]) -> tuple[list[int], float]:
     """The longest chain, and how long it is."""
-    came = _longest(took, graph.waits)
-    total = [0.0] * len(took)
-    for node, before in enumerate(came):
-        total[node] = took[node] + (total[before] if before >= 0 else 0.0)
-    last = max(range(len(took)), key=total.__getitem__)
+    came, total = _longest(took, graph.waits)
+    last = total.index(max(total))
     return [last, *_follow(came, last)], total[last]
 
 
@@ -174,22 +171,25 @@ def _ends_of_stages(graph: _Graph, nodes: Sequence[int]) -> list[tuple[int, int]
     return [(node, last[stage]) for stage, node in first.items()]
 
 
-def _longest(took: Sequence[float], waits: Sequence[Sequence[int]]) -> list[int]:
-    """Per node the one before it on the longest chain up to it; -1: none."""
+def _longest(took: Sequence[float], waits: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
+    """Per node the one before it on the longest chain up to it (-1: none), and how long that chain is."""
     total: list[float] = []
     came: list[int] = []
-    for own_s, nodes in zip(took, waits, strict=True):
-        best = max(nodes, key=total.__getitem__, default=-1)
+    for own_s, nodes in zip(took, waits, strict=True):  # a hundred thousand times in a large search: no calls in here
+        best, best_s = -1, 0.0
+        for node in nodes:
+            if best < 0 or total[node] > best_s:
+                best, best_s = node, total[node]
         came.append(best)
-        total.append(own_s + (total[best] if best >= 0 else 0.0))
-    return came
+        total.append(own_s + best_s)
+    return came, total
 
 
 def _longest_behind(took: Sequence[float], readers: Sequence[Sequence[int]]) -> list[int]:
     """As `_longest`, of the chain from each node on: the one behind it."""
     last = len(took) - 1
     turned = [[last - node for node in nodes] for nodes in reversed(readers)]
-    return [last - node if node >= 0 else -1 for node in reversed(_longest(took[::-1], turned))]
+    return [last - node if node >= 0 else -1 for node in reversed(_longest(took[::-1], turned)[0])]
 
 
 def _follow(came: Sequence[int], node: int) -> Iterator[int]:

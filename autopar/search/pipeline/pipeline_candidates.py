@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
-from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
+from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
 from autopar.search.pipeline.schedule_estimates import estimate_s, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
@@ -233,18 +233,28 @@ class PipelineResults:
         self._refine()
 
     def raise_bounds(self, enough_s: float) -> None:
-        """Make `lower_bound_s` at least so much, as far as that is possible: the least of the bounds first."""
+        """Make `lower_bound_s` at least so much, as far as that is possible: always the least of the bounds a little,
+        until it is as high as it gets.
+        """
         todo = [(each.bound_s, number) for number, each in enumerate(self.bounds)]
         heapq.heapify(todo)
+        begun: dict[int, Iterator[float]] = {}
         while todo and todo[0][0] < enough_s:
-            each = self.bounds[heapq.heappop(todo)[1]]
+            number = heapq.heappop(todo)[1]
+            each = self.bounds[number]
             if each.tables is None:
                 return
-            actions = each.shape.actions(self.schedules)
-            relaxed_s = relaxed_step_s(each.tables, each.shape, actions, enough_s, each.cuts)
-            each.bound_s = max(each.bound_s, relaxed_s)
-            if todo and each.bound_s < todo[0][0]:
-                return  # no other bound is the least one now
+            if number not in begun:
+                actions = each.shape.actions(self.schedules)
+                begun[number] = relaxed_bounds(each.tables, each.shape, actions, enough_s, each.cuts)
+            next_s = todo[0][0] if todo else enough_s
+            for bound_s in begun[number]:
+                each.bound_s = max(each.bound_s, bound_s)
+                if each.bound_s >= next_s:
+                    break
+            else:
+                return  # this one is the least, and can't be raised
+            heapq.heappush(todo, (each.bound_s, number))
 
     def _refine(self) -> None:
         """Look around the fastest: other shares of the work among the stages of a group, then all candidates."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.cost_tables import CostTables, LayerCosts
 
-__all__ = ["relaxed_step_s"]
+__all__ = ["relaxed_bounds", "relaxed_step_s"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -43,7 +43,14 @@ _F, _B, _I, _W, _SEND_F, _SEND_B = (COSTS[kind] for kind in ("F", "B", "I", "W",
 def relaxed_step_s(
     tables: CostTables, shape: Shape, actions: ScheduleActions, enough_s: float, cuts: Sequence[int] = ()
 ) -> float:
-    """No pipeline that fits is faster; as tight as a few steps make it, or at least `enough_s`.
+    """No pipeline that fits is faster: the last of `relaxed_bounds`, with the same arguments."""
+    return max(relaxed_bounds(tables, shape, actions, enough_s, cuts))
+
+
+def relaxed_bounds(
+    tables: CostTables, shape: Shape, actions: ScheduleActions, enough_s: float, cuts: Sequence[int] = ()
+) -> Iterator[float]:
+    """Ever more seconds than which no pipeline that fits is faster, until a few steps gain no more or it is `enough_s`.
 
     Args:
         tables: all candidates, and the limit.
@@ -53,31 +60,32 @@ def relaxed_step_s(
         cuts: the first layers of the stages but the first, if they are demanded.
     """
     if shape.num_stages > len(tables.layers):
-        return math.inf
+        yield math.inf
+        return
     problem = _Problem.of(tables, shape, actions, _most_layers(tables, shape, enough_s), cuts)
     best = problem.first(enough_s)
     best_s, *best_slopes = problem.value(best)
+    yield best_s
     if 0 < best_s < enough_s:
         nearer = problem.first(best_s)  # shares for about the seconds that can be had
         value, *found = problem.value(nearer)
         if value > best_s:
             best_s, best, best_slopes = value, nearer, found
-    if best_s >= enough_s:
-        return best_s
+            yield best_s
     slopes = best_slopes
     at, hope, misses = best, 1.0, 0
-    for _ in range(_STEPS):
+    for _ in range(_STEPS if best_s < enough_s else 0):
         at = problem.moved(at, slopes, hope * (enough_s - best_s), enough_s)
         value, *found = problem.value(at)
         slopes = found
         misses = 0 if value > best_s else misses + 1
         if value > best_s:
             best_s, best, best_slopes = value, at, slopes
+            yield best_s
             if best_s >= enough_s:
-                break
+                return
         elif misses == _MISSES:
             at, slopes, hope, misses = best, best_slopes, hope / 2, 0
-    return best_s
 
 
 def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
