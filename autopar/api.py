@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.balance import Lengths
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
 from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
@@ -42,14 +43,16 @@ from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, tra
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.compiling import check_compiler, read_compile
 from autopar.planning.given_plan import load_plan, with_prediction
-from autopar.planning.imbalance import BALANCED, ExpectedRouting, Imbalance, read_imbalance, with_imbalance
+from autopar.planning.imbalance import ExpectedRouting, Imbalance, read_imbalance
+from autopar.planning.length_plans import ExpectedLengths, FamilyPlanner, check_rows, read_distribution, row_tracer
 from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.precision import with_speedup
+from autopar.planning.setup import Setup
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
-from autopar.search import MEMORY_ERROR, SearchRequest, TrainingSpec, search
+from autopar.search import MEMORY_ERROR, SearchRequest, search
 from autopar.step.logits import in_pieces
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
@@ -84,6 +87,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     outputs: Literal["whole", "local"] | None = None,
     shapes: Sequence[Tensor | ExampleInputs] = (),
     imbalance: ExpectedRouting = None,
+    lengths: ExpectedLengths = None,
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -130,6 +134,11 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         imbalance: of a mixture of experts, how unevenly rows come to devices that share experts, for prices and memory:
             how many times the mean the busiest one gets (``1.5``), ``"lognormal:0.5"``, or rows of each expert as
             ``report.expert_rows`` has them (or a JSON file of that); None: evenly.  What is computed is the same.
+        lengths: of the sequences that are trained on, if they have many: an `autopar.balance.Lengths`, the path of a
+            file with one length a line (or the columns ``quantile`` and ``tokens``), or ``{length: how many}``.
+            `example_inputs` are ``[rows, tokens]``, with rows that hold the longest sequence, and as many tokens as the
+            sequences of a step have on average.  The plan is then a family: one for rows of each length, with
+            parameters stored alike, of which `autopar.balanced` takes the fastest for every batch.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -152,6 +161,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
     state = share(group, lambda: generator_state(communicator.device))
     given, given_texts = plan, constraints
+    distribution = agree(group, lambda: read_distribution(lengths))
     constraints = agree(group, lambda: check_constraints(model, given_texts, communicator.world_size))
     plan = agree(group, lambda: load_plan(given))
     loaded: Profile | Literal[False] | None = share(
@@ -178,6 +188,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     asked = agree(group, lambda: read_compile(compile))
     training = replace(setup.training, gathers_outputs=bool(whole_outputs))
     setup = replace(setup, training=training, compile=asked)
+    own_setup = setup
+    setup = agree(group, lambda: _with_lengths(own_setup, distribution, model, example_inputs, traced))
     arguments = f"{_describe_arguments(plan, profile, setup)}, inputs={inputs}, outputs={outputs}"
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
     agree_equal(group, agree(group, lambda: _digest_state(model, traced)), "initial values of parameters or buffers",
@@ -243,6 +255,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     compile: bool | None = None,
     profile: Profile | str | Path | Literal[False] | None = None,
     imbalance: ExpectedRouting = None,
+    lengths: ExpectedLengths = None,
 ) -> Plan:
     """Find the fastest plan that fits, without any process group; the model may be on the meta device.
 
@@ -260,6 +273,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
         profile: measured prices of this device, or the path of a file of them; without them prices are estimates, and
             the plan says so.
         imbalance: as in `parallelize`.
+        lengths: as in `parallelize`.
 
     Returns:
         The plan.  ``print(plan)`` is a table; ``plan.save(path)`` writes JSON.
@@ -271,48 +285,13 @@ def plan(  # noqa: PLR0913  (what a user may say)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     where = _read_cluster(cluster)
     constraints = check_constraints(model, constraints, where.world_size)
+    distribution = read_distribution(lengths)
     measured = load_profile(profile) if profile else None
     setup, traced = _prepare(
         model, example_inputs, memory, optimizer, precision, constraints, where.device.type, read_imbalance(imbalance)
     )
-    setup = replace(setup, compile=read_compile(compile))
+    setup = _with_lengths(replace(setup, compile=read_compile(compile)), distribution, model, example_inputs, traced)
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The user's keyword arguments, read once.
-
-    Args:
-        dtype: what the program computes in, where it differs from the parameters' own.
-        memory_bytes: limit per device; None: what the device has.
-        training: bytes of optimizer state and stored parameters.
-        constraints: the user's texts.
-        prices: of the devices at hand; None where nothing is searched for.
-        trace_s: seconds that tracing took.
-        draws: the values of what is on the meta device.
-        compile: whether layers are compiled; None: as the search finds best.
-        imbalance: what is expected of the routing of experts.
-    """
-
-    dtype: torch.dtype | None = None
-    memory_bytes: float | None = None
-    training: TrainingSpec = field(default_factory=TrainingSpec)
-    constraints: tuple[str, ...] = ()
-    prices: Prices | None = None
-    trace_s: float = 0.0
-    draws: Draws | None = None
-    compile: bool | None = None
-    device_type: str = "cpu"
-    imbalance: Imbalance = BALANCED
-
-    def priced(self, prices: Prices) -> Setup:
-        """The same for the devices that have these prices."""
-        return replace(self, prices=prices, training=self.training.on_device(prices.device))
-
-    def expecting(self, traced: Traced) -> Traced:
-        """What was traced, priced by the imbalance."""
-        return replace(traced, program=with_imbalance(traced.program, self.imbalance))
 
 
 def _prepare(
@@ -349,14 +328,35 @@ def _search(program: Program, world_size: int, setup: Setup) -> Plan:
             setup.compile, lambda own, request: search(own, world_size, prices, request), program, prices,
             _request(setup), world_size,
         )  # fmt: skip
-    return _finish(found, in_pieces(program, found.piece_tokens), setup)
+    return _finish(found, program, setup)
 
 
 def _finish(found: Plan, program: Program, setup: Setup) -> Plan:
-    assert setup.prices is not None
+    prices = setup.prices
+    assert prices is not None
+    found = replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
+    whole, world_size, request = program, found.world_size, _request(setup)
     if setup.dtype is None:
-        found = with_speedup(found, program, setup.prices, setup.training)
-    return replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
+        found = with_speedup(found, in_pieces(program, found.piece_tokens), prices, setup.training)
+    if setup.lengths is None or setup.trace_rows is None:
+        return found
+
+    def find(program: Program) -> Plan:
+        return search_plan(
+            setup.compile, lambda own, asked: search(own, world_size, prices, asked), program, prices, request,
+            world_size,
+        )  # fmt: skip
+
+    return FamilyPlanner(setup.lengths, setup.trace_rows, find, prices, request).family(found, whole)
+
+
+def _with_lengths(
+    setup: Setup, lengths: Lengths | None, model: nn.Module, example_inputs: ExampleInputs | None, traced: Traced
+) -> Setup:
+    if lengths is None:
+        return setup
+    check_rows(lengths, traced.program)
+    return replace(setup, lengths=lengths, trace_rows=row_tracer(model, example_inputs, traced.program, setup))
 
 
 def _request(setup: Setup) -> SearchRequest:
@@ -391,7 +391,7 @@ def _search_and_time(
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return _finish(result, in_pieces(traced.program, result.piece_tokens), setup)
+        return _finish(result, traced.program, setup)
 
     return share(communicator.process_group, search_here)
 
@@ -445,7 +445,7 @@ def _describe_arguments(plan: object, profile: object, setup: Setup) -> str:
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
     said = f"compile={setup.compile}, {setup.training}, constraints={setup.constraints}, {setup.imbalance}"
-    return f"a plan {how}, prices {prices}, {said}"
+    return f"a plan {how}, prices {prices}, {said}, lengths: {setup.lengths}"
 
 
 def build(

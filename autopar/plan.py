@@ -23,7 +23,7 @@ from autopar.errors import PlanFormatError
 from autopar.headline import describe_headline, of_limit
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
-from autopar.prediction import LayerCost, Prediction, RowCost
+from autopar.prediction import LayerCost, LengthPrediction, Prediction, RowCost
 from autopar.records import decode_record, encode_record
 from autopar.schedules.action_lists import StageCost
 from autopar.suggestions import suggest_path
@@ -225,7 +225,10 @@ def _complete(predicted: dict[str, Any]) -> None:
     predicted.setdefault("host_memory_bytes", 0.0)
     for name, nothing in (("tokens_per_step", 0), ("dtype", ""), ("model_flops", 0.0), ("peak_flops_per_s", 0.0)):
         predicted.setdefault(name, nothing)
-    predicted.setdefault("row", encode_record(RowCost()))
+    row = predicted.setdefault("row", {})
+    if isinstance(row, dict):
+        predicted["row"] = encode_record(RowCost()) | cast("dict[str, Any]", row)
+    predicted.setdefault("lengths", encode_record(LengthPrediction()))
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):
@@ -399,11 +402,34 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted peak       {of_limit(plan.peak_memory_bytes, plan.memory_limit_bytes)} per device allowed"
         f"{_error(plan.memory_error)}",
         *_offloaded(plan.prediction),
+        *_lengths(plan.prediction.lengths),
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
     ]
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
     return lines
+
+
+def _lengths(expected: LengthPrediction) -> list[str]:
+    """What a family of plans gains where sequences have many lengths, and from what."""
+    if not expected.plans:
+        return []
+    saved_s, error_s = expected.static_s - expected.step_time_s, expected.standard_error_s
+    used = [each for each in expected.plans if each.share]
+    gains = [f"{name} {_format_seconds(seconds)}" for name, seconds in expected.gains if abs(seconds) > 0.01 * saved_s]
+    return [
+        f"lengths              {expected.lengths}",
+        f"expected step time   {_format_seconds(expected.step_time_s)} with {expected.sequences:,} sequences (mean of "
+        f"{expected.batches} drawn batches); the best plan for all of them "
+        f"{_format_seconds(expected.static_s)}: {expected.static_s / expected.step_time_s:.3f}x as long, "
+        f"+- {error_s / expected.step_time_s:.3f}",
+        *(
+            f"rows of {each.row.tokens:,} tokens: {each.share:.0%} of steps, {_format_seconds(each.step_time_s)} "
+            f"({each.axes})"
+            for each in used
+        ),
+        *([f"saved                {', '.join(gains)}"] if saved_s > 0 else []),
+    ]
 
 
 def _offloaded(prediction: Prediction) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.schedules.action_lists import StageCost
 
-__all__ = ["SPENT", "LayerCost", "Prediction", "RowCost"]
+__all__ = ["SPENT", "LayerCost", "LengthPlan", "LengthPrediction", "Prediction", "RowCost"]
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,20 @@ SPENT = {
 
 @dataclass(frozen=True)
 class RowCost:
-    """What computing costs by the lengths of sequences: the step's seconds, but what it takes once for all of them.
+    """What computing costs by the lengths of sequences.
 
-    A data-parallel rank (`autopar.step.data_split`) spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n
-    tokens: attention takes the squares, all else is linear.  With pipeline stages these are means over stages, without
-    the bubble.
+    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: attention takes the
+    squares, all else is linear; and ``step_s`` once a step.  With pipeline stages the first two are means over stages,
+    and the bubble is in the third.
 
     Args:
-        ranks: how many data-parallel ranks share the rows of a batch.
+        ranks: how many data-parallel ranks share the rows of a batch in attention
+            (`autopar.step.data_split.attention_split`).
         rows: of a rank in one microbatch.
         tokens: of a row: dim 1 of the first input that has one; 0: no input has.
         token_s: seconds per token.
         pair_s: seconds per pair of tokens of one sequence, ``tokens**2`` of a row that is one sequence.
+        step_s: seconds of a step whatever its sequences: parameters are gathered, reduced and updated.
     """
 
     ranks: int = 1
@@ -118,6 +120,49 @@ class RowCost:
     tokens: int = 0
     token_s: float = 0.0
     pair_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """A member of a family of plans for sequences of many lengths, each for rows of its own length.
+
+    Args:
+        row: what its rows cost.
+        share: of the steps that it runs.
+        step_time_s: the mean of these steps.
+        axes: what most of its layers do.
+    """
+
+    row: RowCost
+    share: float = 0.0
+    step_time_s: float = 0.0
+    axes: str = ""
+
+
+@dataclass(frozen=True)
+class LengthPrediction:
+    """What is expected of steps whose sequences have lengths of a distribution: means over batches that were drawn.
+
+    Args:
+        lengths: the distribution, as text.
+        sequences: of a step.
+        batches: how many were drawn.
+        plans: the family: the plan itself, then one for each of its `other_calls`, in their order.
+        step_time_s: seconds of a step, each by the plan of the family that is fastest for it.
+        static_s: seconds of a step by the best plan for the longest rows alone.
+        standard_error_s: of the mean of what the family saves of a step.
+        gains: on what the family saves seconds of a step, the parts of ``static_s - step_time_s``.
+    """
+
+    lengths: str = ""
+    sequences: int = 0
+    batches: int = 0
+    plans: tuple[LengthPlan, ...] = ()
+    step_time_s: float = 0.0
+    static_s: float = 0.0
+    standard_error_s: float = 0.0
+    gains: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,6 +192,7 @@ class Prediction:
             (`autopar.step.model_flops`).
         peak_flops_per_s: of a device in `dtype`, by its data sheet; 0: not known.
         row: what a step costs by the lengths of sequences in its rows.
+        lengths: of a family of plans for sequences of many lengths.
     """
 
     device: str = ""
@@ -167,6 +213,7 @@ class Prediction:
     model_flops: float = 0.0
     peak_flops_per_s: float = 0.0
     row: RowCost = RowCost()
+    lengths: LengthPrediction = LengthPrediction()
 
     def spent(self, num_groups: int) -> dict[str, float]:
         """What the step's seconds are spent on; they add up to the step, of a pipeline as the mean over device groups.

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.prediction import RowCost
+
 __all__ = ["Assignment"]
+
+_NO_ROWS = RowCost()
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +26,7 @@ class Assignment:
         work_s: ``[groups]`` seconds of each group's sequences, empty places apart.
         bound_s: no assignment has a group with the most work below this.
         is_exact: whether the largest of `work_s` is the least that there is, with so many rows.
+        row_cost: of the plan whose rows these are; of groups of several degrees nothing.
     """
 
     lengths: np.ndarray
@@ -32,11 +37,18 @@ class Assignment:
     work_s: np.ndarray
     bound_s: float
     is_exact: bool = False
+    row_cost: RowCost = _NO_ROWS
 
     @property
     def largest_s(self) -> float:
         """Seconds of the group with the most work, which all others wait for."""
         return float(self.work_s.max(initial=0.0))
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of the step: rows are computed whole, whatever is in them."""
+        row = self.row_cost
+        return row.step_s + row.token_s * self.rows * row.tokens + self.largest_s
 
     @property
     def imbalance(self) -> float:

@@ -15,6 +15,7 @@ from autopar.balance.groups import best_groups
 from autopar.balance.packing import Packed, Places, even_out, longest_first, tightest_rows, work_bound
 from autopar.errors import LengthError
 from autopar.plan import Plan
+from autopar.prediction import RowCost
 
 __all__ = ["BatchPlanner"]
 
@@ -25,6 +26,9 @@ class BatchPlanner:
     Rows have the length that the plan was made for, and are computed whole.  So first as few rows as possible are
     filled, equally many for each rank; then attention, which takes the squares of lengths, is evened out.  A rank
     computes ``rows`` of them at once, or fewer, or in microbatches of so many: memory is as the plan predicts.
+
+    Of a family of plans (`autopar.plan(..., lengths=...)`) the one is taken by which the step is predicted to be
+    fastest; `Assignment.row_cost` says which.
 
     The same lengths give the same assignment on every rank, without communication.
 
@@ -53,7 +57,8 @@ class BatchPlanner:
                     "the plan doesn't say what a row costs: it has no prediction, or no input of shape [rows, tokens]. "
                     "Plan with this version of autopar, and with such example inputs"
                 )
-        self.row = plans[0].prediction.row
+        self.rows = tuple(each.row for each in plans[0].prediction.lengths.plans) or (plans[0].prediction.row,)
+        self.longest = max(row.tokens for row in self.rows)
         self.packs = packs
         self.devices = plans[0].world_size
         self.costs = tuple(_group_cost(each) for each in plans)
@@ -71,21 +76,41 @@ class BatchPlanner:
         Raises:
             LengthError: a length is not a positive whole number, or larger than a row.
         """
-        most = max(cost.tokens for cost in self.costs)
-        where = "a row of the plan" if len(self.costs) == 1 else "the largest group of devices"
-        tokens = check_lengths(lengths, most, where)
         if len(self.costs) > 1:
+            tokens = check_lengths(lengths, max(cost.tokens for cost in self.costs), "the largest group of devices")
             degrees, packed, bound_s, is_exact = best_groups(self.costs, self.devices, tokens)
             return Assignment(tokens, packed.group, packed.row, degrees, 1, packed.load, bound_s, is_exact)
-        return self._assign_rows(tokens, batches)
+        tokens = check_lengths(lengths, self.longest, "a row of the plan")
+        longest = int(tokens.max(initial=0))
+        bounds = [(self._least_s(row, tokens, batches), place) for place, row in enumerate(self.rows)]
+        best: Assignment | None = None
+        for least_s, place in sorted(bounds):
+            if self.rows[place].tokens >= longest and (best is None or least_s < best.step_time_s):
+                found = self._assign_rows(self.rows[place], tokens, batches)
+                if best is None or found.step_time_s < best.step_time_s:
+                    best = found
+        assert best is not None  # the plan for the longest rows is one of them
+        return best
 
-    def _assign_rows(self, tokens: np.ndarray, batches: int) -> Assignment:
-        cost, groups = self.costs[0], self.row.ranks * batches
-        taken = tokens if self.packs else np.full(len(tokens), self.row.tokens)
+    def _taken(self, row: RowCost, tokens: np.ndarray) -> np.ndarray:
+        """``[n]`` places of a row that sequences take."""
+        return tokens if self.packs else np.full(len(tokens), row.tokens)
+
+    def _least_s(self, row: RowCost, tokens: np.ndarray, batches: int) -> float:
+        """No assignment to such rows makes a step faster than this."""
+        groups = row.ranks * batches
+        pairs = np.square(tokens.astype(np.float64))
+        rows = max(1, math.ceil(int(self._taken(row, tokens).sum()) / row.tokens / groups))
+        attention_s = row.pair_s * max(float(pairs.sum()) / groups, float(pairs.max(initial=0.0)))
+        return row.step_s + row.token_s * rows * row.tokens + attention_s
+
+    def _assign_rows(self, row: RowCost, tokens: np.ndarray, batches: int) -> Assignment:
+        groups = row.ranks * batches
+        taken = self._taken(row, tokens)
         # Places without a token are computed like others, so only attention tells ranks apart.
-        work = self.row.pair_s * np.square(tokens.astype(np.float64))[None]
-        for rows in self._row_counts(taken, groups):
-            places = Places(np.zeros(groups, np.int64), rows, float(self.row.tokens), taken, work)
+        work = row.pair_s * np.square(tokens.astype(np.float64))[None]
+        for rows in _row_counts(row, taken, groups):
+            places = Places(np.zeros(groups, np.int64), rows, float(row.tokens), taken, work)
             bound_s = work_bound(places)
             packed = longest_first(places) or tightest_rows(places)
             is_exact = False
@@ -99,20 +124,9 @@ class BatchPlanner:
             raise AssertionError("a row for each sequence has room for all")
         if batches > 1:  # groups of a step wait for each other: those of like work meet
             packed = packed.renumbered(np.argsort(np.argsort(-packed.load, kind="stable"), kind="stable"))
-        degrees = np.full(groups, cost.degree)
+        degrees = np.full(groups, self.devices // row.ranks)
         order = _heaviest_row_first(packed, places)
-        return Assignment(tokens, packed.group, order, degrees, rows, packed.load, bound_s, is_exact)
-
-    def _row_counts(self, tokens: np.ndarray, groups: int) -> Iterable[int]:
-        """How many rows each rank could compute, from what they can't be below to enough for a row for each sequence:
-        as many as the plan computes at once, or fewer, or whole microbatches.
-        """
-        at_once = self.row.rows
-        halves = int((2 * tokens > self.row.tokens).sum())  # no two of these share a row
-        least = max(1, math.ceil(int(tokens.sum()) / self.row.tokens / groups), math.ceil(halves / groups))
-        most = max(least, math.ceil(len(tokens) / groups))
-        counts = (count if count <= at_once else -(-count // at_once) * at_once for count in range(least, most + 1))
-        return dict.fromkeys(counts)
+        return Assignment(tokens, packed.group, order, degrees, rows, packed.load, bound_s, is_exact, row)
 
     def _check_degrees(self, worlds: Sequence[int]) -> None:
         degrees = sorted(cost.degree for cost in self.costs)
@@ -121,6 +135,17 @@ class BatchPlanner:
                 f"plans for groups of several degrees are for the same devices, and their degrees divide each other, "
                 f"but these are for {sorted(set(worlds))} devices, with {degrees} to a data-parallel rank"
             )
+
+
+def _row_counts(row: RowCost, taken: np.ndarray, groups: int) -> Iterable[int]:
+    """How many rows each rank could compute, from what they can't be below to enough for a row for each sequence: as
+    many as the plan computes at once, or fewer, or whole microbatches.
+    """
+    halves = int((2 * taken > row.tokens).sum())  # no two of these share a row
+    least = max(1, math.ceil(int(taken.sum()) / row.tokens / groups), math.ceil(halves / groups))
+    most = max(least, math.ceil(len(taken) / groups))
+    counts = (count if count <= row.rows else -(-count // row.rows) * row.rows for count in range(least, most + 1))
+    return dict.fromkeys(counts)
 
 
 def _group_cost(plan: Plan) -> GroupCost:

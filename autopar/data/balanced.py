@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.balance import Assignment, BatchPlanner
 from autopar.balance.costs import check_lengths
+from autopar.data.batch_rows import own_rows
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
@@ -81,10 +82,10 @@ def balanced(
     planner = BatchPlanner(model.plan, packs=packs)
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     packing = RowPacking(
-        planner.row.tokens, {**_PADDING, **(padding or {})}, "position_ids" if packs else "",
-        "" if packs else "attention_mask", shifted if packs else (),
+        {**_PADDING, **(padding or {})}, "position_ids" if packs else "", "" if packs else "attention_mask",
+        shifted if packs else (),
     )  # fmt: skip
-    share = _Share(planner, model.data_rank)
+    share = _Share(planner, model.data_rank, model.data_parallel_size)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
     attributes["call_inputs"] = inputs
@@ -93,7 +94,7 @@ def balanced(
         assert length is not None
         made.collate_fn = _CollateShare(share, packing, length)
     else:
-        known = check_lengths(length_index, planner.row.tokens, "a row of the plan", "sample {} of length_index")
+        known = check_lengths(length_index, planner.longest, "a row of the plan", "sample {} of length_index")
         attributes["dataset"] = _RowsOfSamples(given.dataset)
         made.collate_fn = _CollateRows(packing, given.dataset)
         take = _TakeShare(share, known)
@@ -130,28 +131,34 @@ class _Share:
 
     planner: BatchPlanner
     rank: int
+    ranks: int
 
-    def of(self, lengths: np.ndarray) -> tuple[int, list[list[int]]]:
-        """A digest of the whole assignment, and this rank's rows, each the numbers of its sequences."""
+    def of(self, lengths: np.ndarray) -> tuple[int, int, list[list[int]]]:
+        """A digest of the whole assignment, the tokens of a row, and this rank's rows, each the numbers of its
+        sequences.
+        """
         assignment = self.planner.assign(lengths)
-        digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes())
-        return digest, rank_rows(assignment, self.planner.row.rows, self.rank)
+        tokens = assignment.row_cost.tokens
+        digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), tokens)
+        return digest, tokens, rank_rows(assignment, self.rank, self.ranks)
 
 
-def rank_rows(assignment: Assignment, at_once: int, rank: int) -> list[list[int]]:
-    """The rows that data-parallel rank `rank` passes, each the numbers of its sequences.
+def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
+    """The rows that part `rank` of `ranks` of the batch has, each the numbers of its sequences.
 
-    A batch of several microbatches is cut into these before ranks share each of them out, so a rank computes others
-    of its rows than it passes: the row that it computes as number j of microbatch m is the batch's row
-    ``(m * ranks + rank) * at_once + j``.
+    Ranks that compute rows are the groups of `assignment`, perhaps more or fewer than those that pass them.  A batch
+    of several microbatches is cut into these before groups share each of them out: the row that group g computes as
+    number j of microbatch m is the batch's row ``(m * groups + g) * at_once + j``.
     """
     groups = len(assignment.degrees)
-    at_once = min(at_once, assignment.rows)
+    at_once = min(assignment.row_cost.rows, assignment.rows)
+    rows_of = [assignment.rows_of(group) for group in range(groups)]
     found: list[list[int]] = []
-    for place in range(rank * assignment.rows, (rank + 1) * assignment.rows):
+    own = own_rows(groups * assignment.rows, rank, ranks)
+    for place in range(own.start, own.stop):
         microbatch, inside = divmod(place, groups * at_once)
         group, number = divmod(inside, at_once)
-        found.append(assignment.rows_of(group)[microbatch * at_once + number])
+        found.append(rows_of[group][microbatch * at_once + number])
     return found
 
 
@@ -159,7 +166,8 @@ class _Row(NamedTuple):
     """What stands for an index where a dataset is asked for a row of samples."""
 
     digest: int
-    indices: list[int]
+    tokens: int
+    indices: list[int] | None  # None: this rank has no rows
 
 
 @dataclass(frozen=True)
@@ -170,9 +178,10 @@ class _TakeShare:
     lengths: np.ndarray
 
     def __call__(self, indices: Sequence[int]) -> list[_Row]:
-        digest, rows = self.share.of(self.lengths[np.asarray(indices, dtype=np.int64)])
+        digest, tokens, rows = self.share.of(self.lengths[np.asarray(indices, dtype=np.int64)])
         digest = zlib.crc32(np.asarray(indices, dtype=np.int64).tobytes(), digest)
-        return [_Row(digest, [indices[number] for number in row]) for row in rows]
+        own = [_Row(digest, tokens, [indices[number] for number in row]) for row in rows]
+        return own or [_Row(digest, tokens, None)]
 
 
 class _RowsOfSamples:
@@ -184,8 +193,8 @@ class _RowsOfSamples:
     def __len__(self) -> int:
         return len(self.base)
 
-    def __getitem__(self, row: _Row) -> tuple[int, list[Any]]:
-        return row.digest, [self.base[index] for index in row.indices]
+    def __getitem__(self, row: _Row) -> tuple[_Row, list[Any]]:
+        return row, [self.base[index] for index in row.indices or ()]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("base", "__getitems__", "__setstate__"):  # before unpickling; whole batches of single samples
@@ -200,10 +209,11 @@ class _CollateRows:
     packing: RowPacking
     dataset: Any
 
-    def __call__(self, items: Sequence[tuple[int, list[Any]]]) -> tuple[int, dict[str, Tensor]]:
-        rows = [row for _, row in items]
+    def __call__(self, items: Sequence[tuple[_Row, list[Any]]]) -> tuple[int, dict[str, Tensor]]:
+        digest, tokens, _ = items[0][0]
+        rows = [samples for row, samples in items if row.indices is not None]
         like = next((sample for row in rows for sample in row), None)
-        return items[0][0], self.packing.rows(rows, self.dataset[0] if like is None else like)
+        return digest, self.packing.rows(rows, tokens, self.dataset[0] if like is None else like)
 
 
 @dataclass(frozen=True)
@@ -215,8 +225,8 @@ class _CollateShare:
     length: Callable[[Any], int]
 
     def __call__(self, samples: Sequence[Any]) -> tuple[int, dict[str, Tensor]]:
-        digest, rows = self.share.of(np.array([self.length(sample) for sample in samples]))
-        return digest, self.packing.rows([[samples[number] for number in row] for row in rows], samples[0])
+        digest, tokens, rows = self.share.of(np.array([self.length(sample) for sample in samples]))
+        return digest, self.packing.rows([[samples[number] for number in row] for row in rows], tokens, samples[0])
 
 
 class _Balanced(WithEpochs):

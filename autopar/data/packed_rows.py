@@ -19,7 +19,6 @@ class RowPacking:
     """How rows are made of samples, which are mappings from names to tensors ``[length, ...]``.
 
     Args:
-        tokens: of a row.
         padding: name -> what places without a token have.
         positions: name of an entry that counts places from 0 in each sequence; ``""``: none.
         mask: name of an entry that is 1 at tokens and 0 elsewhere; ``""``: none.
@@ -27,26 +26,27 @@ class RowPacking:
             before, which is in another sequence.
     """
 
-    tokens: int
     padding: Mapping[str, float]
     positions: str = ""
     mask: str = ""
     shifts: tuple[str, ...] = ()
 
-    def rows(self, rows: Sequence[Sequence[Any]], like: Any) -> dict[str, Tensor]:
+    def rows(self, rows: Sequence[Sequence[Any]], tokens: int, like: Any) -> dict[str, Tensor]:
         """The batch of these rows of samples, of which there may be none; `like` is a sample that shows the form.
+
+        Rows have so many `tokens`.
 
         Raises:
             LoaderError: a sample is no mapping of tensors of equal length, or nothing says how to pad an entry.
         """
         form = self._read(like)
         batch = {
-            name: torch.full((len(rows), self.tokens, *x.shape[1:]), self.padding[name], dtype=x.dtype)
+            name: torch.full((len(rows), tokens, *x.shape[1:]), self.padding[name], dtype=x.dtype)
             for name, x in form.items()
         }
-        places = torch.zeros(len(rows), self.tokens, dtype=torch.int64)
+        places = torch.zeros(len(rows), tokens, dtype=torch.int64)
         # A row without a sequence attends to itself, as if it had one: a softmax over nothing is not a number.
-        filled = torch.tensor([[not row] * self.tokens for row in rows], dtype=torch.int64).reshape(len(rows), -1)
+        filled = torch.tensor([not row for row in rows], dtype=torch.int64)[:, None].repeat(1, tokens)
         for number, row in enumerate(rows):
             start = 0
             for sample in map(self._read, row):
@@ -63,10 +63,11 @@ class RowPacking:
 
     def _place(self, batch: dict[str, Tensor], row: int, start: int, sample: Mapping[str, Tensor]) -> int:
         stop = start + len(next(iter(sample.values())))
-        if set(sample) != set(batch) or stop > self.tokens:
+        tokens = next(iter(batch.values())).shape[1]
+        if set(sample) != set(batch) or stop > tokens:
             raise LoaderError(
                 f"a sample with the entries {sorted(sample)} and {stop - start} tokens doesn't fit: other samples have "
-                f"{sorted(batch)}, and the row has {self.tokens - start} places left. Give every sample the same "
+                f"{sorted(batch)}, and the row has {tokens - start} places left. Give every sample the same "
                 "entries, and let length= or length_index= say how many tokens it really has"
             )
         for name, x in sample.items():

@@ -48,7 +48,7 @@ from autopar.trace import (
     trace,
 )
 
-__all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "trace_model"]
+__all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "on_meta", "shape_of", "stored_as", "trace_model"]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 _LOGGER = logging.getLogger("autopar")
@@ -85,6 +85,12 @@ def as_call(inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
 
 
+def stored_as(program: Program, plan: Plan) -> tuple[tuple[str, tuple[int, ...], Layout], ...]:
+    """Where parameters are by `plan` of `program`, as `SearchRequest.stored` takes it."""
+    mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    return tuple((name, mesh, layout) for name, layout in storage_layouts(program, plan, mesh).items())
+
+
 class CallPlanner:
     """Plans calls of a model that its first plan is not for: in eval mode, or with inputs of another form.
 
@@ -115,7 +121,7 @@ class CallPlanner:
             dtype: as in `trace_model`, and so is `device_type`.
             finish: applied to what is traced.
         """
-        self._twin = _on_meta(model)
+        self._twin = on_meta(model)
         self._first = program, plan
         self._prices = prices
         self._request = request
@@ -186,7 +192,7 @@ class CallPlanner:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str, autocast: Any
     ) -> Traced:
         model = as_model(self._twin, part)
-        positional, named = map_leaves(_shape_of, (tuple(args), dict(kwargs)))
+        positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
         try:
             bind(model, positional, named)
         except ExampleInputsError as error:
@@ -213,9 +219,7 @@ class CallPlanner:
     @cached_property
     def _stored(self) -> tuple[tuple[str, tuple[int, ...], Layout], ...]:
         """Where parameters are: where they are gathered for little work, that decides."""
-        program, plan = self._first
-        mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
-        return tuple((name, mesh, layout) for name, layout in storage_layouts(program, plan, mesh).items())
+        return stored_as(*self._first)
 
     def _of_any_length(self, short: Traced, call: Call, autocast: torch.dtype | None) -> Executable | None:
         """What runs texts that grow by a place a call, where no place sees those behind it; None if that is not known.
@@ -227,7 +231,7 @@ class CallPlanner:
         key = (short.program.inputs, rows, autocast)
         lengths = padded_lengths(length, [self._first[0], *(each.program for each in made)])
         for longest in [] if key in self._no_lengths else lengths:
-            given: Call = with_size(map_leaves(_shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
+            given: Call = with_size(map_leaves(shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
             try:
                 with torch.autocast("cpu", enabled=False):
                     long = self._finish(self._trace(*given, False, "", autocast))
@@ -255,7 +259,7 @@ class CallPlanner:
         made = self._made[is_training, part, autocast]
         known = [] if part else [self._first]
         for longer in padded_rows(rows, [*known, *((each.program, each.plan) for each in made)]):
-            args, kwargs = with_size(map_leaves(_shape_of, call), 0, rows, longer)
+            args, kwargs = with_size(map_leaves(shape_of, call), 0, rows, longer)
             try:
                 with torch.autocast("cpu", enabled=False):
                     long = self._finish(self._trace(args, kwargs, is_training, part, autocast))
@@ -289,7 +293,7 @@ class CallPlanner:
         return None
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def on_meta(model: nn.Module) -> nn.Module:
     """A twin of `model` on the meta device, so that what can be traced later holds no memory."""
     made: dict[int, Tensor] = {}
 
@@ -303,7 +307,8 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy_with(model, [*model.parameters(), *model.buffers()], swap)
 
 
-def _shape_of(x: Any) -> Any:
+def shape_of(x: Any) -> Any:
+    """A tensor's form, as a tensor on the meta device; anything else as it is."""
     if isinstance(x, CarriedTensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
     return x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.ops import family_of
 from autopar.placement import REPLICATE, Layout, mesh_axes, shard
 from autopar.plan import Decisions
 from autopar.program import Op, Program
 from autopar.step.value_flows import option_of, options_of
 
-__all__ = ["DataSplit", "batch_inputs", "data_split", "output_rows"]
+__all__ = ["DataSplit", "attention_split", "batch_inputs", "data_split", "output_rows"]
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,29 @@ def batch_inputs(program: Program) -> tuple[str, ...]:
 
 def data_split(program: Program, decisions: Decisions) -> DataSplit:
     """The split by the first op that splits the rows; in one part, if none does."""
+    splits = (split for _, split in _splits(program, decisions) if split.size > 1)
+    return next(splits, DataSplit((decisions.group_size,), (REPLICATE,)))
+
+
+def attention_split(program: Program, decisions: Decisions) -> DataSplit:
+    """The split by the first attention, which alone tells rows of equal length apart; without one `data_split`."""
+    splits = (split for op, split in _splits(program, decisions) if family_of(op.target).is_attention)
+    return next(splits, data_split(program, decisions))
+
+
+def _splits(program: Program, decisions: Decisions) -> Iterator[tuple[Op, DataSplit]]:
+    """Each op that reads rows of the batch, and how it splits them."""
     batch_dims = dict.fromkeys(batch_inputs(program), 0)
     for layer, strategy in zip(program.layers, decisions.layer_strategies, strict=True):
         for op, factors in zip(layer.ops, strategy.assignments, strict=True):
             options = [option_of(op, factor) for factor in factors]
             for index, dim in _batched_operands(op, batch_dims):
                 placements = [option.operands[index] for option in options]
-                layout = tuple(shard(0) if p == shard(dim) else REPLICATE for p in placements)
-                if any(p.is_shard and n > 1 for p, n in zip(layout, strategy.mesh, strict=True)):
-                    return DataSplit(strategy.mesh, layout)
+                yield (
+                    op,
+                    DataSplit(strategy.mesh, tuple(shard(0) if p == shard(dim) else REPLICATE for p in placements)),
+                )
             _follow(op, batch_dims)
-    return DataSplit((decisions.group_size,), (REPLICATE,))
 
 
 def output_rows(program: Program) -> dict[str, int]:

@@ -21,7 +21,7 @@ from autopar.program import Op, Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import sent_values, transfer_parts_s
-from autopar.step.data_split import batch_inputs, data_split
+from autopar.step.data_split import attention_split, batch_inputs
 from autopar.step.layer_cost import is_rerun, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
@@ -102,7 +102,7 @@ def predict(
         dtype=dtype,
         model_flops=sum(flops.values()),
         peak_flops_per_s=prices.peak_flops_per_s(dtype),
-        row=_row_cost(layers, costs, prices, training),
+        row=_row_cost(layers, costs, prices, training, sum_s if is_same else step_s),
     )
 
 
@@ -160,30 +160,34 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
     return found
 
 
-def _row_cost(layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec) -> RowCost:
+def _row_cost(
+    layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec, step_s: float
+) -> RowCost:
     """What computes and communicates activations, attention apart, is shared out among tokens; attention among pairs.
 
-    Parameters are gathered, reduced and updated once for all sequences of a microbatch or step.
+    Parameters are gathered, reduced and updated once for all sequences of a step: the rest of `step_s`.
     """
     program, decisions = layers.program, layers.decisions
     shapes = (program.type_of(name).shape for name in batch_inputs(program))
     tokens = next((shape[1] for shape in shapes if len(shape) > 1), 0)
-    ranks = data_split(program, decisions).size
+    ranks = attention_split(program, decisions).size
     rows = program.batch_size // ranks
     if not tokens or not rows:
         return RowCost(ranks)
-    attention_s = sum(layers.find("attention", lambda placed: _attention_s(placed, prices, training)))
+    groups = decisions.num_groups
+    attention_s = sum(layers.find("attention", lambda placed: _attention_s(placed, prices, training))) / groups
     row_s = sum(
         cost.forward_s + cost.backward_s + cost.recompute_s + cost.offload_s + cost.activation_comm_s for cost in costs
-    )
-    per_row = 1.0 / (rows * decisions.num_groups)
-    linear_s = max(0.0, row_s - attention_s)  # what is timed as a whole may be less than its parts
+    ) / groups  # fmt: skip
+    # What is timed as a whole may be less than its parts, and communication of activations may be overlapped.
+    linear_s = max(0.0, min(row_s, step_s) - attention_s)
     return RowCost(
         ranks,
         max(1, rows // decisions.num_microbatches),
         tokens,
-        per_row * linear_s / tokens,
-        per_row * attention_s / tokens**2,
+        linear_s / (rows * tokens),
+        attention_s / (rows * tokens**2),
+        max(0.0, step_s - attention_s - linear_s),
     )
 
 

@@ -1,6 +1,7 @@
 """Balanced loaders: every sample once, in rows that compute what one device computes of each sequence alone."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from autopar.data.balanced import rank_rows
 from autopar.errors import LengthError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.planning.call_plans import stored_as
 from autopar.planning.caller_inputs import call_inputs
-from autopar.prediction import RowCost
-from autopar.search import SearchRequest, search
+from autopar.prediction import LengthPlan, LengthPrediction, RowCost
+from autopar.search import SearchRequest, plan_like, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of
 from tests.data.sharded import FakeModel
@@ -143,10 +145,22 @@ def test_stateful_loaders_resume_on_any_number_of_ranks(worlds: tuple[int, int],
         assert sorted(set(ids[ids > 0].tolist())) == list(expected)
 
 
+def test_ranks_without_rows_pass_none() -> None:
+    def act(talk: Communicator) -> Any:
+        model: Any = FakeModel(talk)
+        model.plan = plan_of(RowCost(1, 2, TOKENS, 1.0, 0.1))
+        arguments: dict[str, Any] = {"shifts": (), "length_index": [3, 4, 5]}
+        return next(iter(autopar.balanced(DataLoader(Documents([3, 4, 5]), batch_size=3), model, **arguments)))
+
+    parts = [batch["input_ids"] for batch in simulate(2, act)]
+    assert [len(part) for part in parts] == [1, 0]
+    assert int((torch.cat(parts) > 0).sum()) == 12
+
+
 def test_a_rank_passes_rows_that_others_compute_in_microbatches() -> None:
     assignment = BatchPlanner(plan_of(ROW)).assign([TOKENS] * 7)
     assert assignment.rows == 4  # two microbatches of two rows on each of two ranks
-    passed = [row for rank in range(2) for row in rank_rows(assignment, 2, rank)]
+    passed = [row for rank in range(2) for row in rank_rows(assignment, rank, 2)]
     computed = {group: assignment.rows_of(group) for group in range(2)}
     assert passed == [*computed[0][:2], *computed[1][:2], *computed[0][2:], *computed[1][2:]]
 
@@ -210,40 +224,91 @@ class Alone(nn.Module):
 MIXES = {"mixed": [1, 16, 3, 7, 9, 2], "a giant and an empty share": [16], "all equal": [8, 8, 8, 8], "small": [2, 3]}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("packs", [True, False])
-def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
+def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                          num_key_value_heads=2, vocab_size=32, use_cache=False)  # fmt: skip
-    model = LlamaForCausalLM(config).double()
-    whole = torch.ones(world, TOKENS, dtype=torch.int64)
-    extra = {"position_ids": torch.arange(TOKENS).expand(world, -1).clone()} if packs else {"attention_mask": whole}
-    example = {"input_ids": whole, "labels": whole, **extra}
+    return LlamaForCausalLM(config).double()
+
+
+def rows_of_tokens(rows: int, tokens: int, packs: bool = True) -> dict[str, Tensor]:
+    whole = torch.ones(rows, tokens, dtype=torch.int64)
+    extra = {"position_ids": torch.arange(tokens).expand(rows, -1).clone()} if packs else {"attention_mask": whole}
+    return {"input_ids": whole, "labels": whole, **extra}
+
+
+def check_equal_to_alone(model: nn.Module, documents: Documents, begin: Callable[[Communicator], Any], world: int,
+                         packs: bool = True) -> list[Any]:  # fmt: skip
+    """The batch of all documents gives the loss and gradients of each alone; returns what ranks loaded."""
+    alone = run_single(Alone(model, documents), {"x": torch.zeros(1)}, 1, in_double=True)
+
+    def rank(talk: Communicator) -> Any:
+        made = begin(talk)
+        loader = DataLoader(documents, batch_size=len(documents))
+        (batch,) = autopar.balanced(loader, made, length=size, packs=packs, shifts="labels")
+        loss = loss_of(made(**batch))
+        loss.backward()
+        return loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()}, batch
+
+    ranks = simulate(world, rank)
+    for loss, gradients, _ in ranks:
+        assert loss == pytest.approx(alone.losses[0], rel=1e-12)
+        largest = max(float(x.abs().max()) for x in alone.gradients.values())
+        for name, expected in alone.gradients.items():
+            found = gradients[name.removeprefix("model.")]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * largest)
+    return [batch for _, _, batch in ranks]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("packs", [True, False])
+def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
+    model, example = small_llama(), rows_of_tokens(world, TOKENS, packs)
     traced = keep_double_program(autopar.api.trace_model(model, example))
     plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=(f"data={world}",)))
-    assert (plan.prediction.row.ranks, plan.prediction.row.rows, plan.prediction.row.tokens) == (world, 1, TOKENS)
+    row = plan.prediction.row
+    assert (row.ranks, row.rows, row.tokens) == (world, 1, TOKENS)
+    # An example's step is predicted to take what its rows and the rest do.
+    row_s = row.tokens * row.token_s + row.tokens**2 * row.pair_s
+    assert row_s + row.step_s == pytest.approx(plan.step_time_s)
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
     planner = planner_for(model, traced, plan, more, keep_double_program, training=True)
 
+    def begin(talk: Communicator) -> Any:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        return made
+
     for lengths in MIXES.values():
-        documents = Documents(lengths)
-        alone = run_single(Alone(model, documents), {"x": torch.zeros(1)}, 1, in_double=True)
+        check_equal_to_alone(model, Documents(lengths), begin, world, packs)
 
-        def rank(talk: Communicator, documents: Documents = documents) -> Any:
-            made: Any = build(model, traced, plan, talk, planner=planner)
-            made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
-            loader = autopar.balanced(
-                DataLoader(documents, batch_size=len(documents)), made, length=size, packs=packs, shifts="labels"
-            )
-            (batch,) = loader
-            loss = loss_of(made(**batch))
-            loss.backward()
-            return loss.item(), {n: made._whole(n, p.grad) for n, p in made.named_parameters()}
 
-        for loss, gradients in simulate(world, rank):
-            assert loss == pytest.approx(alone.losses[0], rel=1e-12)
-            largest = max(float(x.abs().max()) for x in alone.gradients.values())
-            for name, expected in alone.gradients.items():
-                found = gradients[name.removeprefix("model.")]
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * largest)
+def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
+    model, world = small_llama(), 4
+    example, short = rows_of_tokens(2, TOKENS), rows_of_tokens(4, TOKENS // 2)
+    traced, other = (keep_double_program(autopar.api.trace_model(model, each)) for each in (example, short))
+    prices = quick_prices(world)
+    plan = search(traced.program, world, prices, SearchRequest(constraints=("data=2", "tensor=2", "zero=3")))
+    request = SearchRequest(constraints=("data=4",), stored=stored_as(traced.program, plan))
+    member = plan_like(other.program, traced.program, plan, prices, request)
+    rows = [each.prediction.row for each in (plan, member)]
+    assert [(row.ranks, row.tokens) for row in rows] == [(2, TOKENS), (4, TOKENS // 2)]
+    # One row each of four ranks is faster than one twice as long of two: prices of so small a model don't say so.
+    expected = LengthPrediction(plans=tuple(LengthPlan(replace(row, step_s=0.0, token_s=1.0)) for row in rows))
+    family = replace(
+        plan, other_calls=(member.decisions,), prediction=replace(plan.prediction, lengths=expected)
+    )  # fmt: skip
+    planner = planner_for(model, traced, family, [example, short], keep_double_program, training=True)
+    ran: list[Any] = []
+
+    def begin(talk: Communicator) -> Any:
+        made: Any = build(model, traced, family, talk, planner=planner)
+        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        ran.append(made)
+        return made
+
+    # The last batch has two rows for two passing ranks, the first four for them.
+    for lengths, tokens, chosen in (([8, 3, 2, 7, 5, 1], 8, member), ([9, 3, 2], 16, plan)):
+        batches = check_equal_to_alone(model, Documents(lengths), begin, world)
+        assert {batch["input_ids"].shape[1] for batch in batches} == {tokens}
+        assert next(call.plan.strategies for call in ran[-1].plans if call.calls) == chosen.strategies

@@ -1,0 +1,98 @@
+"""What a step is expected to take over a distribution of lengths, by each plan of a family and by the fastest for it.
+
+Batches are drawn, and shared out among data-parallel ranks as `BatchPlanner` does.  A step of a batch b by the rows of
+a plan p takes
+
+    step_s[p] + token_s[p] * rows * tokens[p] + the largest attention of a rank
+
+and is infinite where a sequence of b is longer than a row of p.  The expected step of a family is the mean over batches
+of the least over its plans, that of one plan the mean of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.balance.assignment import Assignment
+from autopar.balance.lengths import Lengths
+from autopar.balance.planner import BatchPlanner
+from autopar.headline import describe_usual
+from autopar.plan import Plan
+from autopar.prediction import LengthPlan, LengthPrediction
+
+__all__ = ["DRAWN", "draw_batches", "expected_step", "rows_worth_planning"]
+
+DRAWN = 64  # batches: the mean of what is saved is then known to an eighth of its spread from batch to batch
+_RARE = 0.02  # of batches: rows that no more fit into are not worth a search, which takes seconds to minutes
+_MOST_PLANS = 4  # each takes a trace and a search
+
+
+def draw_batches(lengths: Lengths, tokens: float, count: int = DRAWN) -> list[np.ndarray]:
+    """`count` batches of as many sequences as have so many `tokens` on average: of each ``[sequences]`` lengths.
+
+    Equal arguments give equal batches.
+    """
+    sequences = max(1, round(tokens / lengths.mean))
+    random = np.random.default_rng(0)
+    return [lengths.draw(sequences, random) for _ in range(count)]
+
+
+def rows_worth_planning(batches: Sequence[np.ndarray], tokens: int) -> tuple[int, ...]:
+    """Lengths of rows, `tokens` first, each half of the one before, that enough batches fit into."""
+    longest = np.array([batch.max() for batch in batches])
+    found = [tokens]
+    while len(found) < _MOST_PLANS and found[-1] % 2 == 0 and np.mean(longest <= found[-1] // 2) > _RARE:
+        found.append(found[-1] // 2)
+    return tuple(found)
+
+
+def expected_step(
+    family: Sequence[Plan], static: Plan, lengths: Lengths, batches: Sequence[np.ndarray]
+) -> LengthPrediction:
+    """What a step takes by the fastest of a `family`, whose first plan holds every sequence, and by `static` alone."""
+    planners = [BatchPlanner(plan) for plan in family]
+    own = [[_assigned(planner, batch) for planner in planners] for batch in batches]
+    times_s = np.array([[np.inf if each is None else each.step_time_s for each in found] for found in own])
+    chosen: np.ndarray = times_s.argmin(axis=1)
+    fastest = np.array([_parts(own[number][int(chosen[number])]) for number in range(len(batches))])
+    alone = BatchPlanner(static)
+    before = np.array([_parts(alone.assign(batch)) for batch in batches])
+    saved_s: np.ndarray = before.sum(axis=1) - fastest.sum(axis=1)
+    plans = tuple(
+        LengthPlan(
+            plan.prediction.row,
+            float((chosen == place).mean()),
+            float(times_s[chosen == place, place].mean()) if np.any(chosen == place) else 0.0,
+            describe_usual(plan.decisions) if plan.layers else "",
+        )
+        for place, plan in enumerate(family)
+    )
+    return LengthPrediction(
+        str(lengths),
+        len(batches[0]),
+        len(batches),
+        plans,
+        float(fastest.sum(axis=1).mean()),
+        float(before.sum(axis=1).mean()),
+        float(saved_s.std()) / len(batches) ** 0.5,
+        tuple(zip(_PARTS, map(float, (before - fastest).mean(axis=0)), strict=True)),
+    )
+
+
+def _assigned(planner: BatchPlanner, batch: np.ndarray) -> Assignment | None:
+    return planner.assign(batch) if batch.max() <= planner.longest else None
+
+
+_PARTS = ("tokens", "places without a token", "attention", "waiting for the most attention", "once a step")
+
+
+def _parts(assignment: Assignment | None) -> list[float]:
+    """The seconds of a step, by `_PARTS`."""
+    assert assignment is not None  # the first plan of a family holds every sequence
+    row, ranks = assignment.row_cost, len(assignment.degrees)
+    tokens_s = row.token_s * float(assignment.lengths.sum()) / ranks
+    mean_s = float(assignment.work_s.mean())
+    computed_s = row.token_s * assignment.rows * row.tokens
+    return [tokens_s, computed_s - tokens_s, mean_s, assignment.largest_s - mean_s, row.step_s]

@@ -1,0 +1,191 @@
+"""A family of plans for sequences of many lengths: one for rows of each length, over one storage of parameters.
+
+The plan for the longest rows holds every sequence.  A batch without the longest ones fits into shorter rows, of which
+there are more: these need fewer devices to a row, and pay for less attention and communication.  For rows of half the
+tokens, a quarter, and so on, as long as enough batches fit into them, the same search finds a plan whose parameters are
+stored as one of the family stores them, so that steps take turns and nothing moves.
+
+Storage is that of the best plan for the longest rows, or of the best for those that most steps would use: of both
+families the one with the least expected step (`autopar.balance.expectation`), or the plan for the longest rows alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from autopar.balance import Lengths
+from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning
+from autopar.errors import ConstraintError, InfeasibleError, LengthError
+from autopar.lower.compat import map_leaves
+from autopar.plan import Plan
+from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, shape_of, stored_as, trace_model
+from autopar.planning.padded_calls import with_size
+from autopar.planning.setup import Setup
+from autopar.prediction import LengthPrediction
+from autopar.program import Program
+from autopar.progress import phase
+from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
+from autopar.step.logits import in_pieces
+from autopar.step.prices import Prices
+
+__all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution", "row_tracer"]
+
+ExpectedLengths = Lengths | str | Path | Mapping[int, float] | None
+"""What users pass as ``lengths``: a distribution, a file of it (`Lengths.read`), or length -> how many have it."""
+
+
+def read_distribution(given: object) -> Lengths | None:
+    """The distribution; None: none is given.
+
+    Raises:
+        LengthError: it is something else, or has no length.
+    """
+    if given is None or isinstance(given, Lengths):
+        return given
+    if isinstance(given, str | Path):
+        return Lengths.read(given)
+    if isinstance(given, Mapping):
+        return Lengths.histogram(cast("Mapping[int, float]", given))
+    raise LengthError(
+        f"lengths is a {type(given).__name__}: pass autopar.balance.Lengths, such as Lengths.of(list_of_lengths), the "
+        "path of a file with one length a line, or {length: how many}"
+    )
+
+
+def _with_rows(example: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any:
+    """The example with other rows and tokens of a row, on the meta device where it changes.
+
+    Dim 0 of as many entries as there are rows is taken for rows, any other dim of as many as tokens for tokens.
+    """
+    (rows, tokens), (wanted, room) = before, after
+    most = max(x.dim() for x in _tensors(example))
+    made: Any = with_size(example, 0, rows, wanted)
+    for dim in range(1, most):
+        made = with_size(made, dim, tokens, room)
+    return made
+
+
+def check_rows(lengths: Lengths, program: Program) -> None:
+    """Raise LengthError unless a row of the example inputs holds the longest sequence."""
+    shape = program.type_of(program.inputs[0]).shape
+    if len(shape) < 2:
+        raise LengthError(
+            f"lengths= is for models whose inputs have rows of tokens, [rows, tokens], but the first input of the "
+            f"example is {list(shape)}"
+        )
+    if lengths.longest > shape[1]:
+        raise LengthError(
+            f"the longest sequence of lengths= has {lengths.longest:,} tokens, but a row of the example inputs holds "
+            f"{shape[1]:,}: pass longer ones, or lengths.clipped({shape[1]}) if your data set cuts what is longer"
+        )
+
+
+def row_tracer(
+    model: nn.Module, example: ExampleInputs | None, program: Program, setup: Setup
+) -> Callable[[int, int], Program]:
+    """What finds the program of `model` with so many rows of so many tokens, where `program` is that of `example`."""
+    before = program.type_of(program.inputs[0]).shape[:2]
+    args, kwargs = map_leaves(shape_of, example_call(model, example))
+    twin = on_meta(model)
+
+    def trace(rows: int, tokens: int) -> Program:
+        own_args, own_kwargs = _with_rows((args, kwargs), before, (rows, tokens))
+        inputs = own_kwargs or own_args
+        return setup.expecting(trace_model(twin, inputs, dtype=setup.dtype, device_type=setup.device_type)).program
+
+    return trace
+
+
+def _tensors(example: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_leaves(lambda x: found.append(x) if isinstance(x, Tensor) else None, example)
+    return found
+
+
+@dataclass(frozen=True)
+class FamilyPlanner:
+    """Makes a family of a plan.
+
+    Args:
+        lengths: of sequences.
+        trace: ``(rows, tokens)`` of a batch -> what the model does with it.
+        find: the best plan of a program, parameters stored as is best.
+        prices: of the devices.
+        request: what `find` searches for.
+    """
+
+    lengths: Lengths
+    trace: Callable[[int, int], Program]
+    find: Callable[[Program], Plan]
+    prices: Prices
+    request: SearchRequest
+
+    def family(self, found: Plan, program: Program) -> Plan:
+        """`found`, the best plan of `program` alone, or another that others share the storage of."""
+        started_s = time.perf_counter()
+        given = found
+        # By the prices of the others: layers of this one may have been timed.
+        found = replace(
+            check_known(found, in_pieces(program, found.piece_tokens), self.prices, self._by(found)), other_calls=()
+        )
+        room = found.prediction.row.tokens
+        tokens = program.batch_size * room
+        batches = draw_batches(self.lengths, tokens)
+        sizes = rows_worth_planning(batches, room)
+        with phase(f"planning for rows of {', '.join(f'{size:,}' for size in sizes)} tokens"):
+            programs = [program, *(self.trace(tokens // size, size) for size in sizes[1:])]
+            families = [[found], self._around(0, found, programs)]
+            usual = self._expected(families[-1], found, batches)
+            often = max(range(1, len(usual.plans)), key=lambda place: usual.plans[place].share, default=0)
+            if often:
+                base = programs[sizes.index(usual.plans[often].row.tokens)]
+                with suppress(InfeasibleError, ConstraintError):
+                    families.append(self._around(programs.index(base), self.find(base), programs))
+        expected = [self._expected(family, found, batches) for family in families if family]
+        best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
+        first, *others = [family for family in families if family][best]
+        first = given if first is found else first
+        return replace(
+            first,
+            prediction=replace(first.prediction, lengths=expected[best]),
+            other_calls=tuple(plan.decisions for plan in others),
+            planning_s=(*found.planning_s, ("lengths", time.perf_counter() - started_s)),
+        )
+
+    def _expected(self, family: Sequence[Plan], found: Plan, batches: Sequence[np.ndarray]) -> LengthPrediction:
+        return expected_step(family, found, self.lengths, batches)
+
+    def _around(self, place: int, base: Plan, programs: Sequence[Program]) -> list[Plan]:
+        """Plans for all that can share the storage of `base`, which is for number `place`; none without the first."""
+        pieces = [in_pieces(program, base.piece_tokens) for program in programs]
+        request = replace(self._by(base), stored=stored_as(pieces[place], base))
+        made: list[Plan] = []
+        for number, program in enumerate(pieces):
+            plan = base if number == place else self._held(program, pieces[place], base, request)
+            if plan is not None and (plan.piece_tokens, plan.compiled) == (base.piece_tokens, base.compiled):
+                made.append(plan)
+            elif not number:
+                return []
+        return made
+
+    def _by(self, plan: Plan) -> SearchRequest:
+        """What is asked of plans that share what `plan` decides about training."""
+        return replace(
+            self.request, training=self.request.training.by(plan.decisions), on_final=None, on_considered=None
+        )
+
+    def _held(self, program: Program, planned: Program, base: Plan, request: SearchRequest) -> Plan | None:
+        """The fastest plan of `program` with parameters where `base` of `planned` has them; None if nothing fits."""
+        reused = reuse_plan(base, planned, program, self.prices, request)
+        found = [] if reused is None else [reused]
+        with suppress(InfeasibleError, ConstraintError):
+            found.append(plan_like(program, planned, base, self.prices, request))
+        return min(found, key=lambda plan: plan.step_time_s, default=None)
