@@ -1,4 +1,4 @@
-"""The console script: ``autopar explain ...`` and ``autopar profile ...``, as with ``python -m autopar.explain``."""
+"""The console script: ``autopar plan|explain|profile ...``, as with ``python -m autopar.explain``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from autopar.garbage import collected_seldom
 
 __all__ = ["main"]
 
-_COMMANDS = {"explain": "autopar.explain.cli", "profile": "autopar.profile.command"}
-_USAGE = """usage: autopar explain|profile [options]
+_COMMANDS = {
+    "plan": "autopar.explain.plan_command",
+    "explain": "autopar.explain.cli",
+    "profile": "autopar.profile.command",
+}
+_USAGE = """usage: autopar plan|explain|profile [options]
 
-  autopar explain config.json --cluster 8x8xh100    the plan for a model on a cluster, and why
+  autopar plan config.json --cluster 8x8xh100       the plan for a model on a cluster, in ten lines
+  autopar explain config.json --cluster 8x8xh100    the same by layers: why, what if, what other choices cost
   autopar profile --output profile.json             measure this machine
 
 autopar COMMAND --help lists the options of one; autopar --version prints the version.

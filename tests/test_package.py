@@ -50,7 +50,7 @@ def test_the_console_script_runs_its_commands(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"autopar {autopar.__version__}\n"
     assert main(["explain"]) == 1
     assert "name a model" in capsys.readouterr().err
-    for command in ("explain", "profile"):
+    for command in ("plan", "explain", "profile"):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
         assert "usage:" in capsys.readouterr().out

@@ -13,7 +13,10 @@ from autopar.plan import Plan
 from autopar.progress import phase
 from autopar.search.plan_selection import preferred_s
 
-__all__ = ["Alternative", "efficiencies", "faster", "forced_choices", "other_than", "sweep"]
+__all__ = [
+    "Alternative", "alternative_before", "efficiencies", "faster", "forced_choices", "other_than", "sweep",
+    "sweep_questions",
+]  # fmt: skip
 
 _ROUNDING = 1e-6  # relative: sums in another order differ by less
 
@@ -36,9 +39,22 @@ def _alternative(planner: Planner, name: str, question: Question) -> Alternative
         return Alternative(name, problem=f"{type(error).__name__}: {str(error).split('. ')[0]:.90}")
 
 
-@phase("planning the values of a sweep")
-def sweep(planner: Planner, question: Question, text: str) -> tuple[Alternative, ...]:
-    """A plan for each value of ``name=value,value,...``.
+def alternative_before(planner: Planner, question: Question, text: str, deadline: float) -> Alternative:
+    """The best plan after one change (see `change`), unless `deadline` (of `time.perf_counter`) is over."""
+    if time.perf_counter() > deadline:
+        return Alternative(text, problem="not searched, the time is over")
+    try:
+        changed = change(question, text)
+        planner.program(changed)
+    except QuestionError as error:
+        return Alternative(text, problem=str(error))
+    return _alternative(planner, text, changed)
+
+
+def sweep_questions(
+    planner: Planner, question: Question, text: str, *, is_weak: bool = False
+) -> tuple[tuple[str, Question], ...]:
+    """A question for each value of ``name=value,value,...``; `is_weak`: of nodes, whose batch grows with them.
 
     Raises:
         QuestionError: the text is of another form, or a value is no value of that name.
@@ -46,8 +62,29 @@ def sweep(planner: Planner, question: Question, text: str) -> tuple[Alternative,
     name, separator, values = text.partition("=")
     if not separator or not values:
         raise QuestionError(f"--sweep {text!r}: write name=value,value,..., such as nodes=1,2,4,8")
+    if is_weak and name != "nodes":
+        raise QuestionError(f"--sweep {text!r} --weak: a batch grows with nodes; write --sweep nodes=1,2,4,8 --weak")
     questions = [(value, change(question, f"{name}={value}")) for value in values.split(",")]
+    if is_weak:
+        rows = planner.program(question).batch_size
+        questions = [(value, _with_rows_of(question, changed, rows)) for value, changed in questions]
+    return tuple(questions)
+
+
+@phase("planning the values of a sweep")
+def sweep(planner: Planner, questions: Iterable[tuple[str, Question]]) -> tuple[Alternative, ...]:
+    """A plan for each value."""
     return tuple(_alternative(planner, value, changed) for value, changed in questions)
+
+
+def _with_rows_of(question: Question, changed: Question, rows: int) -> Question:
+    """`changed` with as many rows per node as `question`, whose batch has so many."""
+    before, nodes = question.cluster.num_nodes, changed.cluster.num_nodes
+    if rows * nodes % before:
+        raise QuestionError(
+            f"--weak: {rows} rows on {before} nodes are no whole number on {nodes}: choose another --batch"
+        )
+    return replace(changed, batch=rows * nodes // before)
 
 
 def efficiencies(rows: Sequence[Alternative]) -> tuple[float, ...]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autopar.cost import Profile
-from autopar.cost.profile_file import load_profile
-from autopar.errors import AutoparError, MissingPriceError, ProfileError, QuestionError
-from autopar.explain.alternatives import Alternative, forced_choices, other_than, sweep
+from autopar.errors import QuestionError
+from autopar.explain.alternatives import Alternative, forced_choices, other_than, sweep, sweep_questions
+from autopar.explain.arguments import (
+    add_question,
+    check_writable,
+    read_profile,
+    read_question,
+    run_command,
+    write_text,
+)
 from autopar.explain.checking import check_plan, load_plan, rehearse
 from autopar.explain.documents import describe_difference, describe_findings, describe_plan, describe_sweep
 from autopar.explain.editing import parse_edit
@@ -23,12 +27,11 @@ from autopar.explain.findings import Findings
 from autopar.explain.formulas import describe_formulas
 from autopar.explain.parallel_calls import call_in_parallel
 from autopar.explain.planner import Planner
-from autopar.explain.question import Question, change, parse_cluster
+from autopar.explain.question import Question, change
 from autopar.explain.report import write_report
 from autopar.explain.tables import sweep_table
 from autopar.explain.text import Printer
 from autopar.plan import Plan
-from autopar.progress import shown
 
 __all__ = ["main"]
 
@@ -46,23 +49,7 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can mend."""
-    parser = _parser()
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], parser.format_help().split(), 1)
-        parser.error(f"there is no {unknown[0]}" + (f": did you mean {near[0]}?" if near else ": see --help"))
-    try:
-        with shown():
-            return _run(options)
-    except AutoparError as error:
-        sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
-        return 1
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number: write one, such as 64")
-    return int(text)
+    return run_command(_parser(), arguments, _run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,19 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("target", nargs="?", help="package.module:factory, file.py:factory, a Hugging Face config.json, or a plan.json")
-    add("--cluster", metavar="NxDxNAME", help="nodes x devices per node x device, such as 8x8xh100, or a cluster file")
-    add("--batch", type=_positive, help="rows of the global batch")
-    add("--seq", type=_positive, help="tokens per row")
-    add("--memory", help="memory per device that the plan may use, such as 70GiB")
-    add("--constraint", action="append", default=[], metavar="TEXT", help="such as tensor=2; may be repeated")
-    add("--optimizer", default="adamw", help="what will train the parameters (default: adamw)")
-    add("--precision", help="dtype to compute in, such as bf16")
-    add("--compile", action=argparse.BooleanOptionalAction, help="compile layers (default: on GPUs if it is faster)")
-    add("--imbalance", help="rows of the busiest device of those that share experts, over the mean, such as 1.5")
-    add("--profile", metavar="FILE", help="price by what python -m autopar.profile measured, not by presets")
+    add_question(parser)
     add("--what-if", action="append", default=[], metavar="NAME=VALUE", help="such as memory=40GiB or nodes=16")
-    add("--sweep", metavar="NAME=A,B,C", help="such as nodes=1,2,4,8: a plan for each")
     add("--diff", nargs=2, metavar="PLAN", help="compare two saved plans")
     add("--edit", metavar="PLAN", help="write the best plan for changing (or go on with it), see --set")
     add(
@@ -98,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", metavar="PLAN", help="check and price a saved (perhaps edited) plan against the best one")
     add("--rehearse", action="store_true", help="with --check: run it on simulated ranks and compare with one device")
     add("--why-seconds", type=float, default=18.0, help="time for pricing other choices (0: none; default: 18)")
-    add("--save", metavar="PLAN", help="write the plan as JSON")
     add("--html", metavar="PAGE", help="write a report with charts, one file that needs no network")
     add("--trace", metavar="TRACE", help="write the simulated step for https://ui.perfetto.dev")
     add("--formulas", action="store_true", help="also print what prices each op, as formulas of degrees")
@@ -116,13 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         raise QuestionError("name a model (file.py:factory, config.json ...) or two plans (--diff a.json b.json)")
     if options.target.endswith(".json") and options.cluster is None:
         return _show_plan(options, printer, load_plan(options.target))
-    if options.cluster is None:
-        raise QuestionError("name the devices: --cluster 8x8xh100 (nodes x devices per node x device)")
-    question = Question(
-        parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
-        options.optimizer, options.precision, options.compile, options.imbalance,
-    )  # fmt: skip
-    planner = Planner(options.target, _profile(options.profile, question))
+    question = read_question(options)
+    planner = Planner(options.target, read_profile(options.profile, question))
     if options.sweep and not options.html:
         return _show_sweep(options, printer, planner, question)
     if options.edit:
@@ -130,25 +100,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.check:
         return _check(options, printer, planner, question)
     return _explain(options, printer, planner, question)
-
-
-def _profile(path: str | None, question: Question) -> Profile | None:
-    """What was measured of the cluster's devices."""
-    if path is None:
-        return None
-    try:
-        profile = load_profile(path)
-    except (ProfileError, MissingPriceError) as error:
-        raise QuestionError(
-            f"--profile {path!r} is no profile that can be read: measure one on such a device with "
-            f"python -m autopar.profile --output {path}"
-        ) from error
-    if not question.cluster.has(profile.device):
-        raise QuestionError(
-            f"--profile {path!r} is of {profile.device}, but --cluster has {question.cluster.device.name}: name a "
-            "profile of such a device, or leave it out to price by presets"
-        )
-    return profile
 
 
 def _check_combination(options: argparse.Namespace) -> None:
@@ -170,13 +121,7 @@ def _check_combination(options: argparse.Namespace) -> None:
             f"to write {written[0]}, name a model and the devices: TARGET --cluster 8x8xh100 (a saved plan knows no "
             "model; its page comes with TARGET --cluster ... --check plan.json --html page.html)"
         )
-    for path in written:
-        # Said before a search, not after it.
-        if Path(path).is_dir():
-            raise QuestionError(f"{path!r} is a folder: name a file in it, such as {str(Path(path) / 'report.html')!r}")
-        if not Path(path).absolute().parent.is_dir():
-            folder = str(Path(path).parent)
-            raise QuestionError(f"{path!r} can't be written: there is no folder {folder!r}; make it first")
+    check_writable(written)
 
 
 def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
@@ -185,7 +130,7 @@ def _explain(options: argparse.Namespace, printer: Printer, planner: Planner, qu
     if options.why_seconds > 0:
         others.append(partial(forced_choices, planner, question, options.why_seconds))
     if options.sweep:
-        others.append(partial(sweep, planner, question, options.sweep))
+        others.append(partial(sweep, planner, sweep_questions(planner, question, options.sweep, is_weak=options.weak)))
     planner.program(question)  # once for all
     answer, *answers = call_in_parallel(partial(planner.answer, question), others)
     rows = answers.pop() if options.sweep else ()
@@ -209,20 +154,12 @@ def _plan(planner: Planner, question: Question) -> Plan:
 def _write_files(options: argparse.Namespace, findings: Findings) -> None:
     """After the answer is printed, so that whatever goes wrong here does not lose it; the page takes longest."""
     if options.save:
-        _write(options.save, findings.answer.plan.to_json())
+        write_text(options.save, findings.answer.plan.to_json())
     if options.trace:
-        _write(options.trace, findings.timeline.to_chrome())
+        write_text(options.trace, findings.timeline.to_chrome())
     if options.html:
         write_report(options.html, findings)
         sys.stderr.write(f"wrote {options.html}\n")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QuestionError(f"{path!r} can't be written: {error.strerror}. Name another file") from error
-    sys.stderr.write(f"wrote {path}\n")
 
 
 def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
@@ -231,7 +168,7 @@ def _edit(options: argparse.Namespace, printer: Printer, planner: Planner, quest
     checked = check_plan(planner, question, options.edit, edits, may_lack=True)
     plan = checked.answer.plan
     if is_new or edits:
-        _write(options.edit, plan.to_json())
+        write_text(options.edit, plan.to_json())
     if options.json:
         printer.json(checked.describe())
     else:
@@ -275,7 +212,7 @@ def _show_difference(options: argparse.Namespace, printer: Printer, title: str, 
 
 
 def _show_sweep(options: argparse.Namespace, printer: Printer, planner: Planner, question: Question) -> int:
-    rows = sweep(planner, question, options.sweep)
+    rows = sweep(planner, sweep_questions(planner, question, options.sweep, is_weak=options.weak))
     if options.json:
         printer.json(describe_sweep(rows))
     else:

@@ -13,8 +13,8 @@ from autopar.plan import Plan
 from autopar.search.considered_plans import describe_plan
 
 __all__ = [
-    "difference_table", "forced_table", "kind_name", "kind_table", "link_table", "runner_table", "share_table",
-    "sweep_table", "what_if_table",
+    "difference_table", "forced_table", "kind_name", "kind_table", "link_table", "runner_table", "scaling",
+    "share_table", "sweep_table", "what_if_table",
 ]  # fmt: skip
 
 _SHORT = {
@@ -85,9 +85,22 @@ def what_if_table(rows: Sequence[Alternative], plan: Plan) -> Table:
 def sweep_table(text: str, rows: Sequence[Alternative]) -> Table:
     """A plan for each value, with how well they scale."""
     efficiency = dict(zip((row.change for row in rows), efficiencies(rows), strict=True))
+    caption = f"Sweep over {text}{scaling(rows)}"
     return _alternatives(
-        f"Sweep over {text}", text.partition("=")[0], rows, "efficiency", lambda row: percent(efficiency[row.change])
+        caption, text.partition("=")[0], rows, "efficiency", lambda row: percent(efficiency[row.change])
     )
+
+
+def scaling(rows: Sequence[Alternative]) -> str:
+    """Of plans for several numbers of devices, whether the batch stays (strong scaling) or grows with them (weak)."""
+    plans = [row.plan for row in rows if row.plan is not None]
+    if len({plan.world_size for plan in plans}) < 2:
+        return ""
+    if len({plan.samples_per_step for plan in plans}) == 1:
+        return f": strong scaling, {plans[0].samples_per_step} rows on any number of devices"
+    if len({plan.samples_per_step / plan.world_size for plan in plans}) == 1:
+        return f": weak scaling, {plans[0].samples_per_step / plans[0].world_size:.3g} rows per device"
+    return ""
 
 
 def _versus(plan: Plan) -> Callable[[Alternative], Number]:

@@ -25,10 +25,14 @@ __all__ = ["ModelTarget", "load_target"]
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A model with one global batch; parameters and inputs may be on the meta device."""
+    """A model with one global batch; parameters and inputs may be on the meta device.
+
+    `recipe` is the line of a script that makes both.
+    """
 
     model: nn.Module
     example_inputs: Any
+    recipe: str
 
 
 def load_target(text: str, batch: int | None = None, sequence: int | None = None) -> ModelTarget | Plan:
@@ -114,7 +118,11 @@ def _from_config(path: Path, data: Mapping[str, Any], batch: int | None, sequenc
     if not isinstance(length, int) or length < 1:
         raise QuestionError(f"{str(path)!r} says nothing of the sequence length: add --seq 4096")
     ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
-    return ModelTarget(model, {"input_ids": ids, "labels": ids})
+    recipe = (
+        f"model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(path)!r})); "
+        f'inputs = {{"input_ids": ids, "labels": ids}}  # ids: [{batch}, {length}]'
+    )
+    return ModelTarget(model, {"input_ids": ids, "labels": ids}, recipe)
 
 
 def _import(place: str) -> ModuleType:
@@ -155,10 +163,11 @@ def _call_factory(text: str, factory: Any, batch: int | None, sequence: int | No
             "--seq to go to, or leave these out"
         )
     made: Any = factory(**given)
+    called = f"{text.rpartition(':')[2]}({', '.join(f'{name}={value}' for name, value in given.items())})"
     pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(pair) == 2 and isinstance(pair[0], nn.Module):
-        return ModelTarget(pair[0], pair[1])
+        return ModelTarget(pair[0], pair[1], f"model, inputs = {called}")
     if isinstance(made, nn.Module):
-        return ModelTarget(made, None)
+        return ModelTarget(made, None, f"model, inputs = {called}, None")
     kind = str(type(cast("object", made)).__name__)
     raise QuestionError(f"{text!r} returned a {kind}: return a model, or (model, example_inputs)")

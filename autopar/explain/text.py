@@ -102,6 +102,8 @@ class Printer:
         self.table(difference_table(title, first, second, differences))
         if not differences:
             self.line("no decision differs")
+        if [layer.name for layer in first.layers] != [layer.name for layer in second.layers]:
+            self.line("these are plans of different models: neither times nor rows per second say which is better")
 
     def table(self, table: Table) -> None:
         """A table below its caption."""
