@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -29,15 +29,6 @@ from tests.models import make
 STEPS = 3
 
 
-def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """`steady_adamw` in one op for all parameters: of dozens, each of which DTensor looks at, a test mostly consists.
-
-    That optimizers of other forms step DTensors as one device steps tensors is tested with real processes
-    (`tests.end_to_end.test_training`) and in `tests.lower.test_dtensors`.
-    """
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5, fused=True)
-
-
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A model with its trace and what one device makes of it in `STEPS` steps."""
@@ -58,7 +49,7 @@ def trained_alone(model: nn.Module, inputs: Mapping[str, Any], *, in_double: boo
     """Trace `model` and train a copy of it on one device."""
     traced = trace_model(copy.deepcopy(model), inputs)
     traced = keep_double_program(traced) if in_double else traced
-    return Subject(model, inputs, traced, run_single(model, inputs, STEPS, fused_adamw, in_double=in_double))
+    return Subject(model, inputs, traced, run_single(model, inputs, STEPS, in_double=in_double))
 
 
 @cache
@@ -113,7 +104,7 @@ def rehearse(who: Subject, plan: Plan) -> Rehearsal:
 
         def rank(model: ParallelModule) -> tuple[Run, list[Collective]]:
             with model.recording() as collectives:
-                return train(model, who.inputs, STEPS, fused_adamw), collectives
+                return train(model, who.inputs, STEPS), collectives
 
         ranks = run_ranks(who.model, who.traced, plan, rank)
         found = join_runs([run for run, _ in ranks], plan.num_groups)

@@ -30,11 +30,11 @@ from autopar.verify.diagnosis import first_difference
 from autopar.verify.rehearsal import (
     MakeOptimizer,
     Run,
+    SteadyAdamW,
     keep_double_program,
     planner_for,
     run_parallel,
     run_single,
-    steady_adamw,
 )
 from autopar.verify.shrink_plan import most_pieces, shrink_inputs, shrink_plan
 
@@ -113,7 +113,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     example_target: Any = None,
     steps: int = 3,
     shrink: bool = True,
-    make_optimizer: MakeOptimizer = steady_adamw,
+    make_optimizer: MakeOptimizer = SteadyAdamW,
     planned: nn.Module | None = None,
     loss_tolerance: float = 1e-12,
     gradient_tolerance: float = 1e-9,

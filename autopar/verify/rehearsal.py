@@ -21,7 +21,7 @@ from autopar.lower import ParallelModule
 from autopar.lower.autograd import run_backward
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
-from autopar.lower.compat import leaves_of, local_tensor, make_mesh, map_leaves
+from autopar.lower.compat import dtensor_like, leaves_of, local_part_of, local_tensor, make_mesh, map_leaves
 from autopar.ops import experts
 from autopar.placement import PARTIAL, REPLICATE, Layout, Placement
 from autopar.plan import Plan
@@ -33,6 +33,7 @@ from autopar.verify.eval_outputs import eval_outputs
 __all__ = [
     "MakeOptimizer",
     "Run",
+    "SteadyAdamW",
     "gradient_layout",
     "join_layout",
     "join_runs",
@@ -42,7 +43,6 @@ __all__ = [
     "run_parallel",
     "run_ranks",
     "run_single",
-    "steady_adamw",
     "train",
 ]
 
@@ -53,13 +53,31 @@ T = TypeVar("T")
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def steady_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW, but a gradient that is all but zero makes next to no step.
+class SteadyAdamW(torch.optim.AdamW):
+    """AdamW on this rank's part of each parameter, by which a gradient that is all but zero makes next to no step.
 
     AdamW divides by the size of the gradient and its `eps`: with the usual 1e-8 the rounding noise of a gradient that
     cancels (of a key's bias) would come out 1e8 times as large, and look like a mistake.
+
+    It works element by element, so that steps on parts are parts of its steps; that each of its dozens of ops looks at
+    DTensors would take longer than a small model's forward and backward pass.
     """
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._given = [*parameters]
+        super().__init__([nn.Parameter(local_part_of(p)) for p in self._given], lr=1e-3, eps=1e-5)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        for parameter in self._given:
+            parameter.grad = None
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step; parts of gradients lie where those of parameters do."""
+        for part, parameter in zip(self.param_groups[0]["params"], self._given, strict=True):
+            part.data = local_part_of(parameter)
+            part.grad = None if parameter.grad is None else local_part_of(parameter.grad)
+        return super().step(closure)
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,7 @@ def run_single(
     model: nn.Module,
     inputs: ExampleInputs,
     steps: int,
-    make_optimizer: MakeOptimizer = steady_adamw,
+    make_optimizer: MakeOptimizer = SteadyAdamW,
     *,
     in_double: bool = False,
     batches: Sequence[ExampleInputs] = (),
@@ -103,7 +121,7 @@ def run_parallel(
     plan: Plan,
     inputs: ExampleInputs,
     steps: int,
-    make_optimizer: MakeOptimizer = steady_adamw,
+    make_optimizer: MakeOptimizer = SteadyAdamW,
     *,
     batches: Sequence[ExampleInputs] = (),
     planner: CallPlanner | None = None,
@@ -188,7 +206,7 @@ def train(
     model: nn.Module,
     inputs: ExampleInputs,
     steps: int,
-    make_optimizer: MakeOptimizer = steady_adamw,
+    make_optimizer: MakeOptimizer = SteadyAdamW,
     others: Sequence[ExampleInputs] = (),
 ) -> Run:
     """Train `model` itself, whole or one rank's part of it, on the same batch in every step, or on it and `others` by
@@ -205,14 +223,19 @@ def train(
         run_backward(loss)
         losses.append(loss.item())
         if step == 0:
-            gradients = {n: p.grad.detach().clone() for n, p in _filled(model) if p.grad is not None}
+            gradients = {n: _copy(p.grad) for n, p in _filled(model) if p.grad is not None}
         optimizer.step()
     return Run(
         tuple(losses),
         gradients,
-        {name: p.detach().clone() for name, p in _filled(model)},
+        {name: _copy(p) for name, p in _filled(model)},
         {name: b.detach().clone() for name, b in model.named_buffers()},
     )
+
+
+def _copy(x: Tensor) -> Tensor:
+    part = local_part_of(x).clone()
+    return dtensor_like(part, x) if isinstance(x, DTensor) else part
 
 
 def _filled(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -26,7 +26,7 @@ from autopar.step.training import TrainingSpec
 from autopar.verify.rehearsal import loss_of, run_ranks
 from tests.random_plans import random_plan
 from tests.search.inner_programs import TablePrices
-from tests.zoo import assert_parity, fused_adamw, plan_for, quick_prices, subject
+from tests.zoo import assert_parity, plan_for, quick_prices, subject
 
 AWAY = "offload=optimizer"
 CHOICES = [
@@ -118,7 +118,7 @@ def test_the_users_loop(copies: list[tuple[str, int]]) -> None:
     plans = [plan_for("llama", 2, ("data=2", "zero=3", *more)) for more in ((), (AWAY,))]
 
     def rank(model: ParallelModule) -> dict[str, Tensor]:
-        optimizer = fused_adamw(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
         for _ in range(2):
             optimizer.zero_grad()
             for _ in range(2):  # of one step

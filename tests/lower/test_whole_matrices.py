@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -201,9 +202,12 @@ def by_rank(constraints: tuple[str, ...], run: Callable[[Any, Tensor], Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "constraints", [("data=2", "zero=0"), ("data=2", "zero=1"), ("data=2", "zero=3"), ("tensor=2",)]
+    ("name", "constraints"),
+    [
+        *((name, ("data=2", "zero=3")) for name in MAKE),
+        *zip(MAKE, itertools.cycle([("data=2", "zero=0"), ("data=2", "zero=1"), ("tensor=2",)])),
+    ],
 )
-@pytest.mark.parametrize("name", MAKE)
 def test_it_trains_as_on_one_device(name: str, constraints: tuple[str, ...]) -> None:
     model, x, _ = traced()
     alone = copy.deepcopy(model)

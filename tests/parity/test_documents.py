@@ -25,7 +25,7 @@ from autopar.verify import compare, verify
 from autopar.verify.rehearsal import join_runs, run_ranks, run_single, train
 from tests.models import tokens
 from tests.random_plans import random_plan
-from tests.zoo import STEPS, Subject, assert_parity, fused_adamw, quick_prices, trained_alone
+from tests.zoo import STEPS, Subject, assert_parity, quick_prices, trained_alone
 
 TOKENS = 24
 LENGTHS = {
@@ -146,8 +146,8 @@ def test_one_plan_serves_any_boundaries():
     who = subject("llama", "one")
     plan = searched(who, 2, "context=2")
     others = {**who.inputs, "position_ids": positions(LENGTHS["some"])}
-    expected = run_single(who.model, others, STEPS, fused_adamw, in_double=True)
-    runs = run_ranks(who.model, who.traced, plan, lambda model: train(model, others, STEPS, fused_adamw))
+    expected = run_single(who.model, others, STEPS, in_double=True)
+    runs = run_ranks(who.model, who.traced, plan, lambda model: train(model, others, STEPS))
     report = compare(expected, join_runs(runs, plan.num_groups), plan.world_size)
     assert report.loss_error <= 1e-12
     assert report.worst_gradient[1] <= 1e-9
