@@ -25,6 +25,7 @@ from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph, Names
 from autopar.trace.grouped_products import grouped_product, run_experts
+from autopar.trace.row_order import RowOrder, divisor_to, random_ids, with_sizes
 
 __all__ = ["join_experts"]
 
@@ -32,6 +33,7 @@ _SORTS = ("aten.sort.default", "aten.sort.stable")
 _PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 _MAX_ELEMENTS = 1 << 24  # of one tensor, where both forms are compared: larger calls are shrunk before
 _SMALL = 64  # sizes up to this are not shrunk: they may be numbers of experts or of heads
+_FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and of their order nothing depends on more
 _LEAST = 8  # what a size is shrunk to at least
 _TOLERANCE = 1e-10  # relative, in float64; the order of sums differs
 
@@ -46,7 +48,9 @@ def join_experts(graph: Graph) -> Graph:
     names = Names(graph)
     for place, op in enumerate(graph.ops):
         if op.target in _SORTS and len(graph.types[op.results[0]].shape) == 1:
-            found = _Search(graph, place, readers).find()
+            num_rows = graph.types[op.operands[0]].shape[0]
+            tried = dict.fromkeys((divisor_to(_FEW_ROWS, num_rows), 1) if num_rows > _FEW_ROWS else (1,))
+            found = next(filter(None, (_Search(graph, place, readers, fewer).find() for fewer in tried)), None)
             if found is not None and _is_same(graph, found):
                 members = names.fresh("members")
                 types[members] = TensorType((found.num_experts,), "int64")
@@ -97,6 +101,7 @@ class _Search:
     graph: Graph
     place: int
     readers: Mapping[str, int]
+    fewer: int  # how many times as many rows the graph has as are looked at
     ops: list[Op] = field(default_factory=list[Op])
     body: list[Op] = field(default_factory=list[Op])
     inner: dict[str, str] = field(default_factory=dict[str, str])  # the model's name of a value -> the body's
@@ -114,7 +119,7 @@ class _Search:
         self.num_experts = self._count_experts()
         if not self.num_experts or self.num_rows < 1:
             return None
-        self.known = _KnownValues.of(self.graph, self.place, self.num_experts)
+        self.known = RowOrder.of(self.graph, self.place, self.num_experts, self.fewer)
         self.ops = list(self.known.ops)
         for op in self.graph.ops[self.place + 1 :]:
             if any(name in self.inner for name in op.operands):
@@ -264,95 +269,6 @@ def _without_sizes(op: Op, num_rows: int) -> Op:
     return replace(op, args=tuple(args))
 
 
-# ---------------------------------------------------------------- what is computed from the order of rows alone
-
-
-@dataclass(frozen=True)
-class _KnownValues:
-    """What depends on the sorted ids alone.
-
-    Args:
-        ops: that compute it, the sort among them.
-        values: on random ids, by name.
-        kinds: ``"order"``, ``"sorted"``, ``"inverse"``, ``"ends"``, for values that are that.
-        order: of the random ids.
-    """
-
-    ops: tuple[Op, ...]
-    values: Mapping[str, Tensor]
-    kinds: Mapping[str, str]
-    order: Tensor
-
-    @property
-    def sorted_ids(self) -> set[str]:
-        """Names of values that are the sorted ids."""
-        return {name for name, kind in self.kinds.items() if kind == "sorted"}
-
-    def are_places(self, name: str, num_entries: int) -> bool:
-        """Whether the value says which of so many entries each sorted row reads, if rows read them in their order."""
-        value = self.values[name]
-        per_entry = len(self.order) // num_entries
-        return value.shape == self.order.shape and torch.equal(value, (self.order // per_entry).to(value.dtype))
-
-    @classmethod
-    def of(cls, graph: Graph, place: int, num_experts: int) -> _KnownValues:
-        """Evaluate what follows the sort at `place`."""
-        sort = graph.ops[place]
-        num_rows = graph.types[sort.operands[0]].shape[0]
-        values = {sort.operands[0]: _random_ids(num_rows, num_experts, seed=0)}
-        free = {name: graph.constants[name] for name, role in graph.roles.items() if role == "constant"}
-        producers = graph.producers
-        ops: list[Op] = []
-        for op in graph.ops[place:]:
-            depends = op is sort or (ops and any(name in values for name in op.operands))
-            if not depends or not all(
-                name in values or name in free or _is_free(producers, name) for name in op.operands
-            ):
-                continue
-            before = [producers[n] for n in op.operands if n not in values and n not in free]
-            try:
-                for each in (*before, op):
-                    made = run_op(each, {**free, **values})
-                    values.update(zip(each.results, made, strict=True))
-            except Exception:  # noqa: BLE001  (not computed from the order alone in a way that can be looked at)
-                continue
-            ops += [each for each in (*before, op) if each not in ops]
-        ids = values.pop(sort.operands[0])
-        order = values[sort.results[1]]
-        return cls(tuple(ops), values, dict(_kinds(values, ids, order, num_experts)), order)
-
-
-def _is_free(producers: Mapping[str, Op], name: str) -> bool:
-    """Whether the value is computed from nothing, as a range is."""
-    op = producers.get(name)
-    return op is not None and not op.operands and not family_of(op.target).draws(op)
-
-
-def _random_ids(num_rows: int, num_experts: int, seed: int) -> Tensor:
-    """Skewed: most rows have one of few experts, and with many experts some have none."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(num_rows, generator=generator).square() * num_experts
-    return drawn.long().clamp_(max=num_experts - 1)
-
-
-def _kinds(values: Mapping[str, Tensor], ids: Tensor, order: Tensor, num_experts: int) -> Iterable[tuple[str, str]]:
-    in_order = ids[order]
-    is_sorted = bool((in_order.diff() >= 0).all()) and torch.equal(order.sort().values, torch.arange(len(order)))
-    if not is_sorted:
-        return
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
-    forms = {
-        "order": order, "sorted": in_order, "inverse": inverse,
-        "ends": torch.bincount(ids, minlength=num_experts).cumsum(0),
-    }  # fmt: skip
-    for name, value in values.items():
-        for kind, form in forms.items():
-            if not value.is_floating_point() and value.shape == form.shape and bool((value == form).all()):
-                yield name, kind
-                break
-
-
 # ---------------------------------------------------------------- whether both forms are the same function
 
 
@@ -383,7 +299,7 @@ def _compare(graph: Graph, region: _Region) -> bool:
     if small is None:
         return False
     shapes = {name: tuple(small.get(size, size) for size in kinds[name].shape) for name in given}
-    ids = _random_ids(small.get(kinds[region.ids].shape[0], kinds[region.ids].shape[0]), region.num_experts, seed=1)
+    ids = random_ids(small.get(kinds[region.ids].shape[0], kinds[region.ids].shape[0]), region.num_experts, seed=1)
     generator = torch.Generator().manual_seed(2)
     drawn = {
         name: torch.randn(shapes[name], generator=generator, dtype=torch.float64).requires_grad_()
@@ -392,8 +308,8 @@ def _compare(graph: Graph, region: _Region) -> bool:
         for name in given
     }
     constants = {name: graph.constants[name] for name in kinds if name in graph.constants and name not in drawn}
-    own = [_in_double(_shrunk(op, small)) for op in region.ops]
-    body = replace(region.body, ops=tuple(_in_double(_shrunk(op, small)) for op in region.body.ops))
+    own = [_in_double(with_sizes(op, small)) for op in region.ops]
+    body = replace(region.body, ops=tuple(_in_double(with_sizes(op, small)) for op in region.body.ops))
     with torch.enable_grad():
         expected = _run(own, {region.ids: ids, **constants, **drawn})[region.end.results[0]]
         reads, experts, others = ([drawn[name] for name in region.lists[which]] for which in _LISTS)
@@ -428,27 +344,32 @@ def _run(ops: Sequence[Op], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shrinking(kinds: Mapping[str, TensorType], region: _Region) -> dict[int, int] | None:
-    """Large sizes -> smaller ones in the same proportions; None if they stay too large."""
-    sizes = {size for kind in kinds.values() for size in kind.shape} - {region.num_experts}
-    most = max(kind.num_elements for kind in kinds.values())
-    if most <= _MAX_ELEMENTS:
+    """Large sizes -> smaller ones in the same proportions; None if they stay too large.
+
+    Numbers of rows have proportions of their own, unless one of them is the size of another dim, too.
+    """
+    if max(kind.num_elements for kind in kinds.values()) <= _MAX_ELEMENTS:
         return {}
-    large = sorted(size for size in sizes if size > _SMALL)
-    common = math.gcd(*large)
-    divisor = next((d for d in range(min(common, large[0] // _LEAST), 0, -1) if common % d == 0), 1)
-    small = {size: size // divisor for size in large}
+    of_rows = {region.ids, *region.lists["reads"]}
+    rows = {kinds[name].shape[0] for name in of_rows}
+    others = {size for name, kind in kinds.items() for size in kind.shape[name in of_rows :]}
+    others = {size for size in others if size > _SMALL} - {region.num_experts}
+    apart = not rows & others
+    divisor = _common_divisor(rows, -(-_FEW_ROWS * min(rows) // max(rows))) if apart else 1
+    small = {size: size // divisor for size in rows} if apart else {}
+    others = others if apart else others | rows
+    divisor = _common_divisor(others, _LEAST)
     # Sizes inside of the body: parts of others, such as halves.
-    inside = {size for kind in region.body.types.values() for size in kind.shape if size > _SMALL and size not in small}
-    small |= {size: size // divisor for size in inside if size % divisor == 0}
+    inside = {size for kind in region.body.types.values() for size in kind.shape if size > _SMALL} - rows
+    small |= {size: size // divisor for size in others | inside if size % divisor == 0}
     shrunk = max(math.prod(small.get(size, size) for size in kind.shape) for kind in kinds.values())
     return small if shrunk <= _MAX_ELEMENTS and region.num_experts not in small else None
 
 
-def _shrunk(op: Op, small: Mapping[int, int]) -> Op:
-    def swap(arg: Arg) -> Arg:
-        return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
-
-    return op.map_args(swap)
+def _common_divisor(sizes: Iterable[int], least: int) -> int:
+    """The largest that makes the smallest of the sizes no less than `least`."""
+    common = math.gcd(*sizes)
+    return divisor_to(-(-least * common // min(sizes)), common) if common else 1
 
 
 _NARROW = ("torch.float32", "torch.float16", "torch.bfloat16")

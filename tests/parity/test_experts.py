@@ -124,6 +124,16 @@ def test_experts_of_a_model_are_one_op(name: str, count: int):
     assert not [op for layer in who.traced.program.layers for op in layer.ops if "sort" in op.target]
 
 
+def test_experts_are_one_op_however_many_rows_there_are():
+    """2^27 rows could be neither sorted nor compared in a test; nor in time for a plan."""
+    wide = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_local_experts": 96}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**wide)).bfloat16()
+        ids = torch.zeros(1 << 14, 1 << 12, dtype=torch.int64)
+    program = trace_model(model, {"input_ids": ids}).program
+    assert [op.target for layer in program.layers for op in layer.ops].count(EXPERTS) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [("mixtral", ()), *((name, ("data=2", "zero=3")) for name in ("mixtral", "qwen", "gpt-oss", "deepseek"))],

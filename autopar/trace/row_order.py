@@ -1,0 +1,122 @@
+"""What a graph computes from the order of rows that are sorted by expert alone, found out on random ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.ops import family_of
+from autopar.program import Arg, Op
+from autopar.trace.evaluation import run_op
+from autopar.trace.graph import Graph
+
+__all__ = ["RowOrder", "divisor_to", "random_ids", "with_sizes"]
+
+_MOST_EXPERTS_OF_A_TOKEN = 64  # published models have up to 22
+
+
+def divisor_to(least: int, size: int) -> int:
+    """What to divide `size` by to get about `least`, and no less; 1 if nothing divides it so."""
+    return next((size // small for small in range(least, min(size // 2, 64 * least) + 1) if size % small == 0), 1)
+
+
+def with_sizes(op: Op, small: Mapping[int, int]) -> Op:
+    """The op with other sizes among its arguments."""
+
+    def swap(arg: Arg) -> Arg:
+        return small.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
+
+    return op.map_args(swap)
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """What depends on the sorted ids alone.
+
+    Args:
+        ops: that compute it, the sort among them.
+        values: on random ids, by name.
+        kinds: ``"order"``, ``"sorted"``, ``"inverse"``, ``"ends"``, for values that are that.
+        order: of the random ids.
+        fewer: how many times as many rows the graph has.
+    """
+
+    ops: tuple[Op, ...]
+    values: Mapping[str, Tensor]
+    kinds: Mapping[str, str]
+    order: Tensor
+    fewer: int = 1
+
+    @property
+    def sorted_ids(self) -> set[str]:
+        """Names of values that are the sorted ids."""
+        return {name for name, kind in self.kinds.items() if kind == "sorted"}
+
+    def are_places(self, name: str, num_entries: int) -> bool:
+        """Whether the value says which of so many entries each sorted row reads, if rows read them in their order."""
+        value = self.values[name]
+        per_entry = len(self.order) * self.fewer // num_entries
+        return value.shape == self.order.shape and torch.equal(value, (self.order // per_entry).to(value.dtype))
+
+    @classmethod
+    def of(cls, graph: Graph, place: int, num_experts: int, fewer: int) -> RowOrder:
+        """Evaluate what follows the sort at `place`, with so many times fewer rows."""
+        sort = graph.ops[place]
+        num_rows = graph.types[sort.operands[0]].shape[0]
+        small = {num_rows // k: num_rows // k // fewer for k in range(1, _MOST_EXPERTS_OF_A_TOKEN + 1)
+                 if num_rows % (k * fewer) == 0 and num_rows // k != num_experts}  # fmt: skip
+        values = {sort.operands[0]: random_ids(num_rows // fewer, num_experts, seed=0)}
+        free = {name: graph.constants[name] for name, role in graph.roles.items() if role == "constant"}
+        producers = graph.producers
+        ops: list[Op] = []
+        for op in graph.ops[place:]:
+            depends = op is sort or (ops and any(name in values for name in op.operands))
+            if not depends or not all(
+                name in values or name in free or _is_free(producers, name) for name in op.operands
+            ):
+                continue
+            before = [producers[n] for n in op.operands if n not in values and n not in free]
+            try:
+                for each in (*before, op):
+                    made = run_op(with_sizes(each, small), {**free, **values})
+                    values.update(zip(each.results, made, strict=True))
+            except Exception:  # noqa: BLE001  (not computed from the order alone in a way that can be looked at)
+                continue
+            ops += [each for each in (*before, op) if each not in ops]
+        ids = values.pop(sort.operands[0])
+        order = values[sort.results[1]]
+        return cls(tuple(ops), values, dict(_kinds(values, ids, order, num_experts)), order, fewer)
+
+
+def _is_free(producers: Mapping[str, Op], name: str) -> bool:
+    """Whether the value is computed from nothing, as a range is."""
+    op = producers.get(name)
+    return op is not None and not op.operands and not family_of(op.target).draws(op)
+
+
+def random_ids(num_rows: int, num_experts: int, seed: int) -> Tensor:
+    """Skewed: most rows have one of few experts, and with many experts some have none."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(num_rows, generator=generator).square() * num_experts
+    return drawn.long().clamp_(max=num_experts - 1)
+
+
+def _kinds(values: Mapping[str, Tensor], ids: Tensor, order: Tensor, num_experts: int) -> Iterable[tuple[str, str]]:
+    in_order = ids[order]
+    is_sorted = bool((in_order.diff() >= 0).all()) and torch.equal(order.sort().values, torch.arange(len(order)))
+    if not is_sorted:
+        return
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    forms = {
+        "order": order, "sorted": in_order, "inverse": inverse,
+        "ends": torch.bincount(ids, minlength=num_experts).cumsum(0),
+    }  # fmt: skip
+    for name, value in values.items():
+        for kind, form in forms.items():
+            if not value.is_floating_point() and value.shape == form.shape and bool((value == form).all()):
+                yield name, kind
+                break
