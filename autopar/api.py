@@ -39,11 +39,13 @@ from autopar.planning.arguments import (
     read_outputs,
     training_spec,
 )
-from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, trace_model
+from autopar.planning.call_plans import CallPlanner, ExampleInputs, as_call, example_call, trace_model
 from autopar.planning.caller_inputs import call_inputs
 from autopar.planning.compiling import check_compiler, read_compile
+from autopar.planning.document_lengths import ExpectedDocuments
+from autopar.planning.expectations import Expectations, read_expectations
 from autopar.planning.given_plan import load_plan, with_prediction
-from autopar.planning.imbalance import ExpectedRouting, Imbalance, read_imbalance
+from autopar.planning.imbalance import ExpectedRouting
 from autopar.planning.length_plans import ExpectedLengths, FamilyPlanner, check_rows, read_distribution, row_tracer
 from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
@@ -88,6 +90,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     shapes: Sequence[Tensor | ExampleInputs] = (),
     imbalance: ExpectedRouting = None,
     lengths: ExpectedLengths = None,
+    documents: ExpectedDocuments = None,
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
@@ -139,6 +142,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             `example_inputs` are ``[rows, tokens]``, with rows that hold the longest sequence, and as many tokens as the
             sequences of a step have on average.  The plan is then a family: one for rows of each length, with
             parameters stored alike, of which `autopar.balanced` takes the fastest for every batch.
+        documents: of rows that pack documents, how long these are, for prices: a number of tokens, a list of lengths,
+            `autopar.Lengths`, or a file of lengths; None: as in `example_inputs`.  What is computed is the same.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
@@ -168,7 +173,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         group, lambda: profile if profile is None or profile is False else load_profile(profile)
     )
     draws = agree(group, lambda: _record_draws(model, initialize, state))
-    setup, traced = agree(
+    prepared, found = agree(
         group,
         lambda: _prepare(
             model,
@@ -178,17 +183,20 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             precision,
             constraints,
             mesh.device_type,
-            read_imbalance(imbalance),
+            read_expectations(imbalance, documents),
         ),
     )
-    setup = replace(setup, draws=draws)
+    # Ranks may have other examples; the first one's count.
+    expected = share(group, lambda: prepared.expected.seeing(found, example_call(model, example_inputs)))
+    setup = replace(prepared, draws=draws, expected=expected)
+    traced = setup.expecting(found)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
     is_local, whole_outputs = agree(group, lambda: (are_inputs_local(inputs), read_outputs(outputs)))
     asked = agree(group, lambda: read_compile(compile))
-    training = replace(setup.training, gathers_outputs=bool(whole_outputs))
-    setup = replace(setup, training=training, compile=asked)
-    own_setup = setup
+    own_setup = replace(
+        setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=asked
+    )  # fmt: skip
     setup = agree(group, lambda: _with_lengths(own_setup, distribution, model, example_inputs, traced))
     arguments = f"{_describe_arguments(plan, profile, setup)}, inputs={inputs}, outputs={outputs}"
     agree_equal(group, arguments, "arguments of parallelize", "Pass the same arguments on every rank")
@@ -256,6 +264,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     profile: Profile | str | Path | Literal[False] | None = None,
     imbalance: ExpectedRouting = None,
     lengths: ExpectedLengths = None,
+    documents: ExpectedDocuments = None,
 ) -> Plan:
     """Find the fastest plan that fits, without any process group; the model may be on the meta device.
 
@@ -274,6 +283,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
             the plan says so.
         imbalance: as in `parallelize`.
         lengths: as in `parallelize`.
+        documents: as in `parallelize`.
 
     Returns:
         The plan.  ``print(plan)`` is a table; ``plan.save(path)`` writes JSON.
@@ -287,10 +297,17 @@ def plan(  # noqa: PLR0913  (what a user may say)
     constraints = check_constraints(model, constraints, where.world_size)
     distribution = read_distribution(lengths)
     measured = load_profile(profile) if profile else None
+    expected = read_expectations(imbalance, documents)
     setup, traced = _prepare(
-        model, example_inputs, memory, optimizer, precision, constraints, where.device.type, read_imbalance(imbalance)
+        model, example_inputs, memory, optimizer, precision, constraints, where.device.type, expected
     )
-    setup = _with_lengths(replace(setup, compile=read_compile(compile)), distribution, model, example_inputs, traced)
+    setup = replace(
+        setup,
+        compile=read_compile(compile),
+        expected=expected.seeing(traced, example_call(model, example_inputs)),
+    )
+    traced = setup.expecting(traced)
+    setup = _with_lengths(setup, distribution, model, example_inputs, traced)
     return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
 
@@ -302,7 +319,7 @@ def _prepare(
     precision: str | torch.dtype | None,
     constraints: str | Sequence[str] | None,
     device_type: str,
-    imbalance: Imbalance,
+    expected: Expectations,
 ) -> tuple[Setup, Traced]:
     dtype = read_dtype(precision)
     training = training_spec(model, optimizer)
@@ -312,8 +329,8 @@ def _prepare(
     with phase("tracing the model"):
         traced = trace_model(model, example_inputs, dtype=dtype, device_type=device_type)
     trace_s = time.perf_counter() - started
-    setup = Setup(dtype, memory_bytes, training, texts, trace_s=trace_s, device_type=device_type, imbalance=imbalance)
-    return setup, setup.expecting(traced)
+    setup = Setup(dtype, memory_bytes, training, texts, trace_s=trace_s, device_type=device_type, expected=expected)
+    return setup, traced
 
 
 def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tensor) -> Draws | None:
@@ -444,7 +461,7 @@ def _describe_arguments(plan: object, profile: object, setup: Setup) -> str:
     """What ranks must have alike before they can go on together."""
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
-    said = f"compile={setup.compile}, {setup.training}, constraints={setup.constraints}, {setup.imbalance}"
+    said = f"compile={setup.compile}, {setup.training}, constraints={setup.constraints}, {setup.expected}"
     return f"a plan {how}, prices {prices}, {said}, lengths: {setup.lengths}"
 
 

@@ -141,7 +141,7 @@ def _arguments(question: Question, saved: str | None) -> Iterable[str]:
     else:
         given |= {
             "memory": question.memory, "constraints": list(question.constraints) or None,
-            "compile": question.compile, "imbalance": question.imbalance,
+            "compile": question.compile, "imbalance": question.imbalance, "documents": question.documents,
         }  # fmt: skip
     for name, value in given.items():
         if value is not None:

@@ -47,6 +47,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
     add("--precision", help="dtype to compute in, such as bf16")
     add("--compile", action=argparse.BooleanOptionalAction, help="compile layers (default: on GPUs if it is faster)")
     add("--imbalance", help="rows of the busiest device of those that share experts, over the mean, such as 1.5")
+    add("--documents", help="tokens of the documents that rows pack, such as 4096, or a file with one length a line")
     add("--profile", metavar="FILE", help="price by what python -m autopar.profile measured, not by presets")
     add("--sweep", metavar="NAME=A,B,C", help="such as nodes=1,2,4,8: a plan for each")
     add("--weak", action="store_true", help="with --sweep nodes=...: the batch grows with the nodes (weak scaling)")
@@ -73,7 +74,7 @@ def read_question(options: argparse.Namespace) -> Question:
         raise QuestionError("--weak says how the batch of a sweep grows: --sweep nodes=1,2,4,8 --weak")
     return Question(
         parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
-        options.optimizer, options.precision, options.compile, options.imbalance,
+        options.optimizer, options.precision, options.compile, options.imbalance, options.documents,
     )  # fmt: skip
 
 

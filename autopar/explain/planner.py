@@ -13,7 +13,8 @@ from autopar.explain.targets import ModelTarget, load_target
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
-from autopar.planning.imbalance import read_imbalance, with_imbalance
+from autopar.planning.call_plans import example_call
+from autopar.planning.expectations import Expectations, read_expectations
 from autopar.planning.logits import search_plan
 from autopar.planning.precision import with_speedup
 from autopar.program import Program
@@ -48,11 +49,11 @@ class Planner:
 
     target: str
     profile: Profile | None = None
-    _traced: dict[tuple[object, ...], tuple[Program, float]] = field(
-        default_factory=dict[tuple[object, ...], tuple[Program, float]]
+    _traced: dict[tuple[object, ...], tuple[Program, float, Expectations]] = field(
+        default_factory=dict[tuple[object, ...], tuple[Program, float, Expectations]]
     )
-    _models: dict[tuple[int | None, int | None], ModelTarget] = field(
-        default_factory=dict[tuple["int | None", "int | None"], ModelTarget]
+    _models: dict[tuple[int | None, int | None, bool], ModelTarget] = field(
+        default_factory=dict[tuple["int | None", "int | None", bool], ModelTarget]
     )
 
     def answer(self, question: Question, *, is_alternative: bool = False) -> Answer:
@@ -106,7 +107,11 @@ class Planner:
             AutoparError: it can't be loaded or traced, or the question makes no sense.
         """
         self._request(question)  # what is wrong with it is said before a long trace
-        return with_imbalance(self._traced_program(question)[0], read_imbalance(question.imbalance))
+        expected = read_expectations(question.imbalance, question.documents)
+        program, _, seen = self._traced_program(question)
+        if question.documents is None:
+            expected = replace(expected, documents=seen.documents)
+        return expected.priced(program)
 
     def _request(self, question: Question) -> tuple[ClusterPrices, SearchRequest]:
         memory = None if question.memory is None else read_bytes(question.memory)
@@ -117,7 +122,7 @@ class Planner:
         measured = self.profile if self.profile is not None and question.cluster.has(self.profile.device) else None
         return ClusterPrices(question.cluster, measured), request
 
-    def _traced_program(self, question: Question) -> tuple[Program, float]:
+    def _traced_program(self, question: Question) -> tuple[Program, float, Expectations]:
         key = (*question.shapes, question.precision, question.cluster.device.type)
         if key not in self._traced:
             target = self.model(question)
@@ -127,5 +132,6 @@ class Planner:
                     target.model, target.example_inputs, dtype=read_dtype(question.precision),
                     device_type=question.cluster.device.type,
                 )  # fmt: skip
-            self._traced[key] = traced.program, time.perf_counter() - started
+            seen = Expectations().seeing(traced, example_call(target.model, target.example_inputs))
+            self._traced[key] = traced.program, time.perf_counter() - started, seen
         return self._traced[key]

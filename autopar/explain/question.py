@@ -10,7 +10,7 @@ from pathlib import Path
 from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
-from autopar.planning.imbalance import read_imbalance
+from autopar.planning.expectations import read_expectations
 
 __all__ = ["Question", "change", "parse_cluster"]
 
@@ -32,6 +32,7 @@ class Question:
         precision: as `autopar.plan` takes it.
         compile: as `autopar.plan` takes it.
         imbalance: as `autopar.plan` takes it, as text.
+        documents: as `autopar.plan` takes it, as text.
     """
 
     cluster: Cluster
@@ -43,11 +44,12 @@ class Question:
     precision: str | None = None
     compile: bool | None = None
     imbalance: str | None = None
+    documents: str | None = None
 
     @property
-    def shapes(self) -> tuple[int | None, int | None]:
-        """What the model has to be traced for."""
-        return self.batch, self.sequence
+    def shapes(self) -> tuple[int | None, int | None, bool]:
+        """What the model has to be traced for: rows, tokens, and whether rows pack documents."""
+        return self.batch, self.sequence, self.documents is not None
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -79,12 +81,12 @@ def change(question: Question, text: str) -> Question:
     Args:
         question: the question so far.
         text: ``memory=40GiB``, ``nodes=16``, ``batch=128``, ``seq=4096``, ``device=h200``, ``link.inter=100GB/s``,
-            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, ``compile=no``, ``imbalance=1.5``, or a
-            constraint such as ``tensor=2``.
+            ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, ``compile=no``, ``imbalance=1.5``,
+            ``documents=4096``, or a constraint such as ``tensor=2``.
 
     Raises:
         QuestionError: it is none of these.
-        ConstraintError: it is no amount of memory, or no imbalance.
+        ConstraintError: it is no amount of memory, no imbalance, or no length of documents.
     """
     name, separator, value = text.partition("=")
     name = name.strip()
@@ -105,13 +107,14 @@ def change(question: Question, text: str) -> Question:
         return replace(question, cluster=_other_link(question.cluster, text, name.removeprefix("link."), value))
     if name in ("precision", "optimizer"):
         return replace(question, **{name: value})
-    if name == "imbalance":
-        read_imbalance(value)
-        return replace(question, imbalance=value)
+    if name in ("imbalance", "documents"):
+        changed = replace(question, **{name: value})
+        read_expectations(changed.imbalance, changed.documents)
+        return changed
     if name == "compile":
         return replace(question, compile=_yes_or_no(text, value))
     if near := difflib.get_close_matches(
-        name, ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance"), 1, 0.75
+        name, ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance", "documents"), 1, 0.75
     ):
         raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
     return replace(question, constraints=(*question.constraints, text))

@@ -35,7 +35,9 @@ class ModelTarget:
     recipe: str
 
 
-def load_target(text: str, batch: int | None = None, sequence: int | None = None) -> ModelTarget | Plan:
+def load_target(
+    text: str, batch: int | None = None, sequence: int | None = None, is_packed: bool = False
+) -> ModelTarget | Plan:
     """What `text` names.
 
     Args:
@@ -43,12 +45,13 @@ def load_target(text: str, batch: int | None = None, sequence: int | None = None
             language model with labels), or the path of a saved plan.
         batch: rows of the batch; a factory gets it as ``batch=`` if it has such a parameter.
         sequence: tokens of a row; a factory gets it as ``seq=`` or ``sequence=``.
+        is_packed: rows of a ``config.json`` pack documents, which their ``position_ids`` tell.
 
     Raises:
         QuestionError: it names nothing of the kind; the message says what was looked for.
     """
     if text.endswith(".json"):
-        return _load_json(Path(text), batch, sequence)
+        return _load_json(Path(text), batch, sequence, is_packed)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise QuestionError(
@@ -74,7 +77,7 @@ def _functions(path: Path) -> list[str]:
     return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
-def _load_json(path: Path, batch: int | None, sequence: int | None) -> ModelTarget | Plan:
+def _load_json(path: Path, batch: int | None, sequence: int | None, is_packed: bool) -> ModelTarget | Plan:
     try:
         text = path.read_text(encoding="utf-8")
         data = read_json(text)
@@ -88,13 +91,15 @@ def _load_json(path: Path, batch: int | None, sequence: int | None) -> ModelTarg
     if isinstance(data, dict) and "autopar_plan" in data:
         return Plan.from_json(text)
     if isinstance(data, dict) and "model_type" in data:
-        return _from_config(path, cast("dict[str, Any]", data), batch, sequence)
+        return _from_config(path, cast("dict[str, Any]", data), batch, sequence, is_packed)
     raise QuestionError(
         f"{str(path)!r} is neither a saved plan (it has no 'autopar_plan') nor a Hugging Face config (no 'model_type')"
     )
 
 
-def _from_config(path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None) -> ModelTarget:
+def _from_config(
+    path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None, is_packed: bool
+) -> ModelTarget:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -118,11 +123,13 @@ def _from_config(path: Path, data: Mapping[str, Any], batch: int | None, sequenc
     if not isinstance(length, int) or length < 1:
         raise QuestionError(f"{str(path)!r} says nothing of the sequence length: add --seq 4096")
     ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    packing = {"position_ids": ids} if is_packed else {}
+    named = "".join(f', "{name}": {name}' for name in packing)
     recipe = (
         f"model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(path)!r})); "
-        f'inputs = {{"input_ids": ids, "labels": ids}}  # ids: [{batch}, {length}]'
+        f'inputs = {{"input_ids": ids, "labels": ids{named}}}  # ids: [{batch}, {length}]'
     )
-    return ModelTarget(model, {"input_ids": ids, "labels": ids}, recipe)
+    return ModelTarget(model, {"input_ids": ids, "labels": ids, **packing}, recipe)
 
 
 def _import(place: str) -> ModuleType:

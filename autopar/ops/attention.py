@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from autopar.ops.family import Buffers, Kernel, OpFamily, Saves, Types, argument, aten
 from autopar.ops.memory_order import followed
@@ -13,8 +14,10 @@ from autopar.program import KernelCollective, Op, itemsize_bytes
 __all__ = ["DOCUMENTS", "FAMILIES"]
 
 DOCUMENTS = "autopar.document_attention"
-"""``(query, key, value, ids, scale, is_causal, is_sorted)``: tokens see those of their row that have the same of `ids`
-(``[tokens]`` or ``[batch or 1, tokens]``); with `is_causal` none behind them; `is_sorted`: ids never fall along a row.
+"""``(query, key, value, ids, scale, is_causal, is_sorted, length)``: tokens see those of their row that have the same
+of `ids` (``[tokens]`` or ``[batch or 1, tokens]``); with `is_causal` none behind them; `is_sorted`: ids never fall
+along a row; `length`, which is for prices and may be left out: tokens of a token's document in the mean, by default
+the row.
 """
 
 
@@ -103,6 +106,8 @@ def _work(sequence: int, *, is_new_kernel: bool = False) -> Callable[[Op, Types,
         query, key, value = operands[:3]
         heads_and_batch = query.num_elements / (query.shape[sequence] * query.shape[-1])
         length = key.shape[sequence]
+        if op.target == DOCUMENTS:  # tokens meet those of their own document only
+            length = cast("int", argument(op, 7, "length", length))
         is_causal = argument(op, 5, "is_causal") is True or argument(op, 5, "causal") is True
         flops = 2.0 * heads_and_batch * query.shape[sequence] * length * (query.shape[-1] + value.shape[-1])
         flops *= 0.5 if is_causal else 1.0

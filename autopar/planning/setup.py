@@ -9,7 +9,7 @@ import torch
 
 from autopar.balance import Lengths
 from autopar.lower.parameters.materialize import Draws
-from autopar.planning.imbalance import BALANCED, Imbalance, with_imbalance
+from autopar.planning.expectations import Expectations
 from autopar.program import Program
 from autopar.search import TrainingSpec
 from autopar.step.prices import Prices
@@ -31,7 +31,7 @@ class Setup:
         trace_s: seconds that tracing took.
         draws: the values of what is on the meta device.
         compile: whether layers are compiled; None: as the search finds best.
-        imbalance: what is expected of the routing of experts.
+        expected: what is expected of the data.
         lengths: of sequences, to make a family of plans for.
         trace_rows: what the model does with so many rows of so many tokens, for that family.
     """
@@ -45,7 +45,7 @@ class Setup:
     draws: Draws | None = None
     compile: bool | None = None
     device_type: str = "cpu"
-    imbalance: Imbalance = BALANCED
+    expected: Expectations = field(default_factory=Expectations)
     lengths: Lengths | None = None
     trace_rows: Callable[[int, int], Program] | None = None
 
@@ -54,5 +54,5 @@ class Setup:
         return replace(self, prices=prices, training=self.training.on_device(prices.device))
 
     def expecting(self, traced: Traced) -> Traced:
-        """What was traced, priced by the imbalance."""
-        return replace(traced, program=with_imbalance(traced.program, self.imbalance))
+        """What was traced, priced for the data expected."""
+        return replace(traced, program=self.expected.priced(traced.program))

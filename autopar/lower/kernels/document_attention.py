@@ -38,7 +38,14 @@ class _Tiles(NamedTuple):
 
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scale: float | None, is_causal: bool, is_sorted: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    is_sorted: bool,
+    length: float = 0.0,
 ) -> Tensor:
     """Attention in which a token sees the tokens of its row that have its id, with `is_causal` those up to itself.
 
@@ -52,7 +59,9 @@ def document_attention(
         scale: of the scores, by default one over the root of the size of a head.
         is_causal: whether tokens see none that come after them.
         is_sorted: ids never fall along a row.
+        length: for prices only.
     """
+    del length
     scale = _scale(query, scale)
     order, lengths = _documents(ids, query, is_sorted=is_sorted)
     if _takes_varlen(query, value):
@@ -62,7 +71,7 @@ def document_attention(
     return call_function(_TiledAttention, query, key, value, tiles, scale)
 
 
-def context_documents(
+def context_documents(  # noqa: PLR0913  (its arguments)
     shards: Shards,
     query: Tensor,
     key: Tensor,
@@ -71,6 +80,7 @@ def context_documents(
     scale: float | None,
     is_causal: bool,
     is_sorted: bool,
+    length: float = 0.0,
 ) -> Tensor:
     """`document_attention` of this device's rows of `query` to all columns.
 
@@ -86,7 +96,9 @@ def context_documents(
         scale: see `key`.
         is_causal: see `key`.
         is_sorted: see `key`.
+        length: for prices only.
     """
+    del length
     scale = _scale(query, scale)
     order, lengths = _documents(ids, key, is_sorted=is_sorted)
     head, tail = query.chunk(2, 2)
