@@ -7,16 +7,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from autopar.errors import QuestionError
+from autopar.explain.config_models import is_config, model_of_config
 from autopar.json_reading import read_json
 from autopar.plan import Plan
 
@@ -41,8 +40,8 @@ def load_target(
     """What `text` names.
 
     Args:
-        text: ``"package.module:factory"``, ``"file.py:factory"``, the path of a Hugging Face ``config.json`` (a causal
-            language model with labels), or the path of a saved plan.
+        text: ``"package.module:factory"``, ``"file.py:factory"``, the path of a ``config.json`` of transformers or
+            diffusers (see `autopar.explain.config_models`), or the path of a saved plan.
         batch: rows of the batch; a factory gets it as ``batch=`` if it has such a parameter.
         sequence: tokens of a row; a factory gets it as ``seq=`` or ``sequence=``.
         is_packed: rows of a ``config.json`` pack documents, which their ``position_ids`` tell.
@@ -90,46 +89,12 @@ def _load_json(path: Path, batch: int | None, sequence: int | None, is_packed: b
         raise QuestionError(f"{str(path)!r} is no JSON: {error}") from error
     if isinstance(data, dict) and "autopar_plan" in data:
         return Plan.from_json(text)
-    if isinstance(data, dict) and "model_type" in data:
-        return _from_config(path, cast("dict[str, Any]", data), batch, sequence, is_packed)
+    if is_config(data):
+        return ModelTarget(*model_of_config(path, cast("dict[str, Any]", data), batch, sequence, is_packed))
     raise QuestionError(
-        f"{str(path)!r} is neither a saved plan (it has no 'autopar_plan') nor a Hugging Face config (no 'model_type')"
+        f"{str(path)!r} is neither a saved plan (it has no 'autopar_plan') nor a config of transformers (no "
+        "'model_type') or of diffusers (no '_class_name')"
     )
-
-
-def _from_config(
-    path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None, is_packed: bool
-) -> ModelTarget:
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise QuestionError(f"{str(path)!r} is a Hugging Face config: pip install transformers to read it") from error
-    if batch is None:
-        raise QuestionError(f"{str(path)!r} says nothing of the batch: add --batch 64 (rows of the global batch)")
-    try:
-        config = transformers.AutoConfig.for_model(**data)
-        config.use_cache = False
-        with torch.device("meta"):
-            # Without a word on it, transformers asks whether to run the code that "auto_map" names.
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # a config is anybody's file, and transformers raises what it happens to meet
-        code = " without the code that its auto_map names, which is never run" if "auto_map" in data else ""
-        raise QuestionError(
-            f"{str(path)!r} (model_type {data['model_type']!r:.40}) is no causal language model that transformers "
-            f"{transformers.__version__} builds{code}: {type(error).__name__}: {error!s:.200}. Write a file with a "
-            "factory that returns (model, example_inputs) and name it as file.py:factory"
-        ) from error
-    length = sequence or getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise QuestionError(f"{str(path)!r} says nothing of the sequence length: add --seq 4096")
-    ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
-    packing = {"position_ids": ids} if is_packed else {}
-    named = "".join(f', "{name}": {name}' for name in packing)
-    recipe = (
-        f"model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({str(path)!r})); "
-        f'inputs = {{"input_ids": ids, "labels": ids{named}}}  # ids: [{batch}, {length}]'
-    )
-    return ModelTarget(model, {"input_ids": ids, "labels": ids, **packing}, recipe)
 
 
 def _import(place: str) -> ModuleType:

@@ -1,0 +1,203 @@
+"""Models of configuration files: those of transformers (text, images, both) and of diffusers, without their weights.
+
+No model is known by name: what a class is for says the end of its name (``...ForMaskedLM``), and what it is called with
+the arguments of its ``forward`` and the fields of its configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autopar.errors import QuestionError
+
+__all__ = ["is_config", "model_of_config"]
+
+_FACTORY = "Write a file with a factory that returns (model, example_inputs) and name it as file.py:factory"
+# What follows "For" in the names of classes, where the auto class is called otherwise.
+_AUTO_NAMES = {"ConditionalGeneration": "Seq2SeqLM"}
+_LABEL_PER_TOKEN = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification")
+_LABEL_PER_ROW = ("SequenceClassification", "ImageClassification")
+_TEXT_TOKENS = 77  # of the prompts that denoisers are conditioned on, where nobody says: CLIP's text encoder has 77
+
+
+def is_config(data: Any) -> bool:
+    """Whether JSON is a configuration of transformers or of a model of diffusers."""
+    return isinstance(data, dict) and ("model_type" in data or "_class_name" in data)
+
+
+def model_of_config(
+    path: Path, data: Mapping[str, Any], batch: int | None, sequence: int | None, is_packed: bool
+) -> tuple[Any, dict[str, Any], str]:
+    """The model with one global batch, on the meta device, and the line of a script that makes them.
+
+    `is_packed`: rows pack documents, which their ``position_ids`` tell.
+
+    Raises:
+        QuestionError: it can't be built, or the configuration does not say what it is called with.
+    """
+    library = "transformers" if "model_type" in data else "diffusers"
+    try:
+        package: Any = importlib.import_module(library)
+    except ImportError as error:
+        family = "Hugging Face" if library == "transformers" else "diffusers"
+        raise QuestionError(f"{str(path)!r} is a {family} config: pip install {library} to read it") from error
+    if batch is None:
+        raise QuestionError(f"{str(path)!r} says nothing of the batch: add --batch 64 (rows of the global batch)")
+    make = _transformer if library == "transformers" else _denoiser
+    try:
+        with torch.device("meta"):
+            model, recipe = make(package, data, path)
+    except Exception as error:  # a config is anybody's file, and the library raises what it happens to meet
+        code = " without the code that its auto_map names, which is never run" if "auto_map" in data else ""
+        kind = f"model_type {data['model_type']!r:.40}" if "model_type" in data else f"{data['_class_name']!r:.40}"
+        raise QuestionError(
+            f"{str(path)!r} ({kind}) is no model that {library} {package.__version__} builds{code}: "
+            f"{type(error).__name__}: {error!s:.200}. {_FACTORY}"
+        ) from error
+    asked = _Asked(path, model, batch, sequence, is_packed)
+    if is_packed and "position_ids" not in asked.arguments:
+        raise QuestionError(
+            f"{str(path)!r}: {type(model).__name__} has no position_ids to tell documents of a row apart"
+        )
+    inputs = dict((_transformer_inputs if library == "transformers" else _denoiser_inputs)(asked))
+    said = ", ".join(f"{name!r}: {list(x.shape) if isinstance(x, Tensor) else x}" for name, x in inputs.items())
+    return model, inputs, f"{recipe}; inputs = {{...}}  # {said}"
+
+
+def _transformer(transformers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any, str]:
+    config = transformers.AutoConfig.for_model(**data)
+    config.use_cache = False
+    for name in _auto_classes(config):
+        if not hasattr(transformers, name):
+            continue
+        try:
+            # Without a word on it, transformers asks whether to run the code that "auto_map" names.
+            model = getattr(transformers, name).from_config(config, trust_remote_code=False)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            continue
+        return model, f"model = {name}.from_config(AutoConfig.from_pretrained({str(path)!r}))"
+    raise TypeError("no auto class knows its kind of configuration")
+
+
+def _auto_classes(config: Any) -> Iterator[str]:
+    """The auto classes to try in turn: of what the configuration names, then of what such a model is trained as."""
+    for name in getattr(config, "architectures", None) or ():
+        _, is_for, task = str(name).partition("For")
+        if is_for:
+            yield f"AutoModelFor{_AUTO_NAMES.get(task, task)}"
+        elif name.endswith("LMHeadModel"):
+            yield "AutoModelForCausalLM"
+        else:
+            yield "AutoModel"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "AutoModelForSeq2SeqLM"
+    elif not hasattr(config, "vision_config"):
+        if not getattr(config, "is_decoder", False):
+            yield "AutoModelForMaskedLM"
+        yield from ("AutoModelForCausalLM", "AutoModelForImageClassification")
+    yield "AutoModel"
+
+
+def _denoiser(diffusers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any, str]:
+    name = data["_class_name"]
+    model = getattr(diffusers, name).from_config(dict(data))
+    return model, f"model = {name}.from_config({name}.load_config({str(path.parent)!r}))"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A model of `path`, and the batch that it is to be called with."""
+
+    path: Path
+    model: Any
+    rows: int
+    sequence: int | None
+    is_packed: bool
+
+    @property
+    def arguments(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.model.forward).parameters
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def length(self) -> int:
+        """Tokens of a row."""
+        found = self.sequence or getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if not isinstance(found, int) or found < 1:
+            raise QuestionError(f"{str(self.path)!r} says nothing of the sequence length: add --seq 4096")
+        return found
+
+    def ids(self, *shape: int) -> Tensor:
+        return torch.empty(self.rows, *shape, dtype=torch.int64, device="meta")
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.empty(self.rows, *shape, dtype=self.model.dtype, device="meta")
+
+    def images(self, channels: str, side: str) -> Tensor:
+        """By the fields of the configuration that have channels, and the side or sides in pixels."""
+        config = getattr(self.config, "vision_config", self.config)
+        number = getattr(config, channels, 3)
+        sides: Any = getattr(config, side, None)
+        pair = cast("Sequence[Any]", sides) if isinstance(sides, list | tuple) else (sides, sides)
+        if len(pair) != 2 or not all(isinstance(each, int) and each > 0 for each in pair):
+            raise QuestionError(f"{str(self.path)!r} says nothing of the size of images ({side!r}). {_FACTORY}")
+        return self.floats(number, *pair)
+
+
+def _transformer_inputs(asked: _Asked) -> Iterator[tuple[str, Any]]:
+    model, name = asked.model, type(asked.model).__name__
+    has_both = {"input_ids", "pixel_values"} <= set(asked.arguments)
+    if has_both and "return_loss" in asked.arguments:
+        yield "input_ids", asked.ids(asked.length())
+        yield "pixel_values", asked.images("num_channels", "image_size")
+        yield "return_loss", True
+        return
+    if has_both or model.main_input_name not in ("input_ids", "pixel_values"):
+        both = "input_ids and pixel_values" if has_both else model.main_input_name
+        raise QuestionError(f"{str(asked.path)!r}: a config does not say what {both} of {name} look like. {_FACTORY}")
+    if model.main_input_name == "input_ids":
+        given = asked.ids(asked.length())
+    elif asked.sequence is not None:
+        raise QuestionError(f"{str(asked.path)!r}: {name} takes images, not tokens: leave --seq out")
+    else:
+        given = asked.images("num_channels", "image_size")
+    yield model.main_input_name, given
+    if "labels" in asked.arguments and name.endswith((*_LABEL_PER_TOKEN, *_LABEL_PER_ROW)):
+        yield "labels", asked.ids() if name.endswith(_LABEL_PER_ROW) else asked.ids(*given.shape[1:])
+    if asked.is_packed:
+        yield "position_ids", given
+
+
+def _denoiser_inputs(asked: _Asked) -> Iterator[tuple[str, Any]]:
+    """What a denoiser of images is called with: arguments that it needs, and those that a field says it has."""
+    config = asked.config
+    known: dict[str, tuple[str, Callable[[], Tensor]]] = {
+        "sample": ("sample_size", lambda: asked.images("in_channels", "sample_size")),
+        "hidden_states": ("sample_size", lambda: asked.images("in_channels", "sample_size")),
+        "timestep": ("in_channels", asked.ids),
+        "encoder_hidden_states": (
+            "cross_attention_dim", lambda: asked.floats(asked.sequence or _TEXT_TOKENS, config.cross_attention_dim),
+        ),
+        "class_labels": ("num_embeds_ada_norm", asked.ids),
+    }  # fmt: skip
+    for name, parameter in asked.arguments.items():
+        field, make = known.get(name, ("", asked.ids))
+        if field and isinstance(getattr(config, field, None), int | list | tuple):
+            yield name, make()
+        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            raise QuestionError(
+                f"{str(asked.path)!r}: a config does not say what {name!r} of {type(asked.model).__name__} looks "
+                f"like. {_FACTORY}"
+            )
