@@ -232,7 +232,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             communicator,
             mesh,
             setup,
-            planner=call_planner(model, traced.program, chosen, setup, setup.expecting),
+            planner=call_planner(model, traced, chosen, setup, setup.expecting),
             compile_layers=chosen.compiled,
         ),
     )
@@ -510,12 +510,12 @@ def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -
 
 def call_planner(
     model: nn.Module,
-    program: Program,
+    traced: Traced,
     plan: Plan,
     setup: Setup | None = None,
     finish: Callable[[Traced], Traced] = lambda traced: traced,
 ) -> CallPlanner:
-    """How `model`, whose `program` for training runs by `plan`, runs in eval mode and on inputs of other forms.
+    """How `model`, whose `traced` program for training runs by `plan`, runs in eval mode and on inputs of other forms.
 
     `finish` is as in `CallPlanner`.  Prices are deterministic, and equal on all ranks, so every rank finds the same.
     """
@@ -526,5 +526,5 @@ def call_planner(
         memory_error=plan.memory_error,
     )  # fmt: skip
     return CallPlanner(
-        model, program, plan, prices, request, dtype=setup.dtype, device_type=setup.device_type, finish=finish
+        model, traced, plan, prices, request, dtype=setup.dtype, device_type=setup.device_type, finish=finish
     )

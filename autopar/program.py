@@ -93,11 +93,17 @@ Arg = Ref | None | bool | int | float | str | tuple["Arg", ...]
 
 def iter_refs(arg: Arg) -> Iterator[str]:
     """The names of the values that `arg` refers to, in order, repeats included."""
-    if isinstance(arg, Ref):
-        yield arg.name
-    elif isinstance(arg, tuple):
-        for part in arg:
-            yield from iter_refs(part)
+    return iter(_refs((arg,)))
+
+
+def _refs(args: tuple[Arg, ...]) -> list[str]:
+    names: list[str] = []
+    for arg in args:
+        if type(arg) is Ref:
+            names.append(arg.name)
+        elif type(arg) is tuple:
+            names += _refs(arg)
+    return names
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class Op:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """The values it reads, one entry per mention, positional arguments first."""
-        return tuple(iter_refs(self.args)) + tuple(name for _, arg in self.kwargs for name in iter_refs(arg))
+        return (*_refs(self.args), *(_refs(tuple(arg for _, arg in self.kwargs)) if self.kwargs else ()))
 
     @cached_property
     def has_collectives(self) -> bool:

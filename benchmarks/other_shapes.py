@@ -46,7 +46,7 @@ def measure(name: str, config: LlamaConfig, devices: int, shrink: int) -> None:
         if planner is None:
             plan = autopar.plan(model, cluster, inputs)
             planned_s = time.process_time() - started_s
-            planner = call_planner(model, trace_model(model, inputs).program, plan, setup)
+            planner = call_planner(model, trace_model(model, inputs), plan, setup)
         else:
             plan = planner((), inputs, True).plan
             planned_s = time.process_time() - started_s

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ExampleInputsError, InputShapeError, OutputError, TraceError
+from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
 from autopar.lower.run.call_executors import MOST_FORMS
@@ -51,6 +52,8 @@ from autopar.trace import (
 __all__ = ["CallPlanner", "ExampleInputs", "as_call", "example_call", "on_meta", "shape_of", "stored_as", "trace_model"]
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
+_Mode = tuple[bool, str, torch.dtype | None]  # in training mode, the submodule that is called, autocast's dtype
+_MOST_TRACES = 8  # those that padding asks for again are recent; each holds as much as an executable
 _LOGGER = logging.getLogger("autopar")
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
@@ -101,7 +104,7 @@ class CallPlanner:
     def __init__(
         self,
         model: nn.Module,
-        program: Program,
+        traced: Traced,
         plan: Plan,
         prices: Prices,
         request: SearchRequest,
@@ -114,22 +117,23 @@ class CallPlanner:
 
         Args:
             model: its values are not kept.
-            program: what the model does in the calls that it was parallelized for.
-            plan: of `program`; it says where parameters are.
+            traced: what the model does in the calls that it was parallelized for, finished.
+            plan: of its program; it says where parameters are.
             prices: of the devices.
             request: how calls in training mode are searched for.
             dtype: as in `trace_model`, and so is `device_type`.
             finish: applied to what is traced.
         """
         self._twin = on_meta(model)
-        self._first = program, plan
+        self._first = traced.program, plan
+        self._traced: dict[_Mode, list[Traced]] = {(traced.program.training, "", None): [traced]}
         self._prices = prices
         self._request = request
         self._dtype = dtype
         self._device_type = device_type
         self._finish = finish
         self._no_lengths: set[tuple[tuple[str, ...], int, torch.dtype | None]] = set()
-        self._made: dict[tuple[bool, str, torch.dtype | None], list[Executable]] = {}
+        self._made: dict[_Mode, list[Executable]] = {}
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
@@ -138,6 +142,7 @@ class CallPlanner:
         ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
         return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
 
+    @collected_seldom()
     def __call__(
         self,
         args: Sequence[Any],
@@ -160,8 +165,7 @@ class CallPlanner:
             with suppress(InputShapeError):
                 executable.read_inputs(args, kwargs)
                 return executable
-        with torch.autocast("cpu", enabled=False):  # which this is called in
-            traced = self._finish(self._trace(args, kwargs, is_training, part, autocast))
+        traced = self._trace(args, kwargs, (is_training, part, autocast))
         executable = None
         if not is_training and not part and not traced.program.carried and is_growing(traced.program, made):
             executable = self._of_any_length(traced, (args, kwargs), autocast)
@@ -188,21 +192,30 @@ class CallPlanner:
             traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs, keeps_copies
         )
 
-    def _trace(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], is_training: bool, part: str, autocast: Any
-    ) -> Traced:
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: _Mode) -> Traced:
+        """What such a call does; padding asks again for forms that came before."""
+        is_training, part, autocast = mode
         model = as_model(self._twin, part)
         positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
+        known = self._traced.setdefault(mode, [])
+        for traced in known:
+            with suppress(InputShapeError):
+                given = zip(traced.program.inputs, traced.flatten_inputs(positional, named), strict=True)
+                if all(x.requires_grad == traced.program.values[name].requires_grad for name, x in given):
+                    return traced
         try:
             bind(model, positional, named)
         except ExampleInputsError as error:
             raise InputShapeError(str(error)) from error
-        traced = trace(
-            model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
-            device_type=self._device_type,
-        )  # fmt: skip
+        with torch.autocast("cpu", enabled=False):  # which this may be called in
+            traced = trace(
+                model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
+                device_type=self._device_type,
+            )  # fmt: skip
         traced = traced.in_pieces(self._first[0].piece_tokens)
-        return require_target(model, traced) if is_training else traced
+        known.insert(0, self._finish(require_target(model, traced) if is_training else traced))
+        del known[_MOST_TRACES:]
+        return known[0]
 
     def _of_mode(self, is_training: bool) -> SearchRequest:
         if is_training:
@@ -233,8 +246,7 @@ class CallPlanner:
         for longest in [] if key in self._no_lengths else lengths:
             given: Call = with_size(map_leaves(shape_of, (tuple(call[0]), dict(call[1]))), 1, length, longest)
             try:
-                with torch.autocast("cpu", enabled=False):
-                    long = self._finish(self._trace(*given, False, "", autocast))
+                long = self._trace(*given, (False, "", autocast))
                 alike = compare(short, long, {})
                 check_one_graph(self._twin, *given, range(2, longest + 1))
                 program = reading_last_entry(long.program, alike.last)
@@ -261,8 +273,7 @@ class CallPlanner:
         for longer in padded_rows(rows, [*known, *((each.program, each.plan) for each in made)]):
             args, kwargs = with_size(map_leaves(shape_of, call), 0, rows, longer)
             try:
-                with torch.autocast("cpu", enabled=False):
-                    long = self._finish(self._trace(args, kwargs, is_training, part, autocast))
+                long = self._trace(args, kwargs, (is_training, part, autocast))
                 fills = ignored_labels(long.program)
                 alike = compare(short, long, fills, has_copies=True)
             except (TraceError, ExampleInputsError, OutputError, InputShapeError, NotAlikeError) as error:

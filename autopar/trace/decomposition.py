@@ -9,7 +9,7 @@ to a tensor; a program in which one does is decomposed as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -18,13 +18,26 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
-from autopar.trace import torch_internals
+from autopar.trace import torch_internals, torch_recording
 
 __all__ = ["CHECKS", "Functional", "decompose"]
 
 # Ops that compute nothing and only check.
 CHECKS = ("aten._assert_", "aten.sym_constrain_range")
 _LIFTS = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.ops.aten.native_dropout(x, p, train)[0] if train and p else x.clone()
+
+
+# Ops that are decomposed into others in one step, and how where that isn't written in C++.
+_SHALLOW: Mapping[str, Callable[..., Tensor] | None] = {
+    **dict.fromkeys(f"aten.to.{name}" for name in ("dtype", "device", "dtype_layout")),
+    **dict.fromkeys(f"aten.{name}" for name in ("reshape.default", "contiguous.default", "flatten.using_ints")),
+    "aten.lift_fresh_copy.default": torch.ops.aten.clone.default,
+    "aten.dropout.default": _dropout,
+}
 _KEPT_META = ("stack_trace", "nn_module_stack")
 
 
@@ -48,13 +61,15 @@ class Functional:
 def decompose(exported: torch.export.ExportedProgram) -> Functional:
     """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole."""
     kinds = _kinds(exported)
-    changed = {key: kind for key, kind in kinds.items() if not torch_internals.stays(kind.node.target)}
-    bodies = _decompose_kinds(changed) if changed else {}
-    if not kinds or bodies is None:
+    known = {key: _at_once(kind) for key, kind in kinds.items()}
+    changed = {key: kind for key, kind in kinds.items() if known[key] is None}
+    pays = bool(kinds) and 2 * len(changed) <= sum(map(_is_op, exported.graph.nodes))
+    bodies = (_decompose_kinds(changed) if changed else {}) if pays else None
+    if bodies is None:
         whole = torch_internals.run_decompositions(exported)
         signature = whole.graph_signature
         return Functional(whole.graph, signature.input_specs, signature.output_specs, whole.constants)
-    bodies |= {key: _as_it_is(kind) for key, kind in kinds.items() if key not in changed}
+    bodies |= {key: body for key, body in known.items() if body is not None}
     graph, renamed = _replace_all(exported.graph, bodies)
     signature = exported.graph_signature
     outputs = [
@@ -86,17 +101,15 @@ class _Body:
 
 
 def _kinds(exported: torch.export.ExportedProgram) -> dict[str, _Kind]:
-    """The kinds of ops by key; none if they can't be decomposed one by one, or are too many for that to pay."""
+    """The kinds of ops by key; none if they can't be decomposed one by one."""
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs):
         return {}
     results: dict[str, _Kind] = {}
-    ops = [node for node in exported.graph.nodes if _is_op(node)]
-    for node in ops:
+    for node in filter(_is_op, exported.graph.nodes):
         if not _is_pure(node):
             return {}
         results.setdefault(_key(node), _Kind(node, _operands(node)))
-    changed = sum(not torch_internals.stays(kind.node.target) for kind in results.values())
-    return results if 2 * changed <= len(ops) else {}
+    return results
 
 
 def _is_op(node: fx.Node) -> bool:
@@ -192,6 +205,30 @@ def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
         ends = tuple(next(taken) for _ in _results(kind.node))
         bodies[key] = _Body(operands, tuple(sorted(_behind(operands, ends), key=order.__getitem__)), ends)
     return bodies
+
+
+def _at_once(kind: _Kind) -> _Body | None:
+    """What becomes of a kind, where that is known without torch's decompositions, which take most of their time to be
+    set up.
+    """
+    if torch_internals.stays(kind.node.target) or str(kind.node.target) == "aten.alias.default":
+        return _as_it_is(kind)
+    return _as_dispatched(kind) if str(kind.node.target) in _SHALLOW else None
+
+
+def _as_dispatched(kind: _Kind) -> _Body:
+    """What becomes of a kind of `_SHALLOW`, with one operand: what the dispatcher gets when it is called."""
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    target: Any = kind.node.target
+    mode = torch_internals.fake_mode()
+    with mode, torch.no_grad():
+        x = torch_internals.fake_tensor(mode, _value(kind.operands[0]).detach())
+        made = {x: given}
+        args, kwargs = fx.map_arg((kind.node.args, kind.node.kwargs), lambda _: x)
+        with torch_recording.OpsBelow(graph, made):
+            result = (_SHALLOW[str(target)] or target)(*args, **kwargs)
+    return _Body((given,), tuple(node for node in graph.nodes if node is not given), (made[result],))
 
 
 def _as_it_is(kind: _Kind) -> _Body:

@@ -51,6 +51,7 @@ def user_lines() -> tuple[Line, Line]:
     return innermost or ("", 0), ("", 0)
 
 
+@lru_cache(maxsize=4096)
 def frame_of_text(stack_trace: str) -> str:
     """`user_frame` for the text that fx keeps with a node."""
     result = re.findall(r'^\s*File "(.+?)", line (\d+)', stack_trace, flags=re.MULTILINE)

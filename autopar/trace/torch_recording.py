@@ -1,4 +1,4 @@
-"""How torch.export records ops: the private parts of torch that `repeated_calls` needs (seen on torch 2.13)."""
+"""How torch.export and the dispatcher see ops: the private parts of torch that need it (seen on torch 2.13)."""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
@@ -9,20 +9,33 @@ import contextlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch._export.utils import _is_cia_op
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.trace import torch_internals
 from autopar.trace.source_lines import user_lines
 
-__all__ = ["Recorder", "Result", "is_torch_function", "late_code", "plain_calls", "recorder"]
+__all__ = [
+    "OpsBelow",
+    "Recorder",
+    "Result",
+    "is_composite",
+    "is_torch_function",
+    "late_code",
+    "plain_calls",
+    "recorder",
+]
 
 _NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 
@@ -41,6 +54,12 @@ def is_torch_function(func: Any) -> bool:
     if module == torch_internals.__name__:
         return True
     return isinstance(func, _NATIVE) or (f"{module}.".startswith("torch.") and not module.startswith("torch.autograd"))
+
+
+def is_composite(target: str) -> bool:
+    """Whether the op called ``namespace.name.overload`` runs as others, without a backward of its own."""
+    op: Any = torch_internals.overload(target)
+    return op is not None and _is_cia_op(op)
 
 
 class _Computed(torch.autograd.Function):
@@ -203,6 +222,44 @@ def late_code() -> Iterator[None]:
 
     with patch.object(fx.GraphModule, "recompile", recompile):
         yield
+
+
+class OpsBelow(TorchDispatchMode):
+    """In this context, what the dispatcher gets for calls of ops on fake tensors without gradients is added to a graph.
+
+    Args:
+        graph: the ops are added at its end.
+        made: tensors that they may read -> their nodes there; the results of ops are added.
+    """
+
+    def __init__(self, graph: fx.Graph, made: dict[Tensor, fx.Node]) -> None:
+        """Nothing is recorded yet."""
+        super().__init__()
+        self._graph = graph
+        self._made = made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What `func` gives."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor | tuple):  # else a question about its device
+            given, named = pytree.tree_map_only(Tensor, self._made.__getitem__, (tuple(args), dict(kwargs or {})))
+            name = self._graph._target_to_str(func.overloadpacket.__name__)
+            node = self._graph.create_node("call_function", func, given, named, name)
+            node.meta["val"] = result
+            self._define(node, result)
+        return result
+
+    def _define(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._made[result] = node
+            return
+        for index, part in enumerate(result):
+            taken = self._graph.call_function(getitem, (node, index))
+            taken.meta["val"] = part
+            self._made[part] = taken
 
 
 def _stem(graph: fx.Graph, node: fx.Node) -> str | None:

@@ -196,7 +196,7 @@ def planner_for(
 
     While torch.export runs, all threads are told that they compile, and round otherwise: simulated ranks can't trace.
     """
-    planner = call_planner(model, traced.program, plan, finish=finish)
+    planner = call_planner(model, traced, plan, finish=finish)
     for batch in batches:
         planner(*as_call(batch), training)
     return planner

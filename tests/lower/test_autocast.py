@@ -73,7 +73,7 @@ def step(model: Any) -> tuple[float, Tensor, float, dict[str, Tensor]]:
 def test_a_call_inside_of_autocast_computes_as_on_one_device(number: int) -> None:
     model, traced = traced_model()
     plan = plans()[number]
-    planner = call_planner(model, traced.program, plan)
+    planner = call_planner(model, traced, plan)
     planner((X,), {}, True, "", BF16)
     expected = step(copy.deepcopy(model))
     for found in run_ranks(model, traced, plan, step, planner):

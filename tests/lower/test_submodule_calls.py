@@ -79,7 +79,7 @@ def on_planned_ranks(plan: Plan, action: Any) -> list[Any]:
 @cache
 def planner_for(plan: Plan) -> CallPlanner:
     model, traced = traced_model()
-    planner = call_planner(model, traced.program, plan)
+    planner = call_planner(model, traced, plan)
     if not plan.stages:
         for mode in (True, False):
             planner((Z,), {}, mode, "decoder")

@@ -50,7 +50,7 @@ def on_ranks(is_training: bool, check: Callable[[Any, Any, Tensor], Any], seed: 
     model, batch = Contrast().double().train(is_training), torch.randn(2, 4, 8, dtype=torch.float64)
     traced = trace(model, tuple(batch), {}, training=True)
     plan = random_plan(traced.program, 2, seed)
-    planner, x = call_planner(model, traced.program, plan), torch.randn(6, 8, dtype=torch.float64)
+    planner, x = call_planner(model, traced, plan), torch.randn(6, 8, dtype=torch.float64)
     planner((x,), {"scale": 2.0}, is_training, "image")
     simulate(
         2, lambda c: check(build(model, traced, plan, c, planner=planner).train(is_training), copy.deepcopy(model), x)

@@ -30,10 +30,13 @@ def test_ops_of_one_kind_become_the_same(name, monkeypatch):
         torch_internals, "run_decompositions", lambda each: sizes.append(len(each.graph.nodes)) or whole(each)
     )
     by_kind = trace(model, (), inputs).program
+    assert not sizes  # its views and copies are known without torch's decompositions
+    monkeypatch.setattr(decomposition, "_at_once", lambda kind: None)
+    one_of_each = trace(model, (), inputs).program
     monkeypatch.setattr(decomposition, "_kinds", lambda exported: {})
     at_once = trace(model, (), inputs).program
     assert sizes[0] < sizes[1]
-    assert by_kind == at_once
+    assert by_kind == one_of_each == at_once
 
 
 def test_kinds_tell_literals_and_strides_apart(monkeypatch):
