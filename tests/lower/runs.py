@@ -17,6 +17,7 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.compat import make_mesh
 from autopar.plan import Plan
 from autopar.trace import Traced
+from autopar.verify.rehearsal import SteadyAdamW
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def loss_of(output: Any) -> Tensor:
 def train_single(model: nn.Module, inputs: Mapping[str, Any], steps: int = 2) -> Run:
     """Train a copy on one device."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    optimizer = SteadyAdamW([p for p in model.parameters() if p.requires_grad])
     losses, gradients = [], {}
     for step in range(steps):
         optimizer.zero_grad()
@@ -70,7 +71,7 @@ def train_parallel(
 
     def rank(communicator: Communicator) -> Run:
         parallel = build(model, traced, plan, communicator)
-        optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3, fused=True)
+        optimizer = SteadyAdamW([p for p in parallel.parameters() if p.requires_grad])
         losses, gradients = [], {}
         for step in range(steps):
             optimizer.zero_grad()
