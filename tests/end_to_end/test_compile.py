@@ -103,14 +103,14 @@ def no_program(name: str) -> None:
 
 
 def test_two_ranks_run_compiled_layers() -> None:
-    launch(2, partial(check_model, "gpt2", "tensor=2"), check_collectives, check_no_compiler, timeout_s=400)
+    gpt2 = partial(check_model, "gpt2", "tensor=2", "recompute=selective")
+    launch(2, gpt2, check_collectives, check_no_compiler, timeout_s=400)
 
 
 def test_compiled_layers_with_gathers_recomputation_and_microbatches() -> None:
     launch(
         2,
         partial(check_model, "llama", "data=2", "zero=3", "recompute=full"),
-        partial(check_model, "vit", "tensor=2", "recompute=selective"),
         check_draws,
         timeout_s=400,
     )

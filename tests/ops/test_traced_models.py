@@ -1,4 +1,4 @@
-"""Every op of whole traced models is run on slices, in just the form in which the trace calls it."""
+"""Every op of whole traced models is run on slices, in just the form in which the trace calls it, and has a price."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.ops import RuleMatch
+from autopar.api import trace_model
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices
+from autopar.ops import RuleMatch, count_work
 from autopar.program import Arg, Op, Program, Ref, TensorType
-from autopar.trace import trace
 from tests.models import ZOO, make
 from tests.ops.harness import Sample, check_options
 
@@ -40,9 +42,8 @@ def draw_tensor(kind: TensorType) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
-def test_every_op_of_a_model_splits_as_the_program_says(name: str):
-    module, inputs = make(name)
-    program = trace(module, (), inputs).program
+def test_every_op_of_a_model_splits_as_the_program_says_and_has_a_price(name: str):
+    program = trace_model(*make(name, torch.float32)).program
     checked: set[tuple[object, ...]] = set()
     for op in (op for layer in program.layers for op in layer.ops):
         kinds = tuple(program.type_of(operand) for operand in op.operands)
@@ -52,3 +53,16 @@ def test_every_op_of_a_model_splits_as_the_program_says(name: str):
             match = RuleMatch(op.options, op.size_args, op.is_view, op.is_random)
             assert check_options(as_sample(op, program), match) >= 2
     assert len(checked) > 5
+    for cluster in ("cpu", "h100"):
+        check_prices(program, ClusterPrices(Cluster.of(cluster)))
+
+
+def check_prices(program: Program, prices: ClusterPrices) -> None:
+    """Every op costs something, and says what that rests on."""
+    for op in (op for layer in program.layers for op in layer.ops):
+        operands, results = (tuple(map(program.type_of, names)) for names in (op.operands, op.results))
+        has_gradient = any(program.values[name].requires_grad for name in op.results)
+        time = prices.op_s(op, operands, results, has_gradient)
+        assert time.source in {"layers", "scaled", "measured", "published", "calibrated", "estimate"}
+        assert time.forward_s > 0 or count_work(op, operands, results).kind == "view", op.target
+        assert time.backward_s >= 0

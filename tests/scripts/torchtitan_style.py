@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional
 
-PLANS = {2: (("data=2", "zero=3"), ("tensor=2",)), 4: (("data=2", "tensor=2", "zero=2"),)}
+PLANS = {4: (("data=2", "tensor=2", "zero=3"),)}
 
 DIM, HEADS, KV_HEADS, VOCAB, SEQ = 16, 4, 2, 32, 12
 
