@@ -14,8 +14,6 @@ from autopar.cost.profile import Profile, Readings
 
 __all__ = ["print_probes", "print_profile"]
 
-_IN_FLOPS = ("matmul", "batched", "convolution", "attention")
-
 
 def print_profile(profile: Profile, console: Console) -> None:
     """Everything that `profile` holds, one line for each curve, reading and layer."""

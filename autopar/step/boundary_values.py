@@ -6,7 +6,7 @@ producer's mesh, and arrives at each layer that reads it in the layout that this
 reading layer, forward, and backward for the gradient.  Layers in between, which don't read it, are not
 concerned.  Inputs of the model start whole (``R``) everywhere.
 
-`transfer_s` is the one price of this, for the search and for the plan; it counts towards the reader's
+`transfer_parts_s` is the one price of this, for the search and for the plan; it counts towards the reader's
 `LayerCost.activation_comm_s`.
 """
 
@@ -35,7 +35,6 @@ __all__ = [
     "sent_values",
     "transfer_matrices",
     "transfer_parts_s",
-    "transfer_s",
     "transfer_steps",
 ]
 
@@ -103,18 +102,6 @@ def _steps(mesh: tuple[int, ...], layout: Layout, to_mesh: tuple[int, ...], to_l
     return reshard(refine_layout(layout, mesh, refined), refine_layout(to_layout, to_mesh, refined), refined)
 
 
-def transfer_s(
-    prices: Prices,
-    tensor: TensorType,
-    has_gradient: bool,
-    num_microbatches: int,
-    source: MeshLayout,
-    target: MeshLayout,
-) -> float:
-    """Seconds per step to move a value of this (microbatch's) type, and its gradient back."""
-    return sum(transfer_parts_s(prices, tensor, has_gradient, num_microbatches, source, target))
-
-
 def transfer_parts_s(
     prices: Prices,
     tensor: TensorType,
@@ -123,7 +110,7 @@ def transfer_parts_s(
     source: MeshLayout,
     target: MeshLayout,
 ) -> tuple[float, float]:
-    """`transfer_s` in its two parts: for the value, for its gradient."""
+    """Seconds per step to move a value of this (microbatch's) type, and to move its gradient back."""
     ahead_s = back_s = 0.0
     for call in reshard_calls(transfer_steps(source, target), tensor.num_bytes, has_gradient=has_gradient):
         seconds = prices.collective_s(call.kind, call.axis, call.num_bytes)

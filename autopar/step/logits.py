@@ -164,7 +164,7 @@ def _with_region(program: Program, region: _Region, tokens: int) -> Program:
         elif op.name not in gone:
             ops.append(op)
     inside = {name for op in region.inside for name in op.results}
-    late = tuple(_late_outputs(program, region, inside))
+    late = tuple(_late_outputs(program, region))
     outputs = tuple(hidden if name in inside else name for name in program.outputs)
     layers = list(program.layers)
     layers[region.layer] = _layer_of(layer, ops, inside, hidden if late else "")
@@ -216,7 +216,7 @@ def _without_flattening(
     return moved[-1].operands[0], maker.operands[0], moved[:-1]
 
 
-def _late_outputs(program: Program, region: _Region, inside: Iterable[str]) -> Iterator[LateOutput]:
+def _late_outputs(program: Program, region: _Region) -> Iterator[LateOutput]:
     """What the caller reads of the region, with the ops up to it."""
     makers = {name: op for op in region.inside for name in op.results}
     for place, output in enumerate(program.outputs):

@@ -28,7 +28,7 @@ def plan_collectives(
     With pipeline stages these are the collectives of the device group `group`; what it sends to other groups comes
     behind them, and the broadcast of the loss (without one, of all outputs): `stage_collectives`.
 
-    These are the ones that the plan's price counts (`placed_collectives` and `transfer_s`), with the actual
+    These are the ones that the plan's price counts (`placed_collectives` and `transfer_parts_s`), with the actual
     layers' values as names.  Collectives of parameters may share buffers: fewer calls, the same bytes.
     What the caller gets costs nothing in plans that a search made: the loss and new values of buffers leave whole
     there, and other outputs in their own layouts.

@@ -13,7 +13,7 @@ from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.step.activation_policies import rerun_ops, rerun_policy_name
-from autopar.step.boundary_values import boundary_values, transfer_s
+from autopar.step.boundary_values import boundary_values, transfer_parts_s
 from autopar.step.optimizer_costs import optimizer_s_per_element
 from tests.layer_costs import layer_cost
 from tests.zoo import plan_for, quick_prices, subject
@@ -35,10 +35,10 @@ def sum_of_seconds(program: Program, plan: Plan) -> float:
     time = {layer.kind: strategy.time for layer, strategy in zip(program.layers, strategies, strict=True)}
     for crossing in boundary_values(program, time, plan.num_microbatches):
         source, target = strategies[crossing.producer], strategies[crossing.reader]
-        seconds += transfer_s(
+        seconds += sum(transfer_parts_s(
             prices, crossing.tensor, crossing.requires_grad, plan.num_microbatches,
             (source.mesh, source.outputs[crossing.output]), (target.mesh, target.inputs[crossing.input]),
-        )  # fmt: skip
+        ))  # fmt: skip
     for name, (mesh, layout) in shared.items():
         stored = 1
         for size in local_shape(program.type_of(name).shape, layout, mesh):

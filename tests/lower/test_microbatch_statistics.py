@@ -19,7 +19,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.plan import Plan
 from autopar.trace import Traced
-from autopar.verify.rehearsal import loss_of
+from autopar.verify.rehearsal import SteadyAdamW, loss_of
 from tests import models
 from tests.lower.runs import Run, assert_same, build
 
@@ -55,7 +55,7 @@ def make_counted() -> models.Model:
 def accumulate(model: nn.Module, inputs: dict[str, Tensor], count: int, steps: int = 2) -> Run:
     """One device: the microbatches one after the other, each loss as its share of the whole batch's."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = SteadyAdamW(model.parameters())
     losses, gradients = [], {}
     labels = inputs["y"] if "y" in inputs else inputs["target"]
     ignored = 0 if isinstance(model, Counted) else -100
@@ -83,7 +83,7 @@ def accumulate(model: nn.Module, inputs: dict[str, Tensor], count: int, steps: i
 def run(model: nn.Module, traced: Traced, plan: Plan, inputs: dict[str, Tensor], steps: int = 2) -> list[Run]:
     def rank(communicator: Communicator) -> Run:
         parallel = build(model, traced, plan, communicator)
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        optimizer = SteadyAdamW(parallel.parameters())
         losses, gradients = [], {}
         for step in range(steps):
             optimizer.zero_grad()

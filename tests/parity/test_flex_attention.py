@@ -25,7 +25,6 @@ from autopar.trace import dense_flex_attention, trace
 from tests.zoo import Subject, assert_parity, quick_prices, trained_alone
 
 Call = Callable[..., Tensor]
-compiled = torch.compile(flex_attention)
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -58,6 +57,7 @@ def packed(net: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, mask: A
         return (documents[b, i] == documents[b][j]) & (documents[b, j] >= 0)
 
     blocks = create_block_mask(and_masks(causal, same), len(q), None, 12, 12, device=q.device, _compile=True)
+    compiled = torch.compile(flex_attention)
     return compiled(q, k, v, block_mask=blocks, enable_gqa=True)
 
 

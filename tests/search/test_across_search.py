@@ -17,7 +17,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest, TrainingSpec, search
 from autopar.search.labels import degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
-from autopar.step.boundary_values import boundary_values, transfer_s
+from autopar.step.boundary_values import boundary_values, transfer_parts_s
 from tests.layer_costs import layer_cost
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -51,13 +51,15 @@ def price_again(program: Program, plan: Plan) -> float:
         seconds += layer_cost(program, first, strategy, plan.num_microbatches, PRICES, TrainingSpec(), shared).total_s
     for c in boundary_values(program, dict(found.factors), plan.num_microbatches):
         source, target = chosen[c.producer], chosen[c.reader]
-        seconds += transfer_s(
-            PRICES,
-            c.tensor,
-            c.requires_grad,
-            plan.num_microbatches,
-            (source.mesh, source.outputs[c.output]),
-            (target.mesh, target.inputs[c.input]),
+        seconds += sum(
+            transfer_parts_s(
+                PRICES,
+                c.tensor,
+                c.requires_grad,
+                plan.num_microbatches,
+                (source.mesh, source.outputs[c.output]),
+                (target.mesh, target.inputs[c.input]),
+            )
         )
     return seconds
 
