@@ -77,7 +77,8 @@ class SteadyAdamW(torch.optim.AdamW):
         for part, parameter in zip(self.param_groups[0]["params"], self._given, strict=True):
             part.data = local_part_of(parameter)
             part.grad = None if parameter.grad is None else local_part_of(parameter.grad)
-        return super().step(closure)
+        untyped: Any = super()
+        return untyped.step(closure)
 
 
 @dataclass(frozen=True)
