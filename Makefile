@@ -13,7 +13,7 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Neighbouring tests share models that are traced once a process, so each process gets one half, and then what is left.
 PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
 
-.PHONY: setup browser check test lint unit slow format demo bench clean
+.PHONY: setup browser check test lint unit slow format docs demo bench clean
 
 setup: $(READY)
 
@@ -53,6 +53,14 @@ test:
 	$(MAKE) check
 	$(MAKE) slow
 
+# The documentation as a site, in site/; a warning is an error.  What it needs is installed by the first call.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 demo: $(READY)
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_text.py
 
@@ -61,4 +69,4 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/runtime.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache site

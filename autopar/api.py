@@ -291,6 +291,11 @@ def plan(  # noqa: PLR0913  (what a user may say)
     Raises:
         InfeasibleError: nothing fits; the message names the smallest memory that would do.
         AutoparError: the model, inputs, constraints or cluster can't be used.
+
+    Example:
+        >>> plan = autopar.plan(model, autopar.Cluster.of("h100", nodes=8), {"input_ids": ids, "labels": ids})
+        >>> print(plan.headline)
+        fp32 · ...
     """
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
     where = _read_cluster(cluster)

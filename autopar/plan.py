@@ -76,6 +76,12 @@ class Plan:
         planning_s: seconds spent, by stage ("trace", "search" ...).
         other_calls: decisions for calls in eval mode or with inputs of other shapes, by the fingerprints of their
             programs, with parameters stored as `decisions` says.
+
+    Example:
+        >>> plan = autopar.plan(model, autopar.Cluster.of("h100"), {"input_ids": ids, "labels": ids})
+        >>> plan.save("plan.json")
+        >>> autopar.Plan.load("plan.json") == plan
+        True
     """
 
     decisions: Decisions

@@ -37,7 +37,7 @@ class BatchPlanner:
     runs groups of several degrees in one step yet.
 
     Example:
-        >>> planner = BatchPlanner(plan)
+        >>> planner = autopar.BatchPlanner(plan)
         >>> assignment = planner.assign([4096, 512, 131072, 900])
         >>> assignment.rows_of(0)
         [[2]]

@@ -34,6 +34,10 @@ class Cluster:
         within: the link inside a node.
         between: the link from node to node; its rates are per device.
         cores_per_node: of CPU processes, the cores of a node; 0: not known, or no CPU processes.
+
+    Example:
+        >>> autopar.Cluster.of("h100", nodes=8).world_size
+        64
     """
 
     device: Device

@@ -87,7 +87,8 @@ def register_rule(
     Raises:
         RuleError: the declaration can't be read, `target` is not a qualified name, or a trait has an unknown name.
 
-    >>> register_rule("mylib.scaled_sum.default", "* h, h -> * | sum h", is_cheap=True)
+    Example:
+        >>> autopar.register_rule("mylib.scaled_sum.default", "* h, h -> * | sum h", is_cheap=True)
     """
     if target.count(".") < 1 or " " in target or "::" in target:
         raise RuleError(
