@@ -75,7 +75,7 @@ def test_texts_do_not_reach_behind_the_table_of_positions() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "has_mask"),
     [
-        ("gpt2", "data=2", False),
+        pytest.param("gpt2", "data=2", False, marks=pytest.mark.slow),
         pytest.param("gpt2", "tensor=2", True, marks=pytest.mark.slow),
         pytest.param("llama", "data=2", True, marks=pytest.mark.slow),
         pytest.param("llama", "tensor=2", False, marks=pytest.mark.slow),

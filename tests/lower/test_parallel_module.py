@@ -57,7 +57,13 @@ def test_every_zero_level_with_every_recomputation(zero: int, recompute: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "zero"), [("flat", 0), ("plain_gpt", 1), ("frozen", 2), ("flat", 3), ("plain_gpt", 3)]
+    ("name", "zero"),
+    [
+        ("plain_gpt", 1),
+        ("frozen", 2),
+        ("flat", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("flat", 0), ("plain_gpt", 3))),
+    ],
 )
 def test_microbatches_train_as_one_device(name: str, zero: int) -> None:
     model, inputs, traced = traced_model(name)

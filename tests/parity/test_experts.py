@@ -116,7 +116,15 @@ def searched(who: Subject, world_size: int, *constraints: str) -> Plan:
     return search(who.traced.program, world_size, quick_prices(world_size), SearchRequest(constraints=constraints))
 
 
-@pytest.mark.parametrize(("name", "count"), [("mixtral", 1), ("qwen", 2), ("gpt-oss", 2), ("deepseek", 1)])
+SLOW = ("qwen", "gpt-oss")  # seconds to trace and to train on one device
+
+
+def by_model(*cases: tuple[str, Any]) -> list[Any]:
+    """The cases, of which those of some models are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ()) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "count"), by_model(("mixtral", 1), ("qwen", 2), ("gpt-oss", 2), ("deepseek", 1)))
 def test_experts_of_a_model_are_one_op(name: str, count: int):
     who = subject(name)
     assert len(regions(who)) == count
@@ -136,7 +144,7 @@ def test_experts_are_one_op_however_many_rows_there_are():
 
 @pytest.mark.parametrize(
     ("name", "constraints"),
-    [("mixtral", ()), *((name, ("data=2", "zero=3")) for name in ("mixtral", "qwen", "gpt-oss", "deepseek"))],
+    by_model(("mixtral", ()), *((name, ("data=2", "zero=3")) for name in ("mixtral", "qwen", "gpt-oss", "deepseek"))),
 )
 def test_parity_of_models(name: str, constraints: tuple[str, ...]):
     who = subject(name)
@@ -175,7 +183,7 @@ def test_a_model_without_experts_has_none_to_split():
         search(program, 2, quick_prices(2), SearchRequest(constraints=("expert=2",)))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_microbatches_are_exact(name: str):
     who = subject(name)
     plan = searched(who, 2, "microbatches=2", "data=2")
@@ -189,13 +197,17 @@ def test_rows_of_a_random_plan_are_those_of_one_device():
         assert_parity(who, random_plan(who.traced.program, 4, seed), priced=False)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_sum_over_tokens_needs_the_whole_batch():
     """Fractions of tokens times mean probabilities: microbatches have others."""
     with pytest.raises(Exception, match="2 microbatches would not be exact"):
         searched(subject("qwen"), 2, "microbatches=2")
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("random", 2), ("even", 2), ("skewed", 4), ("all to one", 4)])
+@pytest.mark.parametrize(("name", "world_size"), [
+    ("random", 2), ("skewed", 4),
+    pytest.param("even", 2, marks=pytest.mark.slow), pytest.param("all to one", 4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
     who = routed(name)
     assert len(regions(who)) == 1

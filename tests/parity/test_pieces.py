@@ -46,9 +46,9 @@ def in_pieces(name: str, plan: Plan) -> list[InPieces]:
     ("name", "world_size", "constraints"),
     [
         ("llama", 2, ("tensor=2", "pieces=2")),
-        ("llama", 4, ("tensor=2", "data=2", "pieces=4", "recompute=full")),
+        pytest.param("llama", 4, ("tensor=2", "data=2", "pieces=4", "recompute=full"), marks=pytest.mark.slow),
         ("llama", 2, ("tensor=2", "pieces=2", "microbatches=2", "recompute=selective")),
-        ("bert", 4, ("tensor=4", "pieces=4")),
+        pytest.param("bert", 4, ("tensor=4", "pieces=4"), marks=pytest.mark.slow),
         ("gpt2", 2, ("tensor=2", "pieces=2")),
     ],
 )

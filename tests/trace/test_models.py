@@ -12,12 +12,13 @@ FACTORIES = sorted(name for name in vars(models) if name.startswith("make_"))
 
 
 EVALUATED = ("make_gpt2", "make_plain_gpt", "make_unet")  # the others in slow tests
+LONG = ("make_t5", "make_bart", "make_mixtral", "make_half_frozen", "make_vit")  # seconds to trace
 
 
 @pytest.mark.parametrize(
     ("factory", "training"),
     [
-        *((factory, True) for factory in FACTORIES),
+        *(pytest.param(f, True, marks=pytest.mark.slow if f in LONG else ()) for f in FACTORIES),
         *(pytest.param(f, False, marks=() if f in EVALUATED else pytest.mark.slow) for f in FACTORIES),
     ],
 )
