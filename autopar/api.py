@@ -141,7 +141,8 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             file with one length a line (or the columns ``quantile`` and ``tokens``), or ``{length: how many}``.
             `example_inputs` are ``[rows, tokens]``, with rows that hold the longest sequence, and as many tokens as the
             sequences of a step have on average.  The plan is then a family: one for rows of each length, with
-            parameters stored alike, of which `autopar.balanced` takes the fastest for every batch.
+            parameters stored alike, of which `autopar.balanced` takes the fastest for every batch.  Unless `documents`
+            says otherwise, documents have these lengths.
         documents: of rows that pack documents, how long these are, for prices: a number of tokens, a list of lengths,
             `autopar.Lengths`, or a file of lengths; None: as in `example_inputs`.  What is computed is the same.
 
@@ -183,7 +184,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             precision,
             constraints,
             mesh.device_type,
-            read_expectations(imbalance, documents),
+            read_expectations(imbalance, distribution if documents is None else documents),
         ),
     )
     # Ranks may have other examples; the first one's count.
@@ -302,7 +303,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     constraints = check_constraints(model, constraints, where.world_size)
     distribution = read_distribution(lengths)
     measured = load_profile(profile) if profile else None
-    expected = read_expectations(imbalance, documents)
+    expected = read_expectations(imbalance, distribution if documents is None else documents)
     setup, traced = _prepare(
         model, example_inputs, memory, optimizer, precision, constraints, where.device.type, expected
     )
@@ -377,7 +378,7 @@ def _with_lengths(
 ) -> Setup:
     if lengths is None:
         return setup
-    check_rows(lengths, traced.program)
+    check_rows(traced.program, lengths.longest)
     return replace(setup, lengths=lengths, trace_rows=row_tracer(model, example_inputs, traced.program, setup))
 
 

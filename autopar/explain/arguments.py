@@ -48,6 +48,7 @@ def add_question(parser: argparse.ArgumentParser) -> None:
     add("--compile", action=argparse.BooleanOptionalAction, help="compile layers (default: on GPUs if it is faster)")
     add("--imbalance", help="rows of the busiest device of those that share experts, over the mean, such as 1.5")
     add("--documents", help="tokens of the documents that rows pack, such as 4096, or a file with one length a line")
+    add("--lengths", metavar="FILE", help="of sequences, one a line, or quantiles: a family of plans for rows of them")
     add("--profile", metavar="FILE", help="price by what python -m autopar.profile measured, not by presets")
     add("--sweep", metavar="NAME=A,B,C", help="such as nodes=1,2,4,8: a plan for each")
     add("--weak", action="store_true", help="with --sweep nodes=...: the batch grows with the nodes (weak scaling)")
@@ -75,6 +76,7 @@ def read_question(options: argparse.Namespace) -> Question:
     return Question(
         parse_cluster(options.cluster), options.memory, options.batch, options.seq, tuple(options.constraint),
         options.optimizer, options.precision, options.compile, options.imbalance, options.documents,
+        options.lengths,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from autopar.api import trace_model
+from autopar.balance import Lengths
 from autopar.cost import ClusterPrices, Profile
 from autopar.errors import QuestionError
 from autopar.explain.question import Question
@@ -14,9 +15,11 @@ from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.planning.call_plans import example_call
-from autopar.planning.expectations import Expectations, read_expectations
+from autopar.planning.expectations import Expectations
+from autopar.planning.length_plans import FamilyPlanner, check_rows, read_distribution, row_tracer
 from autopar.planning.logits import search_plan
 from autopar.planning.precision import with_speedup
+from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
@@ -71,18 +74,38 @@ class Planner:
             considered.append(describe_plan(final))
 
         request = replace(request, on_considered=considered.append, on_final=keep)
-        with phase(f"searching for a plan for {question.cluster.world_size} devices"):
-            plan = search_plan(
-                question.compile,
-                lambda own, asked: search(own, question.cluster.world_size, prices, asked),
-                program, prices, request, question.cluster.world_size,
-            )  # fmt: skip
-        program = in_pieces(program, plan.piece_tokens)
+        size = question.cluster.world_size
+
+        def find(program: Program) -> Plan:
+            return search_plan(
+                question.compile, lambda own, asked: search(own, size, prices, asked), program, prices, request, size
+            )
+
+        lengths = None if is_alternative else self._lengths(question, program)
+        with phase(f"searching for a plan for {size} devices"):
+            plan = find(program)
+        whole, program = program, in_pieces(program, plan.piece_tokens)
         if question.precision is None and not is_alternative:
             plan = with_speedup(plan, program, prices, request.training)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
+        if lengths is not None:
+            target = self.model(question)
+            setup = Setup(
+                read_dtype(question.precision), device_type=question.cluster.device.type, expected=question.expected
+            )
+            trace = row_tracer(target.model, target.example_inputs, whole, setup)
+            plan = FamilyPlanner(lengths, trace, find, prices, request).family(plan, whole)
+            program = in_pieces(whole, plan.piece_tokens)
+            cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean
+            note = f"{cut:.1%} of the tokens of --lengths are behind a row's {lengths.longest:,}, and count as cut"
+            plan = replace(plan, notes=(*plan.notes, note) if cut > 0 else plan.notes)
         training = request.training.running(compiled=plan.compiled)
         return Answer(question, plan, program, prices, training, tuple(considered))
+
+    def _lengths(self, question: Question, program: Program) -> Lengths | None:
+        """The distribution that is asked about, with what is longer than a row cut."""
+        given = read_distribution(question.lengths)
+        return None if given is None else given.clipped(check_rows(program))
 
     def model(self, question: Question) -> ModelTarget:
         """The target, loaded once per shape.
@@ -107,9 +130,9 @@ class Planner:
             AutoparError: it can't be loaded or traced, or the question makes no sense.
         """
         self._request(question)  # what is wrong with it is said before a long trace
-        expected = read_expectations(question.imbalance, question.documents)
+        expected = question.expected
         program, _, seen = self._traced_program(question)
-        if question.documents is None:
+        if question.documents is None and question.lengths is None:
             expected = replace(expected, documents=seen.documents)
         return expected.priced(program)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
-from autopar.planning.expectations import read_expectations
+from autopar.planning.expectations import Expectations, read_expectations
 
 __all__ = ["Question", "change", "parse_cluster"]
 
@@ -33,6 +33,7 @@ class Question:
         compile: as `autopar.plan` takes it.
         imbalance: as `autopar.plan` takes it, as text.
         documents: as `autopar.plan` takes it, as text.
+        lengths: a file of lengths of sequences (`autopar.balance.Lengths.read`); longer ones than a row are cut.
     """
 
     cluster: Cluster
@@ -45,11 +46,17 @@ class Question:
     compile: bool | None = None
     imbalance: str | None = None
     documents: str | None = None
+    lengths: str | None = None
 
     @property
     def shapes(self) -> tuple[int | None, int | None, bool]:
         """What the model has to be traced for: rows, tokens, and whether rows pack documents."""
-        return self.batch, self.sequence, self.documents is not None
+        return self.batch, self.sequence, self.documents is not None or self.lengths is not None
+
+    @property
+    def expected(self) -> Expectations:
+        """What is expected of the data; documents have the lengths of sequences, unless others are named."""
+        return read_expectations(self.imbalance, self.lengths if self.documents is None else self.documents)
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -82,7 +89,7 @@ def change(question: Question, text: str) -> Question:
         question: the question so far.
         text: ``memory=40GiB``, ``nodes=16``, ``batch=128``, ``seq=4096``, ``device=h200``, ``link.inter=100GB/s``,
             ``link.intra=300GB/s``, ``precision=bf16``, ``optimizer=sgd``, ``compile=no``, ``imbalance=1.5``,
-            ``documents=4096``, or a constraint such as ``tensor=2``.
+            ``documents=4096``, ``lengths=FILE``, or a constraint such as ``tensor=2``.
 
     Raises:
         QuestionError: it is none of these.
@@ -107,14 +114,17 @@ def change(question: Question, text: str) -> Question:
         return replace(question, cluster=_other_link(question.cluster, text, name.removeprefix("link."), value))
     if name in ("precision", "optimizer"):
         return replace(question, **{name: value})
-    if name in ("imbalance", "documents"):
+    if name in ("imbalance", "documents", "lengths"):
         changed = replace(question, **{name: value})
-        read_expectations(changed.imbalance, changed.documents)
+        _ = changed.expected  # which says what is wrong with it
         return changed
     if name == "compile":
         return replace(question, compile=_yes_or_no(text, value))
     if near := difflib.get_close_matches(
-        name, ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance", "documents"), 1, 0.75
+        name,
+        ("memory", "batch", "seq", "nodes", "device", "optimizer", "compile", "imbalance", "documents", "lengths"),
+        1,
+        0.75,
     ):
         raise QuestionError(f"{text!r}: did you mean {near[0]}={value}?")
     return replace(question, constraints=(*question.constraints, text))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from autopar.balance import Lengths
 from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning
-from autopar.errors import ConstraintError, InfeasibleError, LengthError
+from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, LengthError, TraceError
 from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
 from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, shape_of, stored_as, trace_model
@@ -73,19 +73,20 @@ def _with_rows(example: Any, before: tuple[int, ...], after: tuple[int, int]) ->
     return made
 
 
-def check_rows(lengths: Lengths, program: Program) -> None:
-    """Raise LengthError unless a row of the example inputs holds the longest sequence."""
+def check_rows(program: Program, longest: int = 0) -> int:
+    """Tokens of a row of the program's inputs; raises LengthError unless it holds the longest sequence."""
     shape = program.type_of(program.inputs[0]).shape
     if len(shape) < 2:
         raise LengthError(
             f"lengths= is for models whose inputs have rows of tokens, [rows, tokens], but the first input of the "
             f"example is {list(shape)}"
         )
-    if lengths.longest > shape[1]:
+    if longest > shape[1]:
         raise LengthError(
-            f"the longest sequence of lengths= has {lengths.longest:,} tokens, but a row of the example inputs holds "
+            f"the longest sequence of lengths= has {longest:,} tokens, but a row of the example inputs holds "
             f"{shape[1]:,}: pass longer ones, or lengths.clipped({shape[1]}) if your data set cuts what is longer"
         )
+    return shape[1]
 
 
 def row_tracer(
@@ -140,8 +141,15 @@ class FamilyPlanner:
         tokens = program.batch_size * room
         batches = draw_batches(self.lengths, tokens)
         sizes = rows_worth_planning(batches, room)
+        notes: list[str] = []
         with phase(f"planning for rows of {', '.join(f'{size:,}' for size in sizes)} tokens"):
-            programs = [program, *(self.trace(tokens // size, size) for size in sizes[1:])]
+            programs = [program]
+            for size in sizes[1:]:
+                try:
+                    programs.append(self.trace(tokens // size, size))
+                except (ExampleInputsError, TraceError) as error:  # such as a model of one length
+                    notes.append(f"no plan for rows of {size:,} tokens or fewer: {error}")
+                    break
             families = [[found], self._around(0, found, programs)]
             usual = self._expected(families[-1], found, batches)
             often = max(range(1, len(usual.plans)), key=lambda place: usual.plans[place].share, default=0)
@@ -157,6 +165,7 @@ class FamilyPlanner:
             first,
             prediction=replace(first.prediction, lengths=expected[best]),
             other_calls=tuple(plan.decisions for plan in others),
+            notes=(*first.notes, *notes),
             planning_s=(*found.planning_s, ("lengths", time.perf_counter() - started_s)),
         )
 

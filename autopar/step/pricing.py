@@ -14,6 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.ops import family_of
+from autopar.ops.attention import DOCUMENTS
+from autopar.ops.family import argument
 from autopar.placement import Axis
 from autopar.plan import Decisions
 from autopar.prediction import LayerCost, Prediction, RowCost
@@ -186,9 +188,15 @@ def _row_cost(
         max(1, rows // decisions.num_microbatches),
         tokens,
         linear_s / (rows * tokens),
-        attention_s / (rows * tokens**2),
+        attention_s / (rows * tokens * _attended(program, tokens)),
         max(0.0, step_s - attention_s - linear_s),
     )
+
+
+def _attended(program: Program, tokens: int) -> int:
+    """Tokens of the sequence of a token, as attention is priced: those of its document, else the row's."""
+    ops = (op for layer in program.kinds for op in layer.ops if op.target == DOCUMENTS)
+    return next((int(argument(op, 7, "length", tokens)) for op in ops), tokens)
 
 
 def _attention_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:

@@ -14,7 +14,7 @@ from autopar.errors import LengthError
 from autopar.plan import Plan
 from autopar.prediction import RowCost
 from tests.balance.assignments import plan_of
-from tests.models import make_llama
+from tests.models import make_llama, make_plain_gpt
 
 LONG = RowCost(ranks=2, rows=1, tokens=64, token_s=1.0, pair_s=0.01, step_s=5.0)
 SHORT = RowCost(ranks=4, rows=1, tokens=32, token_s=1.8, pair_s=0.018, step_s=5.0)
@@ -77,3 +77,7 @@ def test_a_plan_for_a_distribution_is_a_family_over_one_storage() -> None:
     for wrong, message in ((3, "lengths is a int"), ({0: 1}, "at least 1"), ({-4: 1, 2: 1}, "at least 1")):
         with pytest.raises(LengthError, match=message):
             autopar.plan(model, cluster, example, lengths=wrong)  # type: ignore[arg-type]
+    fixed, inputs = make_plain_gpt(batch=4)  # whose positions are as many as its places
+    of_one = autopar.plan(fixed, cluster, inputs, lengths={2: 1}, compile=False, constraints="data=2")
+    assert len(of_one.prediction.lengths.plans) == 1
+    assert any("no plan for rows of 8 tokens" in note for note in of_one.notes)

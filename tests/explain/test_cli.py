@@ -54,6 +54,20 @@ def test_json_has_the_plan_and_where_its_time_goes(capsys: pytest.CaptureFixture
     assert other["difference"]["step_time_s"][0] == plan.step_time_s
 
 
+@pytest.mark.slow
+def test_lengths_of_a_file_make_a_family(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(["8"] * 95 + ["900"]))
+    asked = ("--cluster", "2xh100", *QUICK, "--constraint", "data=2", "--no-compile", "--lengths", str(path))
+    text = ask(capsys, "tests.models:make_llama", *asked)
+    joined = " ".join(text.split())
+    assert "expected step time" in joined
+    assert "the best plan for all of them" in joined
+    assert "behind a row's" in joined
+    assert main([TARGET, "--cluster", "2xh100", *QUICK, "--lengths", str(tmp_path / "none.txt")]) == 1
+    assert "LengthError: the file of lengths" in capsys.readouterr().err
+
+
 def test_json_has_what_the_docs_say(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--cluster", "2xh100", "--constraint", "pipeline=1", "--constraint", "tensor=2")
     found = ask_json(capsys, TARGET, *asked, "--why-seconds", "0.01", "--what-if", "memory=40GiB")
