@@ -11,6 +11,7 @@ from autopar.cluster import Cluster
 from autopar.errors import QuestionError
 from autopar.planning.arguments import read_bytes
 from autopar.planning.expectations import Expectations, read_expectations
+from autopar.planning.length_plans import read_distribution
 
 __all__ = ["Question", "change", "parse_cluster"]
 
@@ -56,7 +57,8 @@ class Question:
     @property
     def expected(self) -> Expectations:
         """What is expected of the data; documents have the lengths of sequences, unless others are named."""
-        return read_expectations(self.imbalance, self.lengths if self.documents is None else self.documents)
+        given = read_distribution(self.lengths) if self.documents is None else self.documents
+        return read_expectations(self.imbalance, given)
 
 
 def parse_cluster(text: str) -> Cluster:
