@@ -46,16 +46,15 @@ from autopar.planning.document_lengths import ExpectedDocuments
 from autopar.planning.expectations import Expectations, read_expectations
 from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.imbalance import ExpectedRouting
-from autopar.planning.length_plans import ExpectedLengths, FamilyPlanner, check_rows, read_distribution, row_tracer
+from autopar.planning.length_plans import ExpectedLengths, check_rows, read_distribution, row_tracer
 from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
-from autopar.planning.precision import with_speedup
+from autopar.planning.searching import finish, request_of, search_setup
 from autopar.planning.setup import Setup
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
-from autopar.search import MEMORY_ERROR, SearchRequest, search
-from autopar.step.logits import in_pieces
+from autopar.search import SearchRequest
 from autopar.step.plan_check import check_fit, check_same_decisions
 from autopar.step.prices import Prices
 from autopar.step.simulate import simulate_step
@@ -212,7 +211,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             if profile is None:
                 plan = _search_and_time(traced, communicator, setup, prices)
             else:
-                plan = share(group, lambda: _search(traced.program, communicator.world_size, setup))
+                plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
         traced = traced.in_pieces(plan.piece_tokens)
     else:
         own = plan if asked in (None, plan.compiled) else plan.with_decisions(compiled=asked)
@@ -314,7 +313,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
     )
     traced = setup.expecting(traced)
     setup = _with_lengths(setup, distribution, model, example_inputs, traced)
-    return _search(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
+    return search_setup(traced.program, where.world_size, setup.priced(ClusterPrices(where, measured)))
 
 
 def _prepare(
@@ -343,36 +342,6 @@ def _record_draws(model: nn.Module, initialize: Initializer | None, state: Tenso
     return replace(record_draws(model, initialize), state=state) if has_meta(model) else None
 
 
-def _search(program: Program, world_size: int, setup: Setup) -> Plan:
-    prices = setup.prices
-    assert prices is not None
-    with phase(f"searching for a plan for {world_size} devices"):
-        found = search_plan(
-            setup.compile, lambda own, request: search(own, world_size, prices, request), program, prices,
-            _request(setup), world_size,
-        )  # fmt: skip
-    return _finish(found, program, setup)
-
-
-def _finish(found: Plan, program: Program, setup: Setup) -> Plan:
-    prices = setup.prices
-    assert prices is not None
-    found = replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
-    whole, world_size, request = program, found.world_size, _request(setup)
-    if setup.dtype is None:
-        found = with_speedup(found, in_pieces(program, found.piece_tokens), prices, setup.training)
-    if setup.lengths is None or setup.trace_rows is None:
-        return found
-
-    def find(program: Program) -> Plan:
-        return search_plan(
-            setup.compile, lambda own, asked: search(own, world_size, prices, asked), program, prices, request,
-            world_size,
-        )  # fmt: skip
-
-    return FamilyPlanner(setup.lengths, setup.trace_rows, find, prices, request).family(found, whole)
-
-
 def _with_lengths(
     setup: Setup, lengths: Lengths | None, model: nn.Module, example_inputs: ExampleInputs | None, traced: Traced
 ) -> Setup:
@@ -380,12 +349,6 @@ def _with_lengths(
         return setup
     check_rows(traced.program, lengths.longest)
     return replace(setup, lengths=lengths, trace_rows=row_tracer(model, example_inputs, traced.program, setup))
-
-
-def _request(setup: Setup) -> SearchRequest:
-    return SearchRequest(
-        setup.memory_bytes, setup.training, setup.constraints, schedules=schedule_actions, memory_error=MEMORY_ERROR
-    )
 
 
 def _search_and_time(
@@ -406,7 +369,7 @@ def _search_and_time(
         return search_with_timed_layers(program, communicator.world_size, prices, request, timer)
 
     def search_here() -> Plan:
-        request = _request(setup)
+        request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
             result = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
         new = {key: layer for key, layer in timed.items() if key not in known}
@@ -414,7 +377,7 @@ def _search_and_time(
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return _finish(result, traced.program, setup)
+        return finish(result, traced.program, setup)
 
     return share(communicator.process_group, search_here)
 

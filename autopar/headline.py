@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 from autopar.cluster.hardware import device_type_of
 from autopar.decisions import Decisions, LayerStrategy
+from autopar.pages.shapes import size_unit
 from autopar.prediction import Prediction
 
 __all__ = ["describe_headline", "describe_parallelism", "describe_usual", "of_limit", "short_count", "throughput"]
@@ -93,8 +94,7 @@ def of_limit(num_bytes: float, limit_bytes: float) -> str:
 
 
 def _size(num_bytes: float) -> tuple[str, str]:
-    units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-    factor, unit = next((pair for pair in units if num_bytes >= pair[0]), (1.0, "bytes"))
+    factor, unit = size_unit(num_bytes)
     return _digits(num_bytes / factor), unit
 
 

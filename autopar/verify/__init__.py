@@ -154,6 +154,7 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
 
     Example:
         >>> print(autopar.verify(model, plan, {"input_ids": ids, "labels": ids}))
+        2 ranks against one device: loss within ...
     """
     planned, _ = put_loss_inside(model if planned is None else planned, example_inputs, loss_fn, example_target)
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)

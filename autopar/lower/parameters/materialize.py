@@ -61,7 +61,7 @@ def materialize(
     Example:
         >>> with torch.device("meta"):
         ...     model = Model(config)
-        >>> autopar.materialize(model)
+        >>> model = autopar.materialize(model)
     """
     draws = record_draws(model, initialize)
     parameters = dict(model.named_parameters())
