@@ -260,8 +260,10 @@ def check_equal_to_alone(model: nn.Module, documents: Documents, begin: Callable
     return [batch for _, _, batch in ranks]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    ("world", "packs"),
+    [(2, True), (2, False), *(pytest.param(4, packs, marks=pytest.mark.slow) for packs in (True, False))],
+)
 def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: bool) -> None:
     model, example = small_llama(), rows_of_tokens(world, TOKENS, packs)
     traced = keep_double_program(autopar.api.trace_model(model, example))
