@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.run.carried_tensor import CarriedTensor
@@ -34,7 +35,7 @@ def caller_outputs(
     names = program.outputs
     late = {names[each.place] for each in program.late}
     made = {
-        name: _output(executor, name, values.get(name), later, is_later or name in late)
+        name: _with_plain_gradient(_output(executor, name, values.get(name), later, is_later or name in late))
         for name in dict.fromkeys(names)
     }
     return [made[name] for name in names]
@@ -83,6 +84,17 @@ def _output(executor: Executor, name: str, value: Tensor | None, later: Later, i
     return executor.share_across_groups(name, made) if executor.whole_outputs else made
 
 
+def _with_plain_gradient(x: Tensor | None) -> Tensor | None:
+    """`x`, whose gradient is a DTensor where the caller added what it computed of parameters, as penalties are."""
+    if x is not None and x.requires_grad and not isinstance(x, LateTensor):
+        x.register_hook(_plain)
+    return x
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 def _carried(executor: Executor, name: str, value: Tensor, later: Later) -> Tensor:
     like = executor.executable.program.type_of(name)
     dtype: torch.dtype = getattr(torch, like.dtype)
@@ -100,7 +112,7 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
     def gather() -> Tensor:
         with torch.set_grad_enabled(is_differentiable):
             whole = None if value is None else executor.join_devices(name, value)
-            return executor.share_across_groups(name, whole)
+            return cast("Tensor", _with_plain_gradient(executor.share_across_groups(name, whole)))
 
     like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(wanted.shape)
     return LateTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))
