@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -114,16 +115,16 @@ class Cluster:
             raise MeshError("the mesh holds no device")
         if kind == "cpu":
             return cls._of_cpu(world, devices_per_node or world)
-        if kind != "cuda":
-            raise MeshError(f"a mesh of {kind!r} devices can't be priced; use a 'cuda' or 'cpu' mesh or pass a Cluster")
-        cuda = sys.modules["torch"].cuda if device_name is None or devices_per_node is None else None
-        if cuda is not None and not cuda.is_available():
-            raise MeshError(
-                "the mesh is of 'cuda' devices, but torch sees none on this machine: use a 'cpu' mesh, or describe the "
-                "devices that there will be, such as Cluster.of('h100', nodes=2)"
-            )
-        result = device_name if cuda is None or device_name is not None else str(cuda.get_device_name())
-        per_node = devices_per_node or min(world, int(cast(Any, cuda).device_count()))
+        driver: Any = None
+        if device_name is None or devices_per_node is None:
+            driver = getattr(sys.modules["torch"], kind, None)  # torch.cuda, torch.npu, ...
+            if driver is None or not driver.is_available():
+                raise MeshError(
+                    f"the mesh is of {kind!r} devices, but torch sees none on this machine: use a 'cpu' mesh, or "
+                    "describe the devices that there will be, such as Cluster.of('h100', nodes=2)"
+                )
+        result = str(driver.get_device_name()) if device_name is None else device_name
+        per_node = devices_per_node or min(world, int(driver.device_count()))
         return cls.of(_preset_of(str(result)), _num_nodes(world, per_node), per_node)
 
     @classmethod
@@ -214,8 +215,11 @@ def _preset_of(found: str) -> str:
     text = found.lower()
     if "a100" in text:
         return "a100-40gb" if "40gb" in text else "a100-80gb"
-    for name in ("h100", "h200", "gb200", "gb300", "b200", "mi300x"):
+    for name in ("h100", "h200", "gb200", "gb300", "b200", "mi300x", "mi325x"):
         if name in text and "g" + name not in text:
+            return name
+    for part, name in (("ascend910b", "ascend-910b"), ("gaudi3", "gaudi3"), ("trainium2", "trainium2")):
+        if part in re.sub(r"[\s_-]", "", text):
             return name
     raise MeshError(
         f"no numbers are known for the device {found!r}; known are {', '.join(Cluster.names())}. "

@@ -206,6 +206,50 @@ _MI300X = Device(
         "estimate: as A100, less 10 %",
     ),
 )  # fmt: skip
+_MI325X = replace(
+    _MI300X,
+    name="MI325X-256GB",
+    memory_bytes=255.5 * _GIB,
+    memory_bytes_per_s=6.0e12,
+    sources={**_MI300X.sources, "memory_bytes": "published: the vendor's data sheet, less what an MI300X reserves"},
+)
+_UNSEEN = "estimate: as an H100; no published measurement was looked at"
+
+
+def _from_sheets(name: str, gib: float, bytes_per_s: float, tflops: dict[str, float], sheet: str) -> Device:
+    """A device of which only peaks are published; all else is taken from an H100, except kernels made for that one."""
+    peaks = f"published: {sheet}"
+    return replace(
+        _H100,
+        name=name,
+        memory_bytes=gib * _GIB,
+        memory_bytes_per_s=bytes_per_s,
+        flops_per_s={dtype: rate * _TFLOPS for dtype, rate in tflops.items()},
+        new_attention_efficiency=0.0,
+        sources=dict.fromkeys(_H100.sources, _UNSEEN)
+        | {"memory_bytes": peaks, "memory_bytes_per_s": peaks, "flops_per_s": peaks, "new_attention_efficiency": ""},
+    )
+
+
+_ASCEND_910B = _from_sheets(
+    "Ascend-910B-64GB", 61, 1.6e12, {"bfloat16": 280, "float16": 280, "float32": 75, "float64": 1},
+    "a cloud's description of the 910B (280 TFLOP/s in 16 bits, 64 GB; ai.gitee.com/docs/compute); estimate: 1.6 TB/s, "
+    "75 TFLOP/s in 32 bits and hardly any in 64, as the vendor publishes no data sheet",
+)  # fmt: skip
+_GAUDI3 = _from_sheets(
+    "Gaudi3-128GB", 118, 3.67e12, {
+        "bfloat16": 1835, "float16": 459, "float32": 229, "float64": 1, "float8_e4m3fn": 1835, "float8_e5m2": 1835,
+    },
+    "the vendor's talk at Hot Chips 2024 (1835 TFLOP/s in bfloat16 and 8 bits, 128 GB at 3.67 TB/s); estimate: a "
+    "quarter of it in float16, an eighth in float32, hardly any in float64",
+)  # fmt: skip
+_TRAINIUM2 = _from_sheets(
+    "Trainium2-96GB", 96, 2.9e12, {
+        "bfloat16": 667, "float16": 667, "float32": 181, "float64": 1, "float8_e4m3fn": 1299, "float8_e5m2": 1299,
+    },
+    "the vendor's architecture page of the chip (eight cores together; 96 GiB at 2.9 TB/s); estimate: hardly any in "
+    "float64",
+)  # fmt: skip
 _CPU = Device(
     name="cpu",
     memory_bytes=8e9,
@@ -236,6 +280,10 @@ DEVICES: dict[str, tuple[Device, str, str]] = {
     "gb200": (_GB200, "nvlink5", "infiniband-400"),
     "gb300": (_GB300, "nvlink5", "infiniband-400"),
     "mi300x": (_MI300X, "infinity-fabric", "infiniband-400"),
+    "mi325x": (_MI325X, "infinity-fabric", "infiniband-400"),
+    "ascend-910b": (_ASCEND_910B, "hccs", "roce-200"),
+    "gaudi3": (_GAUDI3, "gaudi3-roce", "roce-600"),
+    "trainium2": (_TRAINIUM2, "neuronlink3", "efa-200"),
     "cpu": (_CPU, "loopback", "loopback"),
 }
 """By name: the device, the link inside a node, the link between nodes (names of `autopar.cluster.links.LINKS`)."""

@@ -58,6 +58,25 @@ _XGMI = _link(
         "latency_s": "estimate", "step_s": "estimate", "ramp_s": "estimate", "ramp_bytes": "estimate",
     },
 )  # fmt: skip
+
+
+def _wires(name: str, one_way: float, source: str, **others: bool) -> Link:
+    """Links of which only the rate is known: 0.7 of it is reached, as of Infinity Fabric's 448 GB/s."""
+    rate = 0.7 * one_way
+    rates = f"{source}; estimate: 0.7 of it, as Infinity Fabric reaches"
+    sources = _sources(rates, "estimate: as Infinity Fabric")
+    return _link(name, rate, rate, rate, latency_s=20e-6, step_s=2e-6, ramp_s=100e-6, sources=sources, **others)
+
+
+_HCCS = _wires(
+    "HCCS, a wire for each pair", 196, "estimate: 7 wires of 28 GB/s one way, as no data sheet is public", is_mesh=True
+)
+_GAUDI3 = _wires(
+    "21 ports of 200 GbE, 3 for each pair", 525, "published: the vendor's talk at Hot Chips 2024", is_mesh=True
+)
+_NEURONLINK3 = _wires(
+    "NeuronLink-v3", 640, "published: 1.28 TB/s a chip (the vendor's architecture page), taken as both ways together"
+)
 _NDR = _link(
     "400 Gb/s per device, InfiniBand", 49, 33, 30, latency_s=50e-6, step_s=15e-6, ramp_s=320e-6,
     ramp_bytes=12 * 2.0**20, nodes_at_half_rate=256, ring_step_s=8e-6,
@@ -123,14 +142,19 @@ LINKS: Mapping[str, Link] = {
     "nvlink4": _NVLINK4,
     "nvlink5": _NVLINK5,
     "infinity-fabric": _XGMI,
+    "hccs": _HCCS,
+    "gaudi3-roce": _GAUDI3,
+    "neuronlink3": _NEURONLINK3,
     "pcie4": _pcie(4, 27e9, "estimate: half of PCIe 5"),
     "pcie5": _pcie(5, 55e9, "published: HW-0249, HW-0250"),
     "infiniband-200": _HDR,
     "infiniband-400": _NDR,
     "roce-50": _at(_HDR, 50, 200, "50 Gb/s per device, RoCE", _AS_INFINIBAND),
     "roce-200": _at(_HDR, 200, 200, "200 Gb/s per device, RoCE", _AS_INFINIBAND),
+    "roce-600": _at(_NDR, 600, 400, "600 Gb/s per device, RoCE", _AS_INFINIBAND),
     "roce-400": _at(_NDR, 400, 400, "400 Gb/s per device, RoCE", _AS_INFINIBAND),
     "efa-50": _at(_HDR, 50, 200, "50 Gb/s per device, EFA", "published: HW-0043 to HW-0047, 4 NICs for 8 devices"),
+    "efa-200": _at(_HDR, 200, 200, "200 Gb/s per device, EFA", "estimate: as InfiniBand of the same rate"),
     "efa-400": _EFA4,
     "ethernet-100": _ethernet(100),
     "ethernet-10": _ethernet(10),

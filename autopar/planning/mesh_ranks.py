@@ -24,10 +24,10 @@ def mesh_ranks(mesh: Any) -> list[int]:
             f"mesh is a {type(mesh).__name__}: pass a DeviceMesh, for instance "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (8,))"
         )
-    if mesh.device_type == "cuda" and not torch.cuda.is_available():
+    if mesh.device_type != "cpu" and not torch.accelerator.is_available():
         raise MeshError(
-            f"the mesh is of 'cuda' devices, but torch {torch.__version__} sees none here: install a torch that is "
-            "built for CUDA on a machine with GPUs, or use init_device_mesh('cpu', ...)"
+            f"the mesh is of {mesh.device_type!r} devices, but torch {torch.__version__} sees none here: install a "
+            "torch that is built for them on a machine that has them, or use init_device_mesh('cpu', ...)"
         )
     ranks = [int(rank) for rank in mesh.mesh.flatten()]
     world = dist.get_world_size() if dist.is_initialized() else 1

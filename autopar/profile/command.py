@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), help="what to measure (default: a GPU if there is one)")
+    add("--device", metavar="TYPE", help="what to measure: cpu, cuda, ... (default: an accelerator if there is one)")
     add("--output", metavar="PATH", help="file to add to (default: the one that parallelize reads on this machine)")
     add("--budget", metavar="SECONDS", help="stop after about so long (default: until all is measured, some minutes)")
     add(

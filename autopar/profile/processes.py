@@ -26,24 +26,26 @@ def is_first_here() -> bool:
 
 
 def choose_device(kind: str | None) -> torch.device:
-    """This process's device: by default a GPU if there is one.
+    """This process's device: by default an accelerator if there is one.
 
     Raises:
         ProfileError: there is none for this process.
     """
-    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kind = kind or ("cpu" if here is None else here.type)
     if kind == "cpu":
         return torch.device("cpu")
-    count, index = torch.cuda.device_count(), _place_in_node()
-    if not torch.cuda.is_available():
-        raise ProfileError("--device cuda: PyTorch sees no GPU here. Use --device cpu")
+    if here is None or here.type != kind:
+        own = "" if here is None else f"{here.type} or "
+        raise ProfileError(f"--device {kind}: PyTorch sees no such device here. Use --device {own}cpu")
+    count, index = torch.accelerator.device_count(), _place_in_node()
     if index >= count:
         raise ProfileError(
-            f"--device cuda: process {index} of this node has no GPU, there are {count}. "
+            f"--device {kind}: process {index} of this node has no device, there are {count}. "
             f"Start as many processes: torchrun --nproc-per-node {count} -m autopar.profile"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def open_processes(device: torch.device) -> Generator[ProcessGroupCommunicator |
     if not dist.is_torchelastic_launched():
         yield None
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    dist.init_process_group(_dist.get_default_backend_for_device(device), timeout=_TIMEOUT)
     try:
         yield ProcessGroupCommunicator(device=device)
     finally:

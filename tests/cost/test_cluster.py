@@ -2,6 +2,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import autopar
 from autopar.cluster import LINKS, Cluster, Device, Link
@@ -117,11 +118,21 @@ def test_a_plan_says_where_processes_share_cores(monkeypatch: pytest.MonkeyPatch
         ("NVIDIA H200", "H200-141GB"),
         ("NVIDIA B200", "B200-180GB"),
         ("AMD Instinct MI300X", "MI300X-192GB"),
+        ("AMD Instinct MI325X", "MI325X-256GB"),
+        ("Ascend910B3", "Ascend-910B-64GB"),
+        ("GAUDI3", "Gaudi3-128GB"),
     ],
 )
 def test_from_mesh_knows_devices_by_the_drivers_name(driver, device):
     cluster = Cluster.from_mesh(_mesh(16, "cuda"), devices_per_node=8, device_name=driver)
     assert (cluster.device.name, cluster.num_nodes) == (device, 2)
+
+
+def test_from_mesh_asks_the_module_of_the_devices_type(monkeypatch):
+    driver = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "Ascend910B2", device_count=lambda: 8)
+    monkeypatch.setattr(torch, "npu", driver, raising=False)  # as a package with a backend of its own does
+    cluster = Cluster.from_mesh(_mesh(16, "npu"))
+    assert (cluster.device.name, cluster.devices_per_node, cluster.num_nodes) == ("Ascend-910B-64GB", 8, 2)
 
 
 def test_from_mesh_refuses_what_it_can_not_price():

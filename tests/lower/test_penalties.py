@@ -17,7 +17,7 @@ _PLANS = {"tensor": ("tensor=2",), "zero": ("zero=3",), "stages": ("pipeline=2",
 
 
 class Tagger(nn.Module):
-    """Its loss, and with one argument the features that a loss outside of it reads."""
+    """Its loss and features, and with one argument the features alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,22 +25,29 @@ class Tagger(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
         self.head = nn.Linear(8, 16, bias=False)
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[rows, places] -> a scalar, or [rows, places, 8]."""
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        """[rows, places] -> a scalar and [rows, places, 8]."""
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
-        return x if labels is None else functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        if labels is None:
+            return x
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), x
 
 
 def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def with_two_penalties(model: nn.Module, ids: Tensor) -> Tensor:
+    loss, features = model(ids, ids)
+    return loss + 0.1 * features.square().mean() + 0.01 * whole(model.head.weight.abs().sum())
+
+
 def penalized(model: nn.Module, ids: Tensor) -> Tensor:
     squares = sum(p.pow(2).sum() for p in model.parameters())
     norms = sum(torch.linalg.vector_norm(p) for p in model.parameters())
-    return model(ids, ids) + 0.01 * squares + 0.02 * norms
+    return model(ids, ids)[0] + 0.01 * squares + 0.02 * norms
 
 
 def with_own_head(model: nn.Module, ids: Tensor) -> Tensor:
@@ -65,11 +72,11 @@ def train(model: nn.Module, loss_of: Any) -> tuple[list[float], dict[str, Tensor
 def compare() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name, constraints in _PLANS.items():
-        for loss_of in (penalized, with_own_head)[: 1 if name == "stages" else 2]:
+        for loss_of in (penalized, with_own_head, with_two_penalties)[: 1 if name == "stages" else 3]:
             torch.manual_seed(0)
             model = Tagger().double()
             ids = torch.zeros(4, 6, dtype=torch.int64)
-            inputs = (ids, ids) if loss_of is penalized else (ids,)
+            inputs = (ids,) if loss_of is with_own_head else (ids, ids)
             parallel = autopar.parallelize(model, mesh, inputs, constraints=constraints)
             losses, parameters = train(parallel, loss_of)
             torch.manual_seed(0)

@@ -30,7 +30,7 @@ def _told(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (("--device", "tpu"), "choose from"),
+        (("--device", "tpu"), "sees no such device here"),
         (("--budget", "soon"), "--budget 60"),
         (("--budget", "-1"), "--budget 60"),
         (("--dtypes", "bf16"), "float32, bfloat16"),

@@ -57,13 +57,13 @@ def measure_profile(
 
     Args:
         communicator: through which ranks talk; without one this process measures alone, and no collectives.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: ``"cpu"``, or what torch calls the accelerators, such as ``"cuda"``.
         budget_s: seconds to spend, about, if nothing was measured before.
         cache_dir: where profiles are kept; without one nothing is read or written.  What was measured before
             on a machine like this, with as many ranks and the same software, is read from there (by rank 0), and what
             is measured now is added.
         axes: groups to measure; by default neighbours in all sizes.
-        dtypes: of matrix products and attention; by default float32, on cuda bfloat16 too (and first).
+        dtypes: of matrix products and attention; by default float32, on accelerators bfloat16 too (and first).
 
     A cache that can't be read or written is a warning: then everything is measured, and nothing kept.
 
@@ -90,7 +90,7 @@ def measure_profile(
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
     """In what matrix products and attention are measured; other ops in the first of them."""
-    return ("bfloat16", "float32") if device.type == "cuda" else ("float32",)
+    return ("float32",) if device.type == "cpu" else ("bfloat16", "float32")
 
 
 def quick_probes(

@@ -30,10 +30,10 @@ __all__ = [
     "start_collective",
 ]
 
-_QUICK = {"cpu": (2**8, 2**14, 2**18, 2**20), "cuda": (2**10, 2**18, 2**22, 2**26)}
+_QUICK = {"cpu": (2**8, 2**14, 2**18, 2**20), "accelerator": (2**10, 2**18, 2**22, 2**26)}
 _DENSE = {
     "cpu": (*(4**power for power in range(4, 13)), 2**17, 2**19),  # 1 KiB to 64 MiB of float32
-    "cuda": tuple(4**power for power in range(4, 15)),  # 1 KiB to 1 GiB
+    "accelerator": tuple(4**power for power in range(4, 15)),  # 1 KiB to 1 GiB
 }
 """Elements of a buffer on its larger side."""
 _MIN_REPEATS = 5  # the fewest with quartiles of their own
@@ -103,7 +103,7 @@ def collective_probes(communicator: Collectives, axes: Iterable[Axis], *, is_den
         axes: groups to measure.
         is_dense: at many sizes, instead of the 4 that a plan can wait for.
     """
-    sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
+    sizes = (_DENSE if is_dense else _QUICK)["cpu" if communicator.device.type == "cpu" else "accelerator"]
     return probes_between_ranks(communicator, "collective", COLLECTIVES, axes, sizes, _measure)
 
 

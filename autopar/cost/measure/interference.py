@@ -31,10 +31,10 @@ from autopar.placement import Axis
 
 __all__ = ["interference_probes"]
 
-_QUICK = {"cpu": (2**20,), "cuda": (2**24,)}
-_DENSE = {"cpu": (2**16, 2**18, 2**20, 2**22), "cuda": (2**18, 2**22, 2**26)}
+_QUICK = {"cpu": (2**20,), "accelerator": (2**24,)}
+_DENSE = {"cpu": (2**16, 2**18, 2**20, 2**22), "accelerator": (2**18, 2**22, 2**26)}
 """Elements of a buffer on its larger side."""
-_WIDTH = {"cpu": 256, "cuda": 4096}
+_WIDTH = {"cpu": 256, "accelerator": 4096}
 """Rows and columns of the products: large enough to keep the device busy."""
 _LONGER = 2.0
 """Compute lasts so many times as long as the collective, so that all of the collective is overlapped."""
@@ -50,7 +50,7 @@ def interference_probes(
     is_dense: bool = False,
 ) -> tuple[Probe, ...]:
     """One probe for each kind on each axis; all ranks must measure the same ones."""
-    sizes = (_DENSE if is_dense else _QUICK)["cuda" if communicator.device.type == "cuda" else "cpu"]
+    sizes = (_DENSE if is_dense else _QUICK)["cpu" if communicator.device.type == "cpu" else "accelerator"]
     return probes_between_ranks(communicator, "interference", kinds, axes, sizes, _measure, share=2.0, is_reading=True)
 
 
@@ -82,8 +82,8 @@ def _trials(
 ) -> list[tuple[float, float]]:
     """Seconds of compute lost, and seconds of the collective, in several trials; as many on every rank."""
     device = communicator.device
-    width = _WIDTH["cuda" if device.type == "cuda" else "cpu"]
-    x = torch.ones((width, width), dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    width = _WIDTH["cpu" if device.type == "cpu" else "accelerator"]
+    x = torch.ones((width, width), dtype=torch.float32 if device.type == "cpu" else torch.bfloat16, device=device)
     out = torch.empty_like(x)
     one_s = median_of([elapsed_s(lambda: torch.mm(x, x, out=out), device) for _ in range(5)]).seconds
     alone_s = _collective_s(communicator, start)

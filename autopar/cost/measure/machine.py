@@ -19,7 +19,7 @@ CACHE_DIR = Path("~/.cache/autopar").expanduser()
 
 def device_name(device: torch.device) -> str:
     """The device's own name for itself; ``"cpu"`` for a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
 def describe_software(device: torch.device) -> dict[str, str]:
@@ -27,6 +27,8 @@ def describe_software(device: torch.device) -> dict[str, str]:
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         return {**versions, "cuda": str(torch.version.cuda), "nccl": _nccl_version()}
+    if device.type != "cpu":
+        return {**versions, "accelerator": device.type}
     return {
         **versions,
         "threads": str(torch.get_num_threads()),

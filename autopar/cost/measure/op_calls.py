@@ -46,18 +46,18 @@ _WIDTH = 512  # columns: rows that are long enough to be read at full speed, and
 # Per kind of device, a few and more: rows of a matrix of `_WIDTH` columns, widths of ops that work row by row.
 _ROWS = {
     "cpu": ((2, 128, 1024), (2, 16, 64, 256, 1024, 4096, 16384)),
-    "cuda": ((128, 4096, 32768), (16, 128, 1024, 8192, 65536)),
+    "accelerator": ((128, 4096, 32768), (16, 128, 1024, 8192, 65536)),
 }
-_WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "cuda": ((512, 8192), (128, 1024, 8192))}
+_WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "accelerator": ((512, 8192), (128, 1024, 8192))}
 # Rows, then inner dims and columns of products.
-_PRODUCT_ROWS = {"cpu": ((8, 128, 1024), (4, 32, 256, 2048)), "cuda": ((512, 8192), (128, 1024, 8192, 32768))}
-_PRODUCT_WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "cuda": ((1024, 8192), (512, 2048, 8192))}
-_MOST_FLOPS = {"cpu": (6e8, 5e9), "cuda": (2e12, 2e13)}
+_PRODUCT_ROWS = {"cpu": ((8, 128, 1024), (4, 32, 256, 2048)), "accelerator": ((512, 8192), (128, 1024, 8192, 32768))}
+_PRODUCT_WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "accelerator": ((1024, 8192), (512, 2048, 8192))}
+_MOST_FLOPS = {"cpu": (6e8, 5e9), "accelerator": (2e12, 2e13)}
 """A larger product takes longer than there is time; its price grows in proportion."""
 # Matrices of a batch: their number, and the size of each.
 _BATCHES = {
     "cpu": (((16, 8), (16, 64)), ((16, 8), (16, 32), (16, 128))),
-    "cuda": (((64, 64), (64, 512)), ((64, 64), (64, 512), (64, 2048))),
+    "accelerator": (((64, 64), (64, 512)), ((64, 64), (64, 512), (64, 2048))),
 }
 # Lengths, and for each of them numbers of heads over all samples; sizes of a head.
 _ATTENTIONS: dict[str, tuple[dict[int, tuple[int, ...]], ...]] = {
@@ -65,19 +65,19 @@ _ATTENTIONS: dict[str, tuple[dict[int, tuple[int, ...]], ...]] = {
         {4: (16, 512), 16: (16, 512), 256: (2, 16)},
         {4: (16, 512), 16: (16, 512), 64: (8, 128), 256: (4, 16), 1024: (1, 4)},
     ),
-    "cuda": ({512: (8, 256), 4096: (4, 32)}, {512: (8, 256), 2048: (4, 64), 8192: (2, 32)}),
+    "accelerator": ({512: (8, 256), 4096: (4, 32)}, {512: (8, 256), 2048: (4, 64), 8192: (2, 32)}),
 }
-_HEADS = {"cpu": ((4, 64), (4, 64)), "cuda": ((64, 128), (64, 128))}
+_HEADS = {"cpu": ((4, 64), (4, 64)), "accelerator": ((64, 128), (64, 128))}
 # Batch, channels, side.
 _CONVOLUTIONS = {
     "cpu": (((2, 8, 8), (4, 32, 16)), ((2, 8, 8), (4, 16, 16), (4, 32, 16), (4, 64, 32))),
-    "cuda": (((8, 64, 64), (8, 256, 64)), ((8, 16, 64), (8, 64, 64), (8, 256, 64))),
+    "accelerator": (((8, 64, 64), (8, 256, 64)), ((8, 16, 64), (8, 64, 64), (8, 256, 64))),
 }
 
 
 def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool) -> dict[str, list[_Make]]:
     """The name of each pair of curves, ``NAME/forward`` and ``NAME/backward``, with the calls that give its points."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    kind = "cpu" if device.type == "cpu" else "accelerator"
     dense = int(is_dense)
     sweeps: dict[str, list[_Make]] = {}
     for dtype in dtypes:
@@ -85,7 +85,7 @@ def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool)
             sweeps[name] = makes
         sweeps[f"batched/{dtype}"] = [partial(_batched, dtype, shape) for shape in _BATCHES[kind][dense]]
         sweeps[f"convolution/{dtype}"] = [partial(_convolution, dtype, shape) for shape in _CONVOLUTIONS[kind][dense]]
-        hows = ("causal", "full") if kind == "cuda" else ("causal", "full", "plain")
+        hows = ("causal", "full") if kind == "accelerator" else ("causal", "full", "plain")
         for how, head, (length, counts) in itertools.product(
             hows, _HEADS[kind][dense], _ATTENTIONS[kind][dense].items()
         ):

@@ -26,19 +26,19 @@ LEAST_S = 1e-8
 
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def warm_up(device: torch.device) -> None:
     """Keep a GPU busy until its clocks are up and its libraries are loaded; a CPU needs none of it."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return
     x = torch.ones((4096, 4096), device=device)
     started = time.perf_counter()
     while time.perf_counter() - started < _WARM_UP_S:
         x = torch.mm(x, x).clamp_(-1, 1)
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
 
 
 def median_of(times: Sequence[float]) -> Sample:
@@ -70,7 +70,7 @@ def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
     On a GPU between two events of the current stream, so that neither the host's wake-up after a wait counts, nor what
     other streams still do: whoever wants that waits for it in `run`.
     """
-    if device.type == "cuda":
+    if device.type != "cpu":
         return _between_events_s(run, device)
     started = time.perf_counter()
     run()
@@ -79,7 +79,7 @@ def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
 
 def own_s(run: Callable[[], object], device: torch.device) -> float:
     """As `elapsed_s`, but on a CPU the seconds that this thread works."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         return _between_events_s(run, device)
     started = time.thread_time()
     run()
@@ -87,8 +87,8 @@ def own_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _between_events_s(run: Callable[[], object], device: torch.device) -> float:
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
+    before, after = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.accelerator.synchronize(device)
     before.record()
     run()
     after.record()

@@ -71,7 +71,7 @@ class FirstSteps:
         self._rank = rank
         self._device = device
         self._times_s: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
 
     def interrupt(self) -> None:
         """Another call than a training one came between, or one failed: begin anew."""
@@ -82,23 +82,23 @@ class FirstSteps:
         """A training call begins."""
         if self.seen is not None:
             return
-        if self._device.type == "cuda":
-            self._begin_on_gpu()
+        if self._device.type != "cpu":
+            self._begin_on_accelerator()
             return
         self._times_s.append(time.perf_counter())
         if len(self._times_s) == _MARKS:
             self._compare([after - before for before, after in itertools.pairwise(self._times_s)], 0.0)
 
-    def _begin_on_gpu(self) -> None:
+    def _begin_on_accelerator(self) -> None:
         if len(self._events) < _MARKS:
             if len(self._events) == 1:
-                torch.cuda.reset_peak_memory_stats(self._device)
-            event = torch.cuda.Event(enable_timing=True)
+                torch.accelerator.reset_peak_memory_stats(self._device)
+            event = torch.Event(self._device, enable_timing=True)
             event.record()
             self._events.append(event)
         elif self._events[-1].query():
             steps_s = [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(self._events)]
-            self._compare(steps_s, float(torch.cuda.max_memory_allocated(self._device)))
+            self._compare(steps_s, float(torch.accelerator.max_memory_allocated(self._device)))
 
     def _compare(self, steps_s: list[float], measured_bytes: float) -> None:
         self.interrupt()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from autopar.timeline import Event, StepTimeline
 
@@ -48,25 +48,28 @@ def profile_kernels(step: Callable[[], StepTimeline], device: torch.device) -> t
         step: runs it, and gives what the stopwatch saw.
         device: of this rank.
     """
-    is_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    is_accelerator = device.type != "cpu"
+    activities = supported_activities() if is_accelerator else {ProfilerActivity.CPU}
     with profile(activities=activities) as profiler:
         with record_function(_BEGIN):
             pass
         timeline = step()
     events = cast("list[Any]", profiler.events())
     begin_us = next(event.time_range.start for event in events if event.name == _BEGIN)
-    wanted = "CUDA" if is_gpu else "CPU"
     results = [
-        (str(event.name), (float(event.time_range.start) - begin_us) / 1e6, _seconds(event, is_gpu=is_gpu))
+        (
+            str(event.name),
+            (float(event.time_range.start) - begin_us) / 1e6,
+            _seconds(event, is_accelerator=is_accelerator),
+        )
         for event in events
-        if event.device_type.name == wanted and event.name != _BEGIN
+        if (event.device_type.name != "CPU") == is_accelerator and event.name != _BEGIN
     ]
     return _by_layer(results, timeline.events)
 
 
-def _seconds(event: Any, *, is_gpu: bool) -> float:
-    return float(event.time_range.elapsed_us() if is_gpu else event.self_cpu_time_total) / 1e6
+def _seconds(event: Any, *, is_accelerator: bool) -> float:
+    return float(event.time_range.elapsed_us() if is_accelerator else event.self_cpu_time_total) / 1e6
 
 
 def _by_layer(runs: Sequence[tuple[str, float, float]], events: Sequence[Event]) -> tuple[KernelTime, ...]:

@@ -59,7 +59,7 @@ class Stopwatch:
         self._marks: list[_Mark] = []
         self._collectives: list[_TimedCollective] = []
         self._began_s = time.perf_counter()
-        self._first = self._record() if device.type == "cuda" else None
+        self._first = self._record() if device.type != "cpu" else None
 
     def forward(self, layer: int, microbatch: int) -> None:
         """Layer `layer` begins to compute forward."""
@@ -103,8 +103,8 @@ class Stopwatch:
 
     def read(self) -> StepTimeline:
         """What was measured, up to now."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         step_s = time.perf_counter() - self._began_s
         return StepTimeline(step_s, (*self._computed(step_s), *self._moved()))
 
@@ -142,7 +142,7 @@ class Stopwatch:
         first, event = self._first, self._record()
         return lambda: first.elapsed_time(event) / 1e3
 
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+    def _record(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event

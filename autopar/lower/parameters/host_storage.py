@@ -2,14 +2,14 @@
 
 The module's parameters are then DTensors whose local parts are in the host's memory, pinned if the device copies by
 itself.  The user's optimizer updates them there.  What layers compute with is copied to the device when it is
-unsharded, and gradients are copied back once they are final.  On a GPU copies run on a stream of their own, beside what
-is computed; on a CPU the same code copies from one allocation to another.
+unsharded, and gradients are copied back once they are final.  On an accelerator copies run on a stream of their own,
+beside what is computed; on a CPU the same code copies from one allocation to another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -26,7 +26,7 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         """Nothing is copied yet."""
         self.device = device
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device) if device.type != "cpu" else None
 
     def home(self, x: Tensor) -> Tensor:
         """A copy of `x` in the host's memory, made when this returns."""
@@ -43,7 +43,7 @@ class HostCopies:
 
     def room(self, x: Tensor) -> Tensor:
         """Room in the host's memory for a copy of `x`, pinned if the device copies by itself."""
-        return torch.empty_like(x, device=_HOST, pin_memory=self.device.type == "cuda")
+        return torch.empty_like(x, device=_HOST, pin_memory=self.device.type != "cpu")
 
     def beside(self) -> AbstractContextManager[object]:
         """Inside, what the device does runs behind all that was computed so far, and beside what follows.
@@ -52,13 +52,13 @@ class HostCopies:
         """
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        return _current(self._stream)
 
     def join(self) -> None:
         """What is computed from now on runs behind the copies so far."""
         if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def finish(self) -> None:
         """Wait until all copies are made: the host may read what came, and change what was copied."""
@@ -72,7 +72,18 @@ class HostCopies:
         return made
 
 
+@contextmanager
+def _current(stream: torch.Stream) -> Generator[None]:
+    """Inside, `stream` is its device's current one; may be nested, which a stream's own context may not."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.Stream:
     """The stream of copies between this device and the host."""
-    return torch.cuda.Stream(device)
+    return torch.Stream(device)

@@ -46,7 +46,7 @@ class _Storage:
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """Room in the host's memory, pinned if `device` copies by itself."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 class OffloadedTensors:

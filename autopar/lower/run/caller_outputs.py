@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,11 @@ def caller_outputs(
     names = program.outputs
     late = {names[each.place] for each in program.late}
     made = {
-        name: _with_plain_gradient(_output(executor, name, values.get(name), later, is_later or name in late))
+        name: _output(executor, name, values.get(name), later, is_later or name in late)
         for name in dict.fromkeys(names)
     }
+    for x in made.values():
+        _take_plain_gradients(x)
     return [made[name] for name in names]
 
 
@@ -84,11 +87,11 @@ def _output(executor: Executor, name: str, value: Tensor | None, later: Later, i
     return executor.share_across_groups(name, made) if executor.whole_outputs else made
 
 
-def _with_plain_gradient(x: Tensor | None) -> Tensor | None:
-    """`x`, whose gradient is a DTensor where the caller added what it computed of parameters, as penalties are."""
+def _take_plain_gradients(x: Tensor | None) -> None:
+    """Where the caller adds what it computes of parameters, as penalties are, the gradient of `x` is a DTensor."""
     if x is not None and x.requires_grad and not isinstance(x, LateTensor):
-        x.register_hook(_plain)
-    return x
+        untyped: Any = x
+        untyped.register_hook(_plain)
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -112,7 +115,9 @@ def _read_later(executor: Executor, name: str, value: Tensor | None, later: Late
     def gather() -> Tensor:
         with torch.set_grad_enabled(is_differentiable):
             whole = None if value is None else executor.join_devices(name, value)
-            return cast("Tensor", _with_plain_gradient(executor.share_across_groups(name, whole)))
+            shared = executor.share_across_groups(name, whole)
+            _take_plain_gradients(shared)
+            return shared
 
     like = torch.empty((), dtype=dtype, device=executor.communicator.device).expand(wanted.shape)
     return LateTensor.of(like.requires_grad_(is_differentiable), lambda: later(name, gather))
