@@ -27,7 +27,7 @@ from autopar.program import Layer, Op, Program, TensorType
 from autopar.search.layout_choices import Policy, arrival_layout, boundary_policies, has_whole_boundary
 from autopar.search.reshard_prices import CollectiveCounts, collective_counts, reshard_tables
 from autopar.step.local_layer import SharedStorage
-from autopar.step.op_states import Allowed, OpState, kernel_runs, op_states
+from autopar.step.op_states import Allowed, OpState, kernel_calls, op_states
 from autopar.step.optimizer_costs import optimizer_s_per_element, updates
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
@@ -303,10 +303,10 @@ def _op_table(problem: LayerProblem, index: int) -> OpTable:
             time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
             known[types] = (ahead * time.forward_s, back * time.backward_s)
         columns[:2, row] = known[types]
-        for run in kernel_runs(state, problem.mesh) if op.has_collectives else ():
+        for run, times in kernel_calls(state, problem.mesh) if op.has_collectives else ():
             backward = run.phase == "backward"
             if not backward or problem.training.is_training:
-                columns[3 if backward else 2, row] += prices.collective_s(run.kind, run.axis, run.num_bytes)
+                columns[3 if backward else 2, row] += times * prices.collective_s(run.kind, run.axis, run.num_bytes)
     return OpTable(*(problem.settings.num_microbatches * columns))
 
 

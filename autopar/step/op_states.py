@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -13,7 +13,7 @@ from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
 from autopar.step.prices import CollectiveCall
 from autopar.step.value_flows import TimeView, option_of, options_of
 
-__all__ = ["Allowed", "OpState", "assigned_state", "kernel_runs", "op_states"]
+__all__ = ["Allowed", "OpState", "assigned_state", "kernel_calls", "kernel_runs", "op_states"]
 
 # Whether an op may use an option on the mesh axis of this index.
 Allowed = Callable[[Op, int, Option], bool]
@@ -184,9 +184,13 @@ def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, 
     """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in
     turn.
     """
-    runs: list[CollectiveCall] = []
+    return tuple(call for call, times in kernel_calls(state, mesh) for _ in range(times))
+
+
+def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[CollectiveCall, int]]:
+    """These, and how often each runs in a row."""
     if not any(option.collectives for option in state.options):
-        return ()
+        return
     types = state.operand_types + state.result_types
     together = math.prod(size for option, size in zip(state.options, mesh, strict=True) if option.kernel)
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
@@ -196,7 +200,8 @@ def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, 
             growth = dict(collective.growth).get(together, 1.0)
             element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
-            for size in (*[collective.piece] * full, *([rest] if rest else [])):
-                call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes)
-                runs += [call] * (axis.size - 1 if collective.is_ring else 1)
-    return tuple(runs)
+            times = axis.size - 1 if collective.is_ring else 1
+            for size, pieces in ((collective.piece, full), (rest, 1)):
+                if size and pieces:
+                    call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes)
+                    yield call, pieces * times

@@ -3,7 +3,8 @@
 torch decomposes a program by running all of it again, which takes twice as long as the export.  A deep model has few
 kinds of ops (the same op on tensors of the same shapes, strides and dtypes): a program of one op of each kind is
 exported and decomposed, and every op is replaced by what became of its kind.  That is the same as long as no op writes
-to a tensor; a program in which one does is decomposed as a whole.
+to a tensor.  Ops that write to a tensor that one of them makes are taken together (`own_writes`); a program with other
+writes is decomposed as a whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import getitem
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from autopar.trace import torch_internals, torch_recording
+from autopar.trace.own_writes import group_writes
 
 __all__ = ["CHECKS", "Functional", "decompose"]
 
@@ -60,17 +63,19 @@ class Functional:
 
 def decompose(exported: torch.export.ExportedProgram) -> Functional:
     """`exported` as functional ATen with composite ops (linear, attention, norms, losses) kept whole."""
-    kinds = _kinds(exported)
+    units = _units(exported)
+    keys = {last: unit.key for last, unit in units.items()}
+    kinds = {keys[last]: unit for last, unit in reversed(units.items())}
     known = {key: _at_once(kind) for key, kind in kinds.items()}
     changed = {key: kind for key, kind in kinds.items() if known[key] is None}
-    pays = bool(kinds) and 2 * len(changed) <= sum(map(_is_op, exported.graph.nodes))
+    pays = bool(kinds) and 2 * len(changed) <= len(units)
     bodies = (_decompose_kinds(changed) if changed else {}) if pays else None
     if bodies is None:
         whole = torch_internals.run_decompositions(exported)
         signature = whole.graph_signature
         return Functional(whole.graph, signature.input_specs, signature.output_specs, whole.constants)
     bodies |= {key: body for key, body in known.items() if body is not None}
-    graph, renamed = _replace_all(exported.graph, bodies)
+    graph, renamed = _replace_all(exported.graph, {last: (unit, bodies[keys[last]]) for last, unit in units.items()})
     signature = exported.graph_signature
     outputs = [
         OutputSpec(each.kind, TensorArgument(renamed[each.arg.name]), each.target) for each in signature.output_specs
@@ -79,37 +84,57 @@ def decompose(exported: torch.export.ExportedProgram) -> Functional:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Ops that are decomposed alike.
+class _Unit:
+    """An op that is decomposed by itself, or several in order that are decomposed together (`own_writes`)."""
 
-    Args:
-        node: the first of them.
-        operands: the distinct nodes that it reads.
-    """
+    nodes: tuple[fx.Node, ...]
 
-    node: fx.Node
-    operands: tuple[fx.Node, ...]
+    @cached_property
+    def operands(self) -> tuple[fx.Node, ...]:
+        """The distinct nodes of others that it reads."""
+        return tuple(dict.fromkeys(x for node in self.nodes for x in node.all_input_nodes if x not in self.nodes))
+
+    @cached_property
+    def ends(self) -> tuple[fx.Node, ...]:
+        """The op, or those of several that others read."""
+        if len(self.nodes) == 1:
+            return self.nodes
+        return tuple(node for node in self.nodes if any(user not in self.nodes for user in node.users))
+
+    @property
+    def results(self) -> list[Any]:
+        """All results of the ends."""
+        return [each for node in self.ends for each in _results(node)]
+
+    @property
+    def key(self) -> str:
+        """All that its decomposition depends on, as text (1, 1.0 and True are different)."""
+        number: dict[fx.Node, Any] = {x: slice(index) for index, x in enumerate(self.operands)}  # no op takes slices
+        number |= {node: slice(index, index) for index, node in enumerate(self.nodes)}
+        calls = [(node.target, *fx.map_arg((node.args, node.kwargs), number.__getitem__)) for node in self.nodes]
+        written = [f"{target} {args!r} {kwargs!r}" for target, args, kwargs in calls]
+        return f"{written} {[_type_text(x) for x in self.operands]} {[number[node] for node in self.ends]}"
 
 
 @dataclass(frozen=True)
 class _Body:
-    """What becomes of a kind of ops: nodes that read `operands`, and the results (one for each that the op has)."""
+    """What becomes of a kind of units: nodes that read `operands`, and the results (one for each that a unit has)."""
 
     operands: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
 
 
-def _kinds(exported: torch.export.ExportedProgram) -> dict[str, _Kind]:
-    """The kinds of ops by key; none if they can't be decomposed one by one."""
+def _units(exported: torch.export.ExportedProgram) -> dict[fx.Node, _Unit]:
+    """All units by their last op; none if not all ops can be decomposed so."""
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs):
         return {}
-    results: dict[str, _Kind] = {}
-    for node in filter(_is_op, exported.graph.nodes):
-        if not _is_pure(node):
-            return {}
-        results.setdefault(_key(node), _Kind(node, _operands(node)))
-    return results
+    ops = [node for node in exported.graph.nodes if _is_op(node)]
+    groups = group_writes(ops) if all(map(_is_plain, ops)) else None
+    if groups is None:
+        return {}
+    units = (_Unit(groups.get(node, (node,))) for node in ops)
+    return {unit.nodes[-1]: unit for unit in units}
 
 
 def _is_op(node: fx.Node) -> bool:
@@ -119,12 +144,11 @@ def _is_op(node: fx.Node) -> bool:
     return not str(node.target).startswith(CHECKS) and (node.op == "call_function" or bool(node.users))
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """Whether it makes tensors of known sizes and writes to none."""
+def _is_plain(node: fx.Node) -> bool:
+    """Whether it makes tensors of known sizes."""
     return (
         node.op == "call_function"
         and torch_internals.is_plain_op(node.target)
-        and not torch_internals.writes(node.target)
         and all(isinstance(each, Tensor) and all(type(size) is int for size in each.shape) for each in _results(node))
     )
 
@@ -143,19 +167,6 @@ def _lifted(node: fx.Node) -> fx.Node | None:
     return source if str(source.target) in _LIFTS and len(source.users) == 1 else None
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    return tuple(dict.fromkeys(node.all_input_nodes))
-
-
-def _key(node: fx.Node) -> str:
-    """All that the decomposition of an op depends on, as text (1, 1.0 and True are different)."""
-    operands = _operands(node)
-    number: dict[fx.Node, Any] = {operand: slice(index) for index, operand in enumerate(operands)}  # no op takes slices
-    types = [_type_text(operand) for operand in operands]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), number.__getitem__)
-    return f"{node.target} {args!r} {kwargs!r} {types}"
-
-
 def _type_text(node: fx.Node) -> str:
     value = _value(node)
     # Torch decomposes without gradients: only what is given can ask for one.
@@ -172,7 +183,7 @@ def _value(node: fx.Node) -> Tensor:
     return value
 
 
-def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
+def _decompose_kinds(kinds: Mapping[str, _Unit]) -> dict[str, _Body] | None:
     """What becomes of each kind; None if one of them writes to an operand, or makes constants."""
     graph, mode = fx.Graph(), torch_internals.fake_mode()
     inputs: list[Tensor] = []
@@ -183,10 +194,12 @@ def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
             torch_internals.fake_tensor(mode, _value(operand).detach()).requires_grad_(_wants_gradient(operand))
             for operand in kind.operands
         ]
-    results = [
-        graph.node_copy(kind.node, dict(zip(kind.operands, made[key], strict=True)).__getitem__)
-        for key, kind in kinds.items()
-    ]
+    results: list[fx.Node] = []
+    for key, kind in kinds.items():
+        copies = dict(zip(kind.operands, made[key], strict=True))
+        for node in kind.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        results += map(copies.__getitem__, kind.ends)
     graph.output(tuple(results))
     exported = torch.export.export(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), strict=False)
     whole = torch_internals.run_decompositions(exported)
@@ -202,46 +215,49 @@ def _decompose_kinds(kinds: Mapping[str, _Kind]) -> dict[str, _Body] | None:
     bodies: dict[str, _Body] = {}
     for key, kind in kinds.items():
         operands = tuple(next(given) for _ in kind.operands)
-        ends = tuple(next(taken) for _ in _results(kind.node))
+        ends = tuple(next(taken) for _ in kind.results)
         bodies[key] = _Body(operands, tuple(sorted(_behind(operands, ends), key=order.__getitem__)), ends)
     return bodies
 
 
-def _at_once(kind: _Kind) -> _Body | None:
+def _at_once(kind: _Unit) -> _Body | None:
     """What becomes of a kind, where that is known without torch's decompositions, which take most of their time to be
     set up.
     """
-    if torch_internals.stays(kind.node.target) or str(kind.node.target) == "aten.alias.default":
+    if len(kind.nodes) > 1:
+        return None
+    target = kind.nodes[0].target
+    if torch_internals.stays(target) or str(target) == "aten.alias.default":
         return _as_it_is(kind)
-    return _as_dispatched(kind) if str(kind.node.target) in _SHALLOW else None
+    return _as_dispatched(kind) if str(target) in _SHALLOW else None
 
 
-def _as_dispatched(kind: _Kind) -> _Body:
+def _as_dispatched(kind: _Unit) -> _Body:
     """What becomes of a kind of `_SHALLOW`, with one operand: what the dispatcher gets when it is called."""
-    graph = fx.Graph()
+    graph, (node,) = fx.Graph(), kind.nodes
     given = graph.placeholder("x")
-    target: Any = kind.node.target
+    target: Any = node.target
     mode = torch_internals.fake_mode()
     with mode, torch.no_grad():
         x = torch_internals.fake_tensor(mode, _value(kind.operands[0]).detach())
         made = {x: given}
-        args, kwargs = fx.map_arg((kind.node.args, kind.node.kwargs), lambda _: x)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: x)
         with torch_recording.OpsBelow(graph, made):
             result = (_SHALLOW[str(target)] or target)(*args, **kwargs)
     return _Body((given,), tuple(node for node in graph.nodes if node is not given), (made[result],))
 
 
-def _as_it_is(kind: _Kind) -> _Body:
-    """What becomes of a kind that is functional ATen already."""
-    graph = fx.Graph()
+def _as_it_is(kind: _Unit) -> _Body:
+    """What becomes of a kind of op that is functional ATen already."""
+    graph, (node,) = fx.Graph(), kind.nodes
     operands = tuple(
         graph.node_copy(each) if each.op == "placeholder" else graph.placeholder(each.name) for each in kind.operands
     )
-    made = graph.node_copy(kind.node, dict(zip(kind.operands, operands, strict=True)).__getitem__)
-    if isinstance(kind.node.meta["val"], Tensor):
+    made = graph.node_copy(node, dict(zip(kind.operands, operands, strict=True)).__getitem__)
+    if isinstance(node.meta["val"], Tensor):
         return _Body(operands, (made,), (made,))
-    parts = [graph.call_function(getitem, (made, index)) for index in range(len(_results(kind.node)))]
-    for part, value in zip(parts, _results(kind.node), strict=True):
+    parts = [graph.call_function(getitem, (made, index)) for index in range(len(kind.results))]
+    for part, value in zip(parts, kind.results, strict=True):
         part.meta["val"] = value
     return _Body(operands, (made, *parts), tuple(parts))
 
@@ -258,8 +274,12 @@ def _behind(operands: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.N
     return result
 
 
-def _replace_all(graph: fx.Graph, bodies: Mapping[str, _Body]) -> tuple[fx.Graph, dict[str, str]]:
-    """`graph` with every op replaced, without what nobody reads; and the new names of nodes that have one result."""
+def _replace_all(
+    graph: fx.Graph, replacements: Mapping[fx.Node, tuple[_Unit, _Body]]
+) -> tuple[fx.Graph, dict[str, str]]:
+    """`graph` with the unit that each of these ops ends replaced, without what nobody reads; and the new names of nodes
+    that have one result.
+    """
     made = fx.Graph()
     known: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
@@ -272,8 +292,8 @@ def _replace_all(graph: fx.Graph, bodies: Mapping[str, _Body]) -> tuple[fx.Graph
             known[node] = (known[source][index],)
         elif (lifted := _lifted(node)) is not None:
             known[node] = known[lifted]
-        elif _is_op(node):
-            known[node] = _insert(made, node, bodies[_key(node)], known)
+        elif node in replacements:
+            known.update(_insert(made, *replacements[node], known))
         elif node.op == "output":
             made.output(fx.map_arg(node.args[0], lambda each: known[each][0]))
     made.eliminate_dead_code()
@@ -281,15 +301,16 @@ def _replace_all(graph: fx.Graph, bodies: Mapping[str, _Body]) -> tuple[fx.Graph
 
 
 def _insert(
-    graph: fx.Graph, node: fx.Node, body: _Body, known: Mapping[fx.Node, tuple[fx.Node, ...]]
-) -> tuple[fx.Node, ...]:
-    """Put what becomes of `node` at the end of `graph`; its results."""
-    operands = [known[operand][0] for operand in _operands(node)]
+    graph: fx.Graph, unit: _Unit, body: _Body, known: Mapping[fx.Node, tuple[fx.Node, ...]]
+) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Put what becomes of `unit` at the end of `graph`; the results of its ends."""
+    operands = [known[operand][0] for operand in unit.operands]
     copies = dict(zip(body.operands, operands, strict=True))
-    origin = {name: node.meta[name] for name in _KEPT_META if name in node.meta}
+    origin = {name: unit.nodes[-1].meta[name] for name in _KEPT_META if name in unit.nodes[-1].meta}
     for each in body.nodes:
         args, kwargs = fx.map_arg((each.args, each.kwargs), copies.__getitem__)
         name = re.sub(r"_\d+$", "", each.name)  # the graph numbers those of one name through
         copies[each] = graph.create_node(each.op, each.target, args, kwargs, name)
         copies[each].meta = {"val": each.meta["val"], **origin}
-    return tuple(copies[result] for result in body.results)
+    results = iter(body.results)
+    return {end: tuple(copies[next(results)] for _ in _results(end)) for end in unit.ends}

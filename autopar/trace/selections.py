@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.errors import TraceError
-from autopar.trace import torch_internals
+from autopar.trace import torch_internals, torch_recording
 from autopar.trace.source_lines import user_line
 
 __all__ = ["Selected", "refuse_output", "select"]
@@ -59,7 +59,7 @@ class _Mask:
         """Whether both select the same for sure."""
         if self.tensor is other.tensor:
             return self.version == other.version
-        return torch_internals.is_same_computation(self.tensor, other.tensor)
+        return torch_recording.is_same_computation(self.tensor, other.tensor)
 
 
 class Selected:

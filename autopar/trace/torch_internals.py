@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -52,7 +51,6 @@ __all__ = [
     "intercept_selections",
     "is_higher_order",
     "is_plain_op",
-    "is_same_computation",
     "is_wrapped_number",
     "overload",
     "run_captured",
@@ -121,6 +119,11 @@ def is_plain_op(target: Any) -> bool:
 def writes(target: Any) -> bool:
     """Whether a plain op says that it writes to what it is given."""
     return target._schema.is_mutable
+
+
+def shared(target: Any) -> tuple[int, ...]:
+    """The positions of what a plain op writes to, or gives views of, as it says."""
+    return tuple(at for at, each in enumerate(target._schema.arguments) if each.alias_info is not None)
 
 
 def overload(target: str) -> Callable[..., Any] | None:
@@ -286,7 +289,7 @@ def stays(target: Any) -> bool:
     """Whether `run_decompositions` leaves a plain op that writes to nothing as it is, whatever it is called with."""
     if target is torch.ops.aten._weight_norm.default or str(target).startswith("aten.lift_fresh"):
         return False
-    if any(argument.alias_info is not None for argument in target._schema.arguments):
+    if shared(target):
         return str(target) in _VIEWS
     if _is_cia_op(target):
         return _is_preservable_cia_op(target)
@@ -381,33 +384,6 @@ def intercept_selections(select: Callable[[Any, Any], Any]) -> Iterator[None]:
         patch.object(torch, "masked_select", masked_select),
     ):
         yield
-
-
-def is_same_computation(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a trace under way come of the same ops on the same values, none of which is written to."""
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None:
-        return False
-    slots: list[Any] = [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in (one, other)]
-    return all(slot is not None for slot in slots) and _are_alike(*(slot.proxy.node for slot in slots))
-
-
-def _untyped(target: Any) -> Any:
-    return target
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        return one == other
-    if one is other:
-        return True
-    nodes, target = (one, other), _untyped(one.target)
-    if target != other.target or not is_plain_op(target) or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    if any(is_plain_op(user.target) and writes(user.target) for node in nodes for user in node.users):
-        return False
-    leaves, structures = zip(*(pytree.tree_flatten((node.args, node.kwargs)) for node in nodes), strict=True)
-    return structures[0] == structures[1] and all(map(_are_alike, *leaves))
 
 
 def intercept_gradients(run: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:

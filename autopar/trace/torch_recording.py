@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "Recorder",
     "Result",
     "is_composite",
+    "is_same_computation",
     "is_torch_function",
     "late_code",
     "plain_calls",
@@ -275,3 +276,27 @@ def recorder() -> Recorder | None:
     if mode is None or not mode.pre_dispatch or fakes is None or fx.traceback.has_preserved_node_meta():
         return None
     return Recorder(mode, fakes) if hasattr(mode.tracer, "module_stack") else None
+
+
+def is_same_computation(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a trace under way come of the same ops on the same values, none of which is written to."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return False
+    slots: list[Any] = [proxy_tensor.get_proxy_slot(x, mode.tracer, None) for x in (one, other)]
+    return all(slot is not None for slot in slots) and _are_alike(*(slot.proxy.node for slot in slots))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return one == other
+    if one is other:
+        return True
+    nodes, target = (one, other), cast("Any", one.target)
+    is_plain = torch_internals.is_plain_op
+    if target != other.target or not is_plain(target) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if any(is_plain(user.target) and torch_internals.writes(user.target) for node in nodes for user in node.users):
+        return False
+    leaves, structures = zip(*(torch_internals.flatten((node.args, node.kwargs)) for node in nodes), strict=True)
+    return structures[0] == structures[1] and all(map(_are_alike, *leaves))

@@ -33,7 +33,7 @@ def test_ops_of_one_kind_become_the_same(name, monkeypatch):
     assert not sizes  # its views and copies are known without torch's decompositions
     monkeypatch.setattr(decomposition, "_at_once", lambda kind: None)
     one_of_each = trace(model, (), inputs).program
-    monkeypatch.setattr(decomposition, "_kinds", lambda exported: {})
+    monkeypatch.setattr(decomposition, "_units", lambda exported: {})
     at_once = trace(model, (), inputs).program
     assert sizes[0] < sizes[1]
     assert by_kind == one_of_each == at_once
@@ -42,8 +42,56 @@ def test_ops_of_one_kind_become_the_same(name, monkeypatch):
 def test_kinds_tell_literals_and_strides_apart(monkeypatch):
     x = models.tokens(4, 4, 8).double()
     by_kind = trace(Shifted(), (x,), {}).program
-    monkeypatch.setattr(decomposition, "_kinds", lambda exported: {})
+    monkeypatch.setattr(decomposition, "_units", lambda exported: {})
     assert by_kind == trace(Shifted(), (x,), {}).program
+
+
+class Filled(nn.Module):
+    """Tensors that are made and written to, as they are and through views; the last of them is a view of `x`."""
+
+    def __init__(self, writes_to_view):
+        super().__init__()
+        self.writes_to_view = writes_to_view
+
+    def forward(self, x):
+        """A number from [batch, width]."""
+        for _ in range(6):
+            order = x.sum(1).argsort()
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order))
+            halves = x.new_zeros(x.shape)
+            halves[:, : x.shape[1] // 2] = x[order, : x.shape[1] // 2].sin()
+            halves[:, x.shape[1] // 2 :].mul_(2).add_(1)
+            x = halves[inverse] + x.cos()
+        if self.writes_to_view:
+            x = x * 2
+            x.view(-1)[0] = 1.0
+        seen = (x * 3).reshape(-1)
+        return seen.sum() + (seen.add_(1) if self.writes_to_view else seen).prod()
+
+
+@pytest.mark.parametrize("writes_to_view", [False, True])
+def test_ops_that_write_to_a_tensor_of_their_own_are_decomposed_together(writes_to_view, monkeypatch):
+    x, sizes = models.tokens(4, 4, 8).double(), []
+    whole = torch_internals.run_decompositions
+    monkeypatch.setattr(
+        torch_internals, "run_decompositions", lambda each: sizes.append(len(each.graph.nodes)) or whole(each)
+    )
+    by_unit = trace(Filled(writes_to_view), (x,), {}).program
+    monkeypatch.setattr(decomposition, "_units", lambda exported: {})
+    at_once = trace(Filled(writes_to_view), (x,), {}).program
+    numbers = {}
+    assert computed(by_unit, numbers) == computed(at_once, numbers)
+    assert (sizes[0] < sizes[1]) == (not writes_to_view), "what is written to through a reshape may be another's"
+
+
+def computed(program, numbers):
+    """The number of what `program` returns; calls of one op on the same values have one number in `numbers`."""
+    known = {name: name for name in (*program.inputs, *(name for layer in program.layers for name in layer.state))}
+    for op in (op for layer in program.layers for op in layer.ops):
+        call = (op.target, repr(op.reading(known).args), repr(op.kwargs))
+        known |= {name: f"v{numbers.setdefault((call, place), len(numbers))}" for place, name in enumerate(op.results)}
+    return [known[name] for name in program.outputs]
 
 
 class Calls(nn.Module):
@@ -81,11 +129,11 @@ def test_ops_that_stay_are_left_as_they_are_by_torch():
     calls = Calls()
     nodes = torch.export.export(calls, tuple(calls.tensors), strict=False).graph.nodes
     kinds = {
-        node.name: decomposition._Kind(node, decomposition._operands(node))
+        node.name: decomposition._Unit((node,))
         for node in nodes
-        if decomposition._is_op(node) and decomposition._is_pure(node) and torch_internals.stays(node.target)
+        if decomposition._is_op(node) and decomposition._is_plain(node) and torch_internals.stays(node.target)
     }
-    assert len({kind.node.target for kind in kinds.values()}) > 150
+    assert len({kind.nodes[0].target for kind in kinds.values()}) > 150
     bodies = decomposition._decompose_kinds(kinds)
     assert bodies is not None
     for key, kind in kinds.items():
