@@ -73,6 +73,10 @@ CASES = {
     "gpt3-1024": Case("gpt3", "a100", 128, 2048, 107.11, "NML22-175B-128"),
     "gpt3-256-h100": Case("gpt3", "h100", 32, 1536, 408.0, "PAX-b4"),
     "mixtral-64": Case("mixtral", "h100", 8, 256, 5643.47, "MCMOE-0.9"),
+    "qwen3-8": Case("qwen3", "h100", 1, 512, 12040, "AUTO-Q30B"),
+    "qwen3-16": Case("qwen3", "h100", 2, 512),
+    "deepseek-256": Case("deepseek", "h100", 32, 2048),
+    "deepseek-2048": Case("deepseek", "h100", 256, 15360, 1543, "arXiv:2412.19437, section 1; H800, FP8"),
     "vit-g-64": Case("vit-g", "a100", 8, 4096),
 }
 
@@ -89,6 +93,11 @@ DOUBLE = (
     "tensor=8 pipeline=8 schedule=interleaved_1f1b", "tensor=4 pipeline=4 schedule=interleaved_1f1b",
 )  # fmt: skip
 GRID = ((), SINGLE, SINGLE + DOUBLE)
+OF_EXPERTS = (
+    "expert=4", "expert=8", "expert=8 zero=1", "expert=8 zero=3", "expert=8 pipeline=2", "expert=8 pipeline=4",
+    "expert=8 pipeline=8", "expert=1",
+)  # fmt: skip
+"""Behind those of a grid, for models with experts."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,15 @@ def make_model(name: str, batch: int) -> tuple[torch.nn.Module, dict[str, torch.
         if name == "mixtral":
             config = transformers.MixtralConfig(dtype="bfloat16", max_position_embeddings=4096)
             return transformers.MixtralForCausalLM(config).to(torch.bfloat16), *tokens(4096)
+        if name == "qwen3":  # https://huggingface.co/Qwen/Qwen3-30B-A3B, config.json
+            config = transformers.Qwen3MoeConfig(
+                dtype="bfloat16", hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, vocab_size=151936,
+                num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, norm_topk_prob=True,
+            )  # fmt: skip
+            return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16), *tokens(4096)
+        if name == "deepseek":  # its configuration is the default one
+            config = transformers.DeepseekV3Config(dtype="bfloat16")
+            return transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16), *tokens(4096)
         if name == "vit-g":  # Zhai et al. 2022, table 2
             config = transformers.ViTConfig(
                 hidden_size=1408, intermediate_size=6144, num_hidden_layers=40, num_attention_heads=16, patch_size=14,
@@ -191,7 +209,8 @@ def _solver(case: Case, compiled: bool) -> Callable[[str], Row]:
 def run_case(name: str, compiled: bool, grid: int, more: Sequence[str]) -> Iterator[Row]:
     """The free choice, then those of the grid."""
     solve = _solver(CASES[name], compiled)
-    for text in ("", *GRID[grid], *more):
+    own = OF_EXPERTS if grid and CASES[name].model in ("mixtral", "qwen3", "deepseek") else ()
+    for text in ("", *GRID[grid], *own, *more):
         yield solve(text)
 
 
