@@ -90,7 +90,7 @@ class _GraphBuilder:
         if torch_internals.is_higher_order(node.target):
             raise TraceError(
                 f"{where}: {node.target} takes functions as arguments, and has no factor rule; "
-                "write it with torch.where, or with plain tensor ops"
+                "write it with torch.where, or with plain tensor ops, as autopar.parallelize does for flex_attention"
             )
         if not torch_internals.is_plain_op(node.target):
             raise TraceError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from autopar.backend.dynamo_graph import readable_name
 from autopar.backend.options import read_options
@@ -258,7 +259,13 @@ def fail_in_many_ways() -> dict[str, str]:
     def write(x: Tensor) -> Tensor:
         return model(x.add_(1.0))
 
+    def flexible(x: Tensor) -> Tensor:
+        with torch.no_grad():  # torch has no backward of it on CPUs
+            heads = x.view(1, 2, 128, 16)
+            return flex_attention(heads, heads, heads)
+
     ways = {
+        "flex_attention": lambda: compile_for(flexible, mesh)(torch.ones(128, 32)),
         "graphs": lambda: compile_for(more_on_rank_0, mesh)(torch.ones(4, 8)),
         "batches": lambda: compile_for(model, mesh)(torch.full((4, 8), float(rank))),
         "writes": lambda: compile_for(write, mesh)(torch.ones(4, 8)),
@@ -282,6 +289,7 @@ def test_what_cannot_be_done_is_said_on_every_rank() -> None:
         assert "let no Python value that differs by rank" in said["graphs"]
         assert said["batches"].startswith("MeshError: ranks were given different batches")
         assert "writes to 'x'" in said["writes"]
+        assert "takes functions as arguments" in said["flex_attention"]
         assert "test_backend.py:" in said["custom backward"]
         assert "a custom torch.autograd.Function" in said["custom backward"]
         assert said["memory"].startswith("InfeasibleError")
