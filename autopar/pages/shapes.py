@@ -106,8 +106,8 @@ class Figure:
 
 
 def axis(title: str = "", **others: Any) -> dict[str, Any]:
-    """A plotly axis."""
-    return {"title": {"text": title}, "automargin": True, **others}
+    """A plotly axis, whose numbers are written out."""
+    return {"title": {"text": title}, "automargin": True, "exponentformat": "none", "separatethousands": True, **others}
 
 
 def milliseconds(seconds: float) -> Number:

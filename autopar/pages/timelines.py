@@ -16,6 +16,7 @@ from autopar.pages.shapes import (
     Table,
     axis,
     count,
+    digits,
     milliseconds,
     percent,
     size,
@@ -140,7 +141,7 @@ def timeline_figure(timeline: StepTimeline) -> Figure:
         "legend": LEGEND,
         "margin": MARGIN,
     }  # fmt: skip
-    text = f"Timeline of one step of {timeline.step_s * 1e3:.4g} ms on device groups {', '.join(map(str, groups))}."
+    text = f"Timeline of one step of {digits(timeline.step_s * 1e3)} ms on device groups {', '.join(map(str, groups))}."
     return Figure("timeline", text, tuple(data), layout, max(240, 130 + 22 * len(rows)), has_zoom=True)
 
 
@@ -156,7 +157,7 @@ def _tell(event: Event) -> str:
         parts.append(event.detail)
     if event.num_bytes:
         parts.append(size(event.num_bytes).text)
-    return ", ".join(parts) + f"<br>{event.start_s * 1e3:.4g} to {event.stop_s * 1e3:.4g} ms"
+    return ", ".join(parts) + f"<br>{digits(event.start_s * 1e3)} to {digits(event.stop_s * 1e3)} ms"
 
 
 def timeline_table(timeline: StepTimeline) -> Table:
@@ -199,7 +200,7 @@ def memory_figure(timeline: StepTimeline) -> Figure:
                         "y": [float(f"{point.num_bytes[number] / factor:.5g}") for point in points],
                         "line": {"width": 0.5, "color": MEMORY_COLOURS[kind], "shape": "hv"},
                         "fillcolor": MEMORY_COLOURS[kind],
-                        "hovertemplate": f"{kind}: %{{y:.4g}} {unit}<extra></extra>",
+                        "hovertemplate": f"{kind}: %{{y:,.4~r}} {unit}<extra></extra>",
                     }
                 )  # fmt: skip
         choices.append((f"device group {group}", tuple(range(first, len(data)))))

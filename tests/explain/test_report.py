@@ -113,6 +113,9 @@ def test_charts_are_what_plotly_knows(found: Findings) -> None:
     for figure in figures:
         graph_objects.Figure(json.loads(json.dumps(figure.spec)))  # raises at an attribute that there is not
         assert figure.data, figure.name
+    strip = next(figure for figure in figures if figure.name == "layers")
+    colours = {trace["name"]: trace["marker"]["color"] for trace in strip.data}
+    assert [name for name, colour in colours.items() if colour.startswith("rgba")] == ["no recompute"]
 
 
 def test_the_drawn_step_is_the_simulated_one(found: Findings) -> None:
@@ -234,6 +237,11 @@ def test_the_page_works_in_a_browser(found: Findings, tmp_path: Path) -> None:
         page.locator("select[data-figure=memory]").select_option(label="device group 1")
         visible = page.evaluate("document.getElementById('memory').data.map((trace) => trace.visible)")
         assert visible == [False] * len(MEMORY_KINDS) + [True] * len(MEMORY_KINDS)
+        texts = page.evaluate("[...document.querySelectorAll('svg text, td, dd')].map((each) => each.textContent)")
+        assert len(texts) > 100
+        assert [text for text in texts if re.search(r"\de[+-]?\d|[\u00d7x]10", text)] == []
+        page.locator("#roofline-section summary").click()
+        assert not page.locator("#roofline").is_visible()
         assert seen == []
     with browser(path, "dark") as (page, seen):
         assert page.evaluate(background) not in (light, "rgba(0, 0, 0, 0)")

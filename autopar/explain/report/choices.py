@@ -40,7 +40,7 @@ def front_figure(answer: Answer) -> Figure:
             "type": "scatter", "mode": "markers", "name": "the plan", "x": [plan.peak_memory_bytes / factor],
             "y": [plan.step_time_s * 1e3],
             "marker": {"size": 16, "symbol": "star", "color": "#d55e00", "line": {"width": 1}},
-            "hovertemplate": f"the plan: %{{y:.4g}} ms, %{{x:.4g}} {unit}<extra></extra>",
+            "hovertemplate": f"the plan: %{{y:,.4~r}} ms, %{{x:,.4~r}} {unit}<extra></extra>",
         },
     )  # fmt: skip
     layout = {
@@ -70,7 +70,7 @@ def _points(
         "x": [float(f"{each.peak_memory_bytes / unit[0]:.5g}") for each in points],
         "y": [float(f"{each.step_time_s * 1e3:.6g}") for each in points],
         "text": ["<br>".join(textwrap.wrap(each.what, 60)) for each in points],
-        "hovertemplate": f"%{{text}}<br>%{{y:.4g}} ms, %{{x:.4g}} {unit[1]}<extra></extra>",
+        "hovertemplate": f"%{{text}}<br>%{{y:,.4~r}} ms, %{{x:,.4~r}} {unit[1]}<extra></extra>",
     }  # fmt: skip
 
 

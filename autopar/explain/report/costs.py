@@ -86,7 +86,7 @@ def _stacks(
                 {
                     "type": "bar", "orientation": "h", "name": _SHORT.get(what, what), "y": names, "x": sizes,
                     "marker": {"color": colours[what]},
-                    "hovertemplate": f"%{{y}}<br>{what}: %{{x:.4g}} {unit}<extra></extra>",
+                    "hovertemplate": f"%{{y}}<br>{what}: %{{x:,.4~r}} {unit}<extra></extra>",
                 }
             )  # fmt: skip
     return tuple(results)
@@ -105,7 +105,7 @@ def link_figure(found: Explanation) -> Figure:
                 "x": [rows[link].seconds * 1e3 if link in rows else 0.0 for link in links],
                 "customdata": [_volume(rows.get(link)) for link in links],
                 "marker": {"color": SERIES[number % len(SERIES)]},
-                "hovertemplate": f"{kind}: %{{x:.4g}} ms, %{{customdata}}<extra></extra>",
+                "hovertemplate": f"{kind}: %{{x:,.4~r}} ms, %{{customdata}}<extra></extra>",
             }
         )  # fmt: skip
     text = (
@@ -134,7 +134,7 @@ def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
                 {
                     "type": "scatter", "mode": "lines", "name": f"roof, {dtype}", "line": {"width": 2, "dash": "dash"},
                     "x": places, "y": [min(flops, place * num_bytes) / 1e12 for place in places],
-                    "hovertemplate": "%{x:.4g} flops per byte: at most %{y:.4g} TFLOP/s<extra></extra>",
+                    "hovertemplate": "%{x:,.4~r} flops per byte: at most %{y:,.4~r} TFLOP/s<extra></extra>",
                 }
             )  # fmt: skip
     longest = max((work.seconds for work in shown), default=1.0)
@@ -147,7 +147,7 @@ def roofline_figure(answer: Answer, works: Sequence[KindWork]) -> Figure:
                     "size": 10 + 18 * math.sqrt(work.seconds / longest), "color": SERIES[number % len(SERIES)],
                     "symbol": _SYMBOLS[number % len(_SYMBOLS)], "line": {"width": 1},
                 },
-                "hovertemplate": "%{x:.4g} flops per byte, %{y:.4g} TFLOP/s<extra></extra>",
+                "hovertemplate": "%{x:,.4~r} flops per byte, %{y:,.4~r} TFLOP/s<extra></extra>",
             }
         )  # fmt: skip
     rates = [rate for trace in data for rate in trace["y"]]
@@ -171,8 +171,8 @@ def roofline_table(answer: Answer, works: Sequence[KindWork]) -> Table:
         rows.append(
             (
                 kind_name(work.layers), Number(work.flops, digits(work.flops / 1e12)),
-                Number(work.num_bytes, digits(work.num_bytes / 1e9)), Number(work.intensity, f"{work.intensity:.4g}"),
-                Number(work.flops_per_s, f"{work.flops_per_s / 1e12:.4g}"),
+                Number(work.num_bytes, digits(work.num_bytes / 1e9)), Number(work.intensity, digits(work.intensity)),
+                Number(work.flops_per_s, digits(work.flops_per_s / 1e12)),
                 percent(work.flops_per_s / flops) if flops else "-", bound,
             )
         )  # fmt: skip

@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autopar.pages.shapes import PATTERNS, SERIES, Cell, Figure, Table, axis, count, milliseconds, size
+from autopar.pages.shapes import PATTERNS, SERIES, Cell, Figure, Table, axis, count, digits, milliseconds, size
 from autopar.plan import LayerStrategy, Plan
 
 __all__ = ["layer_strip", "layer_table"]
 
 _MOST_TICKS = 26
 _FEW_STAGES = 24  # with more, borders without names
+_NOTHING = "no recompute"
+_FAINT = "rgba(143,143,143,0.25)"  # of what is not done: it calls for no look
 
 
 _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
@@ -20,7 +22,7 @@ _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
     ("storage", lambda strategy: strategy.storage_name),
     (
         "recompute",
-        lambda strategy: f"{strategy.recompute_name} recompute" if strategy.recompute != "none" else "no recompute",
+        lambda strategy: f"{strategy.recompute_name} recompute" if strategy.recompute != "none" else _NOTHING,
     ),
 )
 
@@ -40,7 +42,7 @@ def layer_strip(plan: Plan) -> Figure:
                     "base": [place - 0.5 for place in places], "x": [1] * len(places), "y": [row] * len(places),
                     "width": 0.86,
                     "marker": {
-                        "color": SERIES[number % len(SERIES)],
+                        "color": _FAINT if value == _NOTHING else SERIES[number % len(SERIES)],
                         "pattern": {"shape": PATTERNS[number // len(SERIES) % len(PATTERNS)]},
                         "line": {"width": 0.5, "color": "rgba(128,128,128,0.6)"},
                     },
@@ -84,7 +86,7 @@ def layer_strip(plan: Plan) -> Figure:
 def _tell(plan: Plan, place: int) -> str:
     layer = plan.layers[place]
     cost = plan.costs[place]
-    return f"layer {place}: {layer.name}<br>{cost.total_s * 1e3:.4g} ms, {size(cost.persistent_bytes).text}"
+    return f"layer {place}: {layer.name}<br>{digits(cost.total_s * 1e3)} ms, {size(cost.persistent_bytes).text}"
 
 
 def _stage_names(plan: Plan) -> list[dict[str, Any]]:
