@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar.errors import QuestionError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.step_report import COLUMNS, StepReport
 from autopar.timeline import Event, StepTimeline
@@ -86,6 +87,12 @@ def test_kernels_are_the_layers_own() -> None:
     assert not any("backward" in name.lower() for name in names), "each pass has its own"
     assert all(0 < sum(share for *_, share in kernels) <= 1 + 1e-9 for *_, kernels in report.top_kernels())
     assert "aten::" in str(report)
+
+
+def test_a_step_of_another_form_is_refused() -> None:
+    who, plan = subject("llama", torch.float32), plan_for("llama", 1, ("microbatches=1",), torch.float32)
+    with pytest.raises(QuestionError, match="no layer of the plan ran in this step"):
+        run_ranks(who.model, who.traced, plan, lambda model: model.report(lambda: None, steps=1))
 
 
 def test_the_page_has_the_reports_numbers(tmp_path: Path) -> None:

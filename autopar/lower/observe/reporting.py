@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
+from autopar.errors import QuestionError
 from autopar.headline import describe_parallelism, throughput
 from autopar.lower.observe.expert_rows import ExpertRows
 from autopar.lower.observe.kernel_profile import profile_kernels
@@ -58,6 +59,11 @@ def _measure(
             step()
     finally:
         executor.stopwatch = None
+    if stopwatch.is_empty:
+        raise QuestionError(
+            "no layer of the plan ran in this step: a report follows calls with inputs of the form that the module was "
+            "parallelized for, of which other rows or lengths run by plans of their own: pass such a batch"
+        )
     timeline = stopwatch.read()
     if rows is not None:
         rows.append(counter.read())

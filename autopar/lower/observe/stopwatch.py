@@ -75,6 +75,11 @@ class Stopwatch:
         last = self._marks[-1] if self._marks else None
         return last.layer if last is not None and last.category == "forward" else -1
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer has run."""
+        return not self._marks
+
     def optimizer(self) -> None:
         """The last backward has run."""
         self._mark("optimizer", -1, -1)

@@ -105,6 +105,9 @@ class ModuleInspection(ModuleState):
             warmup: how many to run before.
             kernels: run one more under `torch.profiler`, to list what each kind of layer spends its time on.
 
+        Raises:
+            QuestionError: the step runs no layer of `plan`, as with inputs of another form.
+
         Example:
             >>> report = model.report(lambda: train_step(model, optimizer, batch))
             >>> print(report)
