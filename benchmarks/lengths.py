@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.balance import Assignment, BatchPlanner, Clip, Lengths
 from autopar.balance.groups import best_groups
+from autopar.errors import AutoparError
 from autopar.plan import Decisions, Plan
 from autopar.prediction import Prediction, RowCost
 
@@ -82,7 +83,7 @@ def plans_of_degrees(name: str) -> list[Plan]:
         try:
             plan = autopar.plan(model, cluster, {"input_ids": ids, "labels": ids}, precision="bf16", compile=False,
                                 constraints=constraints)  # fmt: skip
-        except autopar.errors.AutoparError as error:
+        except AutoparError as error:
             print(f"{name}, {degree} devices a sequence: {error}", file=sys.stderr)
             continue
         if plan.prediction.row.ranks == 64 // degree:  # else attention is split otherwise than asked for
