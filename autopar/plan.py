@@ -70,8 +70,8 @@ class Plan:
         memory_limit_bytes: bytes per device that the plan was allowed.
         memory_error: how far the peak memory can be off, relative to it; 0: unknown.
         optimality_gap: the least ``step_time_s + overlapped_s`` that the search found, which is what it minimises, is
-            at most ``1 + optimality_gap`` times that of the best plan in the search space.  Of what it found, the plan
-            is the fastest when simulated.
+            at most ``1 + optimality_gap`` times that of the best plan in the search space that may be chosen.  Of what
+            it found, the plan is the fastest when simulated.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
         other_calls: decisions for calls in eval mode or with inputs of other shapes, by the fingerprints of their

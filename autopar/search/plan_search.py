@@ -25,7 +25,7 @@ from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands, pipeline_demands
 from autopar.search.pipeline.pipeline_search import PipelineSearch
-from autopar.search.plan_selection import select_plan
+from autopar.search.plan_selection import enough_s, select_plan, simulated_s
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
@@ -65,9 +65,12 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     single_stage = SingleStageSearch(context, limit)
     if not demands.needs_pipeline:
         single_stage.begin()
-    considers_pipelines = _considers_pipelines(request, constraints, demands)
-    pipelines = _search_pipelines(context, demands, limit, single_stage.best_s) if considers_pipelines else None
-    single_stage.go_on(pipelines.best_s if pipelines else math.inf)
+    pipelines: PipelineResults | None = None
+    if _considers_pipelines(request, constraints, demands):
+        enough = enough_s(simulated_s(single_stage.searched, limit, batch), request)
+        pipelines = _search_pipelines(context, demands, limit, single_stage.best_s, enough)
+    rival_s = pipelines.best_s if pipelines else math.inf
+    single_stage.go_on(lambda: min(rival_s, simulated_s(single_stage.searched, limit, batch)))
     _report_considered(request, single_stage.searched, pipelines)
     lower_s = _lower_bound_s(single_stage, pipelines)
     try:
@@ -77,7 +80,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     except InfeasibleError:
         if pipelines is None:
             raise
-        pipelines = _search_pipelines(context, demands, _LESS * limit, math.inf)
+        pipelines = _search_pipelines(context, demands, _LESS * limit)
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
     if selected is None:
         smallest = pipelines.smallest if pipelines else None
@@ -126,12 +129,24 @@ def _check_experts(program: Program, demands: Sequence[LayerDemands], request: S
 
 
 def _search_pipelines(
-    context: SearchContext, demands: PipelineDemands, limit_bytes: float, known_s: float
+    context: SearchContext,
+    demands: PipelineDemands,
+    limit_bytes: float,
+    known_s: float = math.inf,
+    enough: float = math.inf,
 ) -> PipelineResults:
-    """Those that may be faster than `known_s`; what is to be said of them is added to the context's notes."""
+    """Those that may be faster than both; what is to be said of them is added to the context's notes.
+
+    Args:
+        context: of the search.
+        demands: on pipelines.
+        limit_bytes: of memory.
+        known_s: a sum of seconds.
+        enough: seconds of a simulated step.
+    """
     assert context.request.schedules is not None
     pipeline_search = PipelineSearch(context, context.request.schedules, demands, limit_bytes)
-    pipelines = pipeline_search.run(known_s)
+    pipelines = pipeline_search.run(known_s, enough)
     context.notes.extend(pipeline_search.notes)
     return pipelines
 

@@ -12,8 +12,9 @@ not be there: a pipeline must be faster than what runs without stages by more th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from autopar.errors import HostMemoryError, InfeasibleError
@@ -27,7 +28,7 @@ from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict
 
-__all__ = ["host_shortage", "preferred_s", "select_plan"]
+__all__ = ["enough_s", "host_shortage", "preferred_s", "select_plan", "simulated_s"]
 
 # Pipelines that are simulated, small ones and others: sums rank them well but for what is overlapped, and each takes
 # about 0.02 s, or up to a second.
@@ -69,9 +70,8 @@ def select_plan(
     for candidate in sorted([*flat, *_with_stages(pipelines)], key=lambda candidate: candidate.visible_s):
         if best is not None and (not _is_hopeful(candidate, best, request) or _is_late(candidate.shape, simulated)):
             continue
-        plan = candidate.simulate()
-        short = host_shortage(plan, candidate.context.prices)
-        if short or plan.peak_memory_bytes > limit_bytes + batch_bytes:
+        plan, short = candidate.simulate(), candidate.misfit(limit_bytes + batch_bytes)
+        if short is not None:
             shortages.append(short)
             too_large.append(plan.peak_memory_bytes)
             continue
@@ -92,6 +92,20 @@ def select_plan(
     return None
 
 
+def simulated_s(searched: Iterable[SingleStagePaths], limit_bytes: float, batch_bytes: float) -> float:
+    """Seconds of the fastest plan without stages that fits, as simulated; infinite if none does."""
+    best_s = math.inf
+    for candidate in sorted(_without_stages(searched, limit_bytes), key=lambda candidate: candidate.visible_s):
+        if candidate.least_s <= best_s and candidate.misfit(limit_bytes + batch_bytes) is None:
+            best_s = min(best_s, candidate.simulate().step_time_s)
+    return best_s
+
+
+def enough_s(flat_s: float, request: SearchRequest) -> float:
+    """A pipeline that takes so long is no match for a plan without stages that takes `flat_s`, both as simulated."""
+    return flat_s * _PRICE_ERROR if request.on_final else flat_s / _STAGES_GAIN
+
+
 @dataclass(frozen=True, eq=False)
 class _PlanCandidate:
     """What may be the best: it takes `least_s` if all collectives of parameters are overlapped, `visible_s` by
@@ -103,14 +117,24 @@ class _PlanCandidate:
     visible_s: float
     decide: Callable[[], Decisions]
     shape: Shape | None = None
+    known: dict[int, Plan] = field(default_factory=dict[int, Plan])
+    number: int = 0  # in `known`
 
     def simulate(self) -> Plan:
-        context, request = self.context, self.context.request
-        decisions = self.decide()
-        prediction = predict(
-            context.program, decisions, context.prices, request.training, request.schedules, context.facts
-        )
-        return Plan(decisions, prediction, memory_error=request.memory_error)
+        if self.number not in self.known:
+            context, request = self.context, self.context.request
+            decisions = self.decide()
+            prediction = predict(
+                context.program, decisions, context.prices, request.training, request.schedules, context.facts
+            )
+            self.known[self.number] = Plan(decisions, prediction, memory_error=request.memory_error)
+        return self.known[self.number]
+
+    def misfit(self, allowed_bytes: float) -> str | None:
+        """Why the plan does not fit: what its hosts have no room for, or nothing to say; None if it fits."""
+        plan = self.simulate()
+        short = host_shortage(plan, self.context.prices)
+        return short if short or plan.peak_memory_bytes > allowed_bytes else None
 
 
 def _without_stages(searched: Iterable[SingleStagePaths], limit_bytes: float) -> Iterator[_PlanCandidate]:
@@ -119,8 +143,9 @@ def _without_stages(searched: Iterable[SingleStagePaths], limit_bytes: float) ->
             if paths.pool.peak_bytes[path] <= limit_bytes:
                 visible_s = float(paths.visible_s[path])
                 yield _PlanCandidate(
-                    paths.candidates.context, paths.least_s(path), visible_s, partial(paths.decisions, path)
-                )
+                    paths.candidates.context, paths.least_s(path), visible_s, partial(paths.decisions, path),
+                    known=paths.plans, number=path,
+                )  # fmt: skip
 
 
 def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:

@@ -157,12 +157,16 @@ class SearchContext:
         """Forward and backward seconds of every layer, [2, layers], if the devices of a group shared all compute."""
         of_kind = {
             kind: (sum(each.forward_s for each in times), sum(each.backward_s for each in times))
-            for kind, times in self._whole_s(self.request.training).items()
+            for kind, times in self.whole_s.items()
         }
         return np.array([of_kind[layer.kind] for layer in self.program.layers]).T / self.num_devices
 
-    def _whole_s(self, training: TrainingSpec) -> dict[int, list[OpTime]]:
+    @property
+    def whole_s(self) -> dict[int, list[OpTime]]:
         """Per kind of layers, the seconds of each op on one device."""
+        return self._whole_s(self.request.training)
+
+    def _whole_s(self, training: TrainingSpec) -> dict[int, list[OpTime]]:
         if training.compiled not in self.known_seconds:
             wholes = {layer.kind: place_whole(self.program, layer) for layer in self.program.kinds}
             self.known_seconds[training.compiled] = {
@@ -184,7 +188,7 @@ class SearchContext:
                 (_share(own.forward_s, other.forward_s), _share(own.backward_s, other.backward_s))
                 for own, other in zip(times, alone[kind], strict=True)
             )
-            for kind, times in self._whole_s(training).items()
+            for kind, times in self.whole_s.items()
         }
 
     @cached_property

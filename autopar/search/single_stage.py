@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError
-from autopar.plan import Decisions
+from autopar.plan import Decisions, Plan
 from autopar.schedules import Flight
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.chain_dp import Chain, ChainLayer, path_costs
@@ -36,6 +36,8 @@ class SingleStagePaths:
     candidates: CandidateSet
     pool: PathPool
     visible_s: Array
+    plans: dict[int, Plan] = field(default_factory=dict[int, Plan], repr=False)
+    """Those of paths that were simulated."""
 
     def decisions(self, path: int) -> Decisions:
         """Those of the path of this index."""
@@ -94,12 +96,14 @@ class SingleStageSearch:
         count, assignment = next(self._counts)
         self._try(count, assignment)
 
-    def go_on(self, rival_s: float) -> None:
-        """Search with more, as far as that may be faster than what fits and than a pipeline of so many seconds."""
+    def go_on(self, rival_s: Callable[[], float]) -> None:
+        """Search with more, as far as that may be faster than what fits, and than the seconds of the best plan by then
+        that was simulated.
+        """
         if not self.searched:
             return
         for count, assignment in self._counts:
-            if self._is_settled(rival_s) or not self._try(count, assignment):
+            if self._is_settled(rival_s()) or not self._try(count, assignment):
                 return
 
     def _try(self, count: int, assignment: TimeAssignment) -> bool:

@@ -8,8 +8,14 @@ import pytest
 
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
-from autopar.search import SearchRequest, plan_search, search, search_context
+from autopar.search import SearchRequest, TrainingSpec, plan_search, search, search_context
+from autopar.search.constraints import LayerDemands, parse_constraints
+from autopar.search.microbatches import time_assignment
+from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_search import PipelineSearch
+from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
+from autopar.search.plan_selection import preferred_s
+from autopar.search.search_context import SearchContext
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
@@ -30,9 +36,9 @@ def refuse_first(monkeypatch: pytest.MonkeyPatch, error: type[InfeasibleError]) 
             raise error("no plan fits")
         return select(*arguments)
 
-    def note(self: PipelineSearch, known_s: float) -> Any:
+    def note(self: PipelineSearch, *known_s: float) -> Any:
         limits.append(self.limit_bytes)
-        return run(self, known_s)
+        return run(self, *known_s)
 
     monkeypatch.setattr(plan_search, "select_plan", refuse)
     monkeypatch.setattr(PipelineSearch, "run", note)
@@ -67,3 +73,42 @@ def test_whole_layers_are_priced_once_for_device_groups_of_any_size(monkeypatch:
     monkeypatch.setattr(search_context, "place_whole", count)
     search(PROGRAM, 4, PRICES, SearchRequest(max_microbatches=4, schedules=schedule_actions))
     assert sorted(placed) == list(range(len(PROGRAM.kinds)))
+
+
+def test_pipelines_that_are_passed_over_for_their_compute_alone_are_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_over: list[tuple[int, int, float]] = []
+    is_too_slow = PipelineSearch._is_too_slow
+
+    def note(self: PipelineSearch, context: Any, count: int, *more: Any) -> bool:
+        found = is_too_slow(self, context, count, *more)
+        if found:
+            passed_over.append((context.num_groups, count, self._enough_s))
+        return found
+
+    monkeypatch.setattr(PipelineSearch, "_is_too_slow", note)
+    free = search(PROGRAM, 4, PRICES, SearchRequest(max_microbatches=4, schedules=schedule_actions))
+    assert passed_over, "no pipeline was passed over, so this test shows nothing"
+    for groups, count, enough_s in passed_over:
+        forced = SearchRequest(
+            constraints=(f"pipeline={groups}", f"microbatches={count}"), schedules=schedule_actions
+        )  # fmt: skip
+        found = search(PROGRAM, 4, PRICES, forced)
+        assert found.step_time_s >= enough_s * (1 - 1e-9)
+        assert preferred_s(found) >= preferred_s(free) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bool) -> None:
+    training = TrainingSpec().running(compiled=compiled)
+    for schedule, groups, count in (("1f1b", 2, 4), ("zbv", 2, 4), ("gpipe", 2, 2), ("1f1b", 4, 4)):
+        constraints = (f"pipeline={groups}", f"microbatches={count}", f"schedule={schedule}")
+        request = SearchRequest(constraints=constraints, schedules=schedule_actions, training=training)
+        plan = search(PROGRAM, 4, PRICES, request)
+        demands = tuple(LayerDemands() for _ in PROGRAM.layers)
+        context = SearchContext(PROGRAM, 4 // groups, PRICES, request, parse_constraints((), 4), demands, groups)
+        assignment = time_assignment(PROGRAM, count)
+        assert not isinstance(assignment, str)
+        tables = least_compute(context, count, assignment.factors)
+        shape = plan.decisions.shape
+        bound_s = relaxed_step_s(tables, shape, shape.actions(schedule_actions), 2 * plan.step_time_s)
+        assert 0 < bound_s <= plan.step_time_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,9 +16,12 @@ from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
 from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
+from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, ShapeBound, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
+from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
+from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
 __all__ = ["PipelineSearch"]
@@ -30,6 +33,10 @@ _MAX_TRIED = 12  # on that walk: each takes about as long as a search without st
 # Microbatches for each device group with which the walk begins: with fewer the bubble is large, with more activations
 # are, and so it is rarely far from the best.
 _FIRST_MICROBATCHES = 2
+# What is hoped for of a bound, relative to what is enough: steps come near it ever more slowly.
+_AIM = 1.05
+_IDLE = 1e-6  # of such pipelines, those with fewer device groups idle less: that way the walk goes on
+_HOPELESS = 0.93  # of what is enough: bounds that began lower never got there
 
 
 @dataclass(eq=False)
@@ -44,15 +51,19 @@ class PipelineSearch:
     demands: PipelineDemands
     limit_bytes: float
     notes: list[str] = field(default_factory=list[str])
+    _enough_s: float = math.inf
+    _too_slow: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # all shapes of these
     _assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
     _contexts: dict[int, SearchContext] = field(default_factory=dict[int, SearchContext])
     _least_s: dict[tuple[int, int], Array] = field(default_factory=dict[tuple[int, int], Array])
 
-    def run(self, known_s: float) -> PipelineResults:
+    def run(self, known_s: float, enough_s: float = math.inf) -> PipelineResults:
         """The pipelines that were looked at, and a lower bound on their seconds.
 
-        Pipelines that can't be faster than `known_s`, the seconds of a plan without stages, are passed over.
+        Pipelines that can't be faster than `known_s`, the sum of seconds of a plan without stages, are passed over; and
+        so are those that can't be faster than `enough_s` whatever compute hides, which the results' bounds leave out.
         """
+        self._enough_s = enough_s
         results = PipelineResults(self.schedules, self.limit_bytes)
         counts = {groups: list(self._microbatch_counts(groups)) for groups in self._group_counts()}
         self._check_possible(counts)
@@ -92,7 +103,11 @@ class PipelineSearch:
         best, _ = min(tried, key=lambda pair: tried[pair])
         at = counts[best].index(firsts[best])
         _walk(counts[best][at:], lambda count: attempt(best, count))
-        _walk(counts[best][at::-1], lambda count: attempt(best, count))
+        if (
+            best,
+            firsts[best],
+        ) not in self._too_slow:  # else fewer, with which device groups idle longer, are no faster
+            _walk(counts[best][at::-1], lambda count: attempt(best, count))
 
     def _check_possible(self, counts: dict[int, list[int]]) -> None:
         """Raise if a pipeline is demanded but there is none; else note why there is none."""
@@ -173,6 +188,11 @@ class PipelineSearch:
         if not any(bound_s < known_s for bound_s in bounds.values()):
             results.bounds += [ShapeBound(shape, bound_s) for shape, bound_s in bounds.items()]
             return min(bounds.values(), default=np.inf)
+        hopeful = [shape for shape, bound_s in bounds.items() if bound_s < known_s]
+        if self._is_too_slow(context, count, assignment, hopeful):
+            results.bounds += [ShapeBound(shape, bound_s) for shape, bound_s in bounds.items() if bound_s >= known_s]
+            self._too_slow.add((groups, count))
+            return self._enough_s * (1 + _IDLE * groups)
         own = PipelineResults(self.schedules, self.limit_bytes)
         for shared in shared_storage_choices(context):
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
@@ -193,6 +213,24 @@ class PipelineSearch:
             self._least_s[groups, count] = np.minimum(self._least_s.get((groups, count), np.inf), least)
         results.merge(own)
         return own.hoped_s
+
+    def _is_too_slow(
+        self, context: SearchContext, count: int, assignment: TimeAssignment, shapes: Sequence[Shape]
+    ) -> bool:
+        """Whether no pipeline of any of these shapes is fast enough, by the compute of its layers alone."""
+        if not math.isfinite(self._enough_s) or not all(map(is_small, shapes)):  # large ones take as long as a search
+            return False
+        tables = least_compute(context, count, assignment.factors)
+        # Those that idle least come first: one that may be fast enough ends it.
+        for shape in sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages)):
+            actions = shape.actions(self.schedules)
+            found = 0.0
+            for found in relaxed_bounds(tables, shape, actions, _AIM * self._enough_s, self.demands.cuts):
+                if found >= self._enough_s or found < _HOPELESS * self._enough_s:
+                    break
+            if found < self._enough_s:
+                return False
+        return True
 
     def _least_layers(self, groups: int, count: int) -> Array:
         """Forward, and forward and backward seconds that each layer takes at least, [2, layers]: cutting a batch into

@@ -1,0 +1,70 @@
+"""What the ops of each layer take at least on a device group, whatever strategy they run with: enough to rule out
+pipelines before their candidates are made, which takes a hundred times as long.
+
+Every op has its cheapest local types on any mesh of the group; collectives, the optimizer, copies and memory cost
+nothing.  So no pipeline is faster than `relaxed_step_s` of these tables, also where compute hides everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from autopar.ops import is_fused
+from autopar.program import Layer
+from autopar.search.cost_tables import CostTables, LayerCosts
+from autopar.search.layer_problem import LayerProblem, StepSettings
+from autopar.search.search_context import SearchContext
+from autopar.step.layer_cost import weight_share
+from autopar.step.training import is_differentiable, own_training
+
+__all__ = ["least_compute"]
+
+
+def least_compute(context: SearchContext, count: int, factors: Mapping[int, tuple[str, ...]]) -> CostTables:
+    """One boundary state, and per layer two candidates: backwards that can't be split, and that can as far as possible.
+
+    Args:
+        context: the search on the device groups.
+        count: microbatches.
+        factors: layer kind -> per op, the factor that microbatches split.
+    """
+    settings = StepSettings(context.program, context.prices, context.request.training, count, dict(factors), {})
+    of_kind = {layer.kind: _layer_costs(context, settings, layer) for layer in context.program.kinds}
+    layers = tuple(of_kind[layer.kind] for layer in context.program.layers)
+    return CostTables(count, 1, layers, (None,) * (len(layers) - 1))
+
+
+def _layer_costs(context: SearchContext, settings: StepSettings, layer: Layer) -> LayerCosts:
+    problems = [LayerProblem(settings, layer, mesh) for mesh in context.meshes]
+    forward_s = backward_s = weight_s = 0.0
+    for index, op in enumerate(layer.ops):
+        ahead_s, back_s = np.min([*_op_seconds(context, problems, index)], axis=0)
+        forward_s += float(ahead_s)
+        backward_s += float(back_s)
+        weight_s += float(back_s) * weight_share(context.program, op)
+    nothing, only = np.zeros(2), np.zeros(2, dtype=np.intp)
+    return LayerCosts(
+        forward_s=np.full(2, forward_s), backward_s=np.full(2, backward_s), weight_s=np.array([0.0, weight_s]),
+        step_s=nothing, static_bytes=nothing, saved_bytes=nothing, transient_bytes=nothing, split_bytes=nothing,
+        state_in=only, state_out=only, leave_s=nothing, return_s=nothing,
+    )  # fmt: skip
+
+
+def _op_seconds(context: SearchContext, problems: list[LayerProblem], index: int) -> Iterator[tuple[float, float]]:
+    """Forward and backward seconds of one microbatch, for each way to run an op."""
+    settings, layer = problems[0].settings, problems[0].layer
+    op, training = layer.ops[index], own_training(context.program, layer, settings.training)
+    if training.compiled and is_fused(op):  # a part of kernels: at best as fast as on one device, shared out
+        whole = context.whole_s[layer.kind][index]
+        parts = settings.num_microbatches * context.num_devices
+        yield whole.forward_s / parts, whole.backward_s / parts
+        return
+    differentiable = is_differentiable(context.program, op, training)
+    kinds = dict.fromkeys((s.operand_types, s.result_types) for each in problems for s in each.states[index])
+    for operands, results in kinds:
+        time = context.prices.op_s(op, operands, results, differentiable)
+        yield time.forward_s, time.backward_s
+    if not kinds:  # no mesh suits it
+        yield 0.0, 0.0
