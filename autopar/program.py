@@ -148,6 +148,8 @@ class Option:
         kernel: ``""``: the op itself runs on the local tensors; else the name of a special kernel in
             ``lower.kernels``.
         collectives: what that kernel communicates.
+        travelling: operands whose slices the kernel has one after the other, see `autopar.ops.family.Kernel`; it runs
+            on one axis only.
     """
 
     factor: str
@@ -156,6 +158,7 @@ class Option:
     extent: int = 0
     kernel: str = ""
     collectives: tuple[KernelCollective, ...] = ()
+    travelling: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -208,12 +208,14 @@ def print_predictions(console: Console, plan: autopar.Plan, step_s: float, held_
     )
 
 
-def read_arguments(description: str | None, constraints: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line; `constraints` where it gives none."""
+def read_arguments(
+    description: str | None, constraints: Sequence[str] = (), *, batch_size: int = 8, sequence_length: int = 256
+) -> argparse.Namespace:
+    """The command line; the other arguments are what holds where it says nothing."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=batch_size)
+    parser.add_argument("--sequence-length", type=int, default=sequence_length)
     parser.add_argument("--constraints", nargs="*", default=constraints, help="such as tensor=2 or pipeline=2")
     return parser.parse_args()
 

@@ -210,7 +210,9 @@ def layer_forms(
 def _placements(op: Op, factor: str) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     for option in op.options:
         if option.factor == factor:
-            return option.operands, option.results
+            travels = option.travelling  # all slices, one after the other
+            operands = (REPLICATE if place in travels else cut for place, cut in enumerate(option.operands))
+            return tuple(operands), option.results
     return (REPLICATE,) * len(op.operands), (REPLICATE,) * len(op.results)
 
 

@@ -116,7 +116,7 @@ def _priced_ops(answer: Answer, index: int) -> Iterator[_PricedOp]:
     joined = {index for kernel in kernels for index in kernel.ops}
     for index, (op, time) in enumerate(zip(layer.ops, op_seconds(placed, answer.prices, training), strict=True)):
         state = placed.states[index]
-        work = count_work(op, state.operand_types, state.result_types)
+        work = count_work(op, state.work_types, state.result_types)
         if index in joined and not work.is_counted_in_flops:
             work = Work("bytes", work.dtype)
         yield _PricedOp(work, time.forward_s + time.backward_s, time.source, is_differentiable(program, op, training))

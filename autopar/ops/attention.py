@@ -21,19 +21,22 @@ the row.
 """
 
 
-def _rule(op: Op, operand_types: Types, result_types: Types) -> str:
+def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
     """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal).
 
     ``*`` holds the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number bounds the
     slices. A causal mask counts rows from the first, so slices of the query rows need a kernel that knows where they
-    are; there is none that drops out, or takes fewer rows than columns.
+    are; there is none that drops out, or takes fewer rows than columns.  Factor ``q`` cuts rows of the query and leaves
+    keys and values whole; ``r`` cuts all three, and keys and values travel.
     """
+    sizes = {kind.shape[-2] for kind in operand_types[:2]}
+    can_split = all(len(kind.shape) == 4 for kind in operand_types[:3]) and len(sizes) == 1 and not _drops(4)(op)
     query, remark = "q", ""
     if argument(op, 5, "is_causal", False):
-        sizes = {kind.shape[-2] for kind in operand_types[:2]}
-        can_split = all(len(kind.shape) == 4 for kind in operand_types[:3]) and len(sizes) == 1 and not _drops(4)(op)
         query, remark = ("q", " | by q context_attention") if can_split else ("_", "")
-    return f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _{remark}"
+    gathered = f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _{remark}"
+    ring = "* r _, * r _, * r _ -> * r _ | by r ring_attention"
+    return (gathered, ring) if can_split and len(operand_types) == 3 else (gathered,)
 
 
 def _documents(op: Op, operand_types: Types, result_types: Types) -> str:
@@ -57,12 +60,40 @@ def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     )
 
 
+def _ring_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """Keys and values, and their gradients, round the ring; of causal attention halves to and from the mirrored device.
+
+    Gradients travel in float32 at least, as all devices add to them, and take a step more than there are others.
+    """
+    query, result, dtype = 0, len(operands), operands[0].dtype
+    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    wide = "float64" if dtype == "float64" else "float32"
+    moves = [
+        KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True),
+        KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True),
+        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True),
+        KernelCollective("send", "backward", 1, dtype=wide, count=both),
+    ]
+    if argument(op, 5, "is_causal", False):
+        halves = [("forward", each, 0.5) for each in (query, 1, 2, result)]
+        halves += [("backward", each, count) for each, count in ((result, 1.0), (query, 0.5), (1, 0.5), (2, 0.5))]
+        moves += [KernelCollective("send", phase, each, dtype=dtype, count=count) for phase, each, count in halves]
+    return tuple(moves)
+
+
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Of `context_attention`: exchanged halves, and results of blocks, joined in float32 at least."""
+    """Exchanged halves, and results of blocks, joined in float32 at least; of a ring also slices under way."""
     if not has_kernel:
         return Buffers()
     query, result = operands[0].num_bytes, results[0].num_bytes
-    wide = result * max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
+    widening = max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
+    wide = result * widening
+    if operands[0].shape[-2] == operands[1].shape[-2]:  # a ring: the rows of keys are cut as those of queries are
+        slices = sum_bytes(operands[1:3])
+        return Buffers(
+            forward=query + 3.0 * slices + result + 2.0 * wide,
+            backward=widening * query + 2.0 * slices + 3.0 * widening * slices + 2.0 * result,
+        )
     return Buffers(
         forward=0.5 * query + 1.5 * result + wide,
         backward=2.0 * query + 2.0 * result + sum_bytes(operands[1:3]),
@@ -144,7 +175,10 @@ FAMILIES = (
         aten({"scaled_dot_product_attention": _rule}),
         is_random=_drops(4),
         is_cheap=False,
-        kernels={"context_attention": Kernel(_exchanges, unit=2)},
+        kernels={
+            "context_attention": Kernel(_exchanges, unit=2),
+            "ring_attention": Kernel(_ring_moves, unit=2, travelling=(1, 2)),
+        },
         buffers=_buffers,
         count_work=_work(-2),
         function="attention",

@@ -145,8 +145,11 @@ def with_rule(op: Op, operand_types: Types, result_types: Types) -> Op:
 
 
 def _in_units(option: Option, family: OpFamily) -> Option | None:
-    """The option with slices that its kernel takes; None if there are none."""
-    unit = family.kernels[option.kernel].unit if option.kernel else 1
+    """The option as its kernel runs it, with slices that this takes; None if there are none."""
+    if not option.kernel:
+        return option
+    kernel = family.kernels[option.kernel]
+    option, unit = replace(option, travelling=kernel.travelling), kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
     return option if unit == 1 else replace(option, extent=extent) if extent > 1 else None
 

@@ -129,7 +129,7 @@ def _uses(program: Program, plan: Plan) -> Iterator[_Use]:
         strategy = replace(plan.strategies[number], recompute="none")
         placed = place(program, layer, strategy, plan.num_microbatches)
         ops = tuple(
-            LocalOp(state.operand_types, state.result_types, tuple(o.kernel for o in state.options if o.kernel))
+            LocalOp(state.work_types, state.result_types, tuple(o.kernel for o in state.options if o.kernel))
             for state in placed.states
         )
         key = layer_key(layer, ops, compiled=plan.compiled)

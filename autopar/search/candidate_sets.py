@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import ConstraintError
+from autopar.ops import family_of
 from autopar.placement import local_shape
 from autopar.plan import Decisions, LayerStrategy, PlannedLayer, Stage
-from autopar.program import Layer, Program, itemsize_bytes
+from autopar.program import Layer, Op, Program, itemsize_bytes
 from autopar.search.constraints import LayerDemands
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer
 from autopar.search.labels import axis_labels
@@ -174,6 +175,7 @@ def _settle_demands(
         if missed:
             if not context.request.any_batch:
                 _check_batch(context.program, dict(missed).get("data", 1), settings.num_microbatches)
+                _check_tokens(context.program, dict(missed).get("context", 1))
             given_up = ", ".join(f"{name}={degree}" for name, degree in missed)
             context.notes.append(f"layers like {layer.name} can't use {given_up}: ignored for these layers")
         context.settled[first] = kept
@@ -193,6 +195,36 @@ def _check_batch(program: Program, degree: int, num_microbatches: int) -> None:
         f"devices. Pass a batch that is a multiple of {pieces} (DataLoader(drop_last=True) leaves out a smaller last "
         "one), or another degree"
     )
+
+
+def _check_tokens(program: Program, degree: int) -> None:
+    """Raise `ConstraintError` if a context degree divides the tokens of no attention."""
+    found = [
+        (program.type_of(op.operands[0]).shape[-2], _unit_of_rows(program, op))
+        for layer in program.kinds
+        for op in layer.ops
+        if family_of(op.target).is_attention
+    ]
+    found = [(rows, unit) for rows, unit in found if unit]
+    if degree == 1 or not found or any(rows % (unit * degree) == 0 for rows, unit in found):
+        return
+    rows, unit = found[0]
+    padded = -(-rows // (unit * degree)) * unit * degree
+    halves = ", each of which has two halves as attention is causal" if unit > 1 else ""
+    raise ConstraintError(
+        f"constraint 'context={degree}': rows of {rows} tokens do not divide over {degree} devices{halves}. Pad rows "
+        f"to {padded} tokens (with labels of -100, which cross entropy leaves out), or take another degree"
+    )
+
+
+def _unit_of_rows(program: Program, op: Op) -> int:
+    """What the number of rows that a device has must be a multiple of; 0: they can't be cut, however many there are."""
+    shape = program.type_of(op.results[0]).shape
+    cuts = [o.extent for o in op.options if o.results[0].is_shard and o.results[0].dim == len(shape) - 2]
+    if cuts:
+        return shape[-2] // max(cuts)
+    units = {kernel.unit for kernel in family_of(op.target).kernels.values()}
+    return max(units, default=0) if shape[-2] % 2 and not op.is_random else 0
 
 
 def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:

@@ -27,7 +27,7 @@ from autopar.program import Layer, Op, Program, TensorType
 from autopar.search.layout_choices import Policy, arrival_layout, boundary_policies, has_whole_boundary
 from autopar.search.reshard_prices import CollectiveCounts, collective_counts, reshard_tables
 from autopar.step.local_layer import SharedStorage
-from autopar.step.op_states import Allowed, OpState, kernel_calls, op_states
+from autopar.step.op_states import Allowed, OpState, kernel_calls, kernel_hidden_s, op_states
 from autopar.step.optimizer_costs import optimizer_s_per_element, updates
 from autopar.step.prices import Prices
 from autopar.step.training import TrainingSpec, is_differentiable, own_training
@@ -298,15 +298,18 @@ def _op_table(problem: LayerProblem, index: int) -> OpTable:
     ahead, back = shares[index] if shares else (1.0, 1.0)
     columns = np.zeros((4, len(problem.states[index])))
     for row, state in enumerate(problem.states[index]):
-        types = id(state.operand_types), id(state.result_types)  # equal ones are one object
+        types = id(state.work_types), id(state.result_types)  # equal ones are one object
         if types not in known:
-            time = prices.op_s(op, state.operand_types, state.result_types, differentiable)
+            time = prices.op_s(op, state.work_types, state.result_types, differentiable)
             known[types] = (ahead * time.forward_s, back * time.backward_s)
         columns[:2, row] = known[types]
-        for run, times in kernel_calls(state, problem.mesh) if op.has_collectives else ():
+        calls = tuple(kernel_calls(state, problem.mesh)) if op.has_collectives else ()
+        phase_s = {"forward": known[types][0], "backward": known[types][1]}
+        for (run, times), hidden_s in zip(calls, kernel_hidden_s(calls, phase_s, prices), strict=True):
             backward = run.phase == "backward"
             if not backward or problem.training.is_training:
-                columns[3 if backward else 2, row] += times * prices.collective_s(run.kind, run.axis, run.num_bytes)
+                exposed_s = prices.collective_s(run.kind, run.axis, run.num_bytes) - hidden_s
+                columns[3 if backward else 2, row] += times * exposed_s
     return OpTable(*(problem.settings.num_microbatches * columns))
 
 

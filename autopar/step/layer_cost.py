@@ -26,12 +26,12 @@ from autopar.step.liveness import RunningMemory, running_memory
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.local_program import local_program
 from autopar.step.op_seconds import op_seconds
-from autopar.step.op_states import OpState, kernel_runs
+from autopar.step.op_states import OpState, kernel_calls, kernel_hidden_s
 from autopar.step.optimizer_costs import optimizer_s
 from autopar.step.parameter_costs import brought_s, gradient_sums_s, held_cost
 from autopar.step.piece_seconds import hidden_s
-from autopar.step.prices import PricedCollective, Prices, priced, reshard_calls, run_s
-from autopar.step.training import TrainingSpec, own_training
+from autopar.step.prices import CollectiveCall, PricedCollective, Prices, priced, reshard_calls, run_s
+from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow
 
 __all__ = [
@@ -97,11 +97,26 @@ def running_collectives(
         elif isinstance(each, Reshard):
             yield from _reshard_collectives(placed, each, local.values[each.target].value, training, reruns=reruns)
         elif isinstance(each, RunOp):
-            for call in kernel_runs(each.state, placed.mesh):
+            for call, beside_s in _kernel_calls(placed, each, prices, training):
+                run = replace(priced(call, each.op.name, count, "kernel", each.index + 1), hidden_s=beside_s)
                 if call.phase == "forward" or training.is_training:
-                    yield priced(call, each.op.name, count, "kernel", each.index + 1)
+                    yield run
                 if call.phase == "forward" and reruns:
-                    yield priced(replace(call, phase="recompute"), each.op.name, count, "kernel", each.index + 1)
+                    yield replace(run, phase="recompute")
+
+
+def _kernel_calls(
+    placed: PlacedLayer, run: RunOp, prices: Prices | None, training: TrainingSpec
+) -> Iterable[tuple[CollectiveCall, float]]:
+    """The collectives of an op's kernel, with the seconds of each that pass beside what it computes."""
+    calls = tuple(kernel_calls(run.state, placed.mesh))
+    hidden_s = [0.0] * len(calls)
+    if prices is not None and any(call.beside for call, _ in calls):
+        differentiable = is_differentiable(placed.program, run.op, training)
+        time = prices.op_s(run.op, run.state.work_types, run.state.result_types, differentiable)
+        hidden_s = kernel_hidden_s(calls, {"forward": time.forward_s, "backward": time.backward_s}, prices)
+    for (call, times), beside_s in zip(calls, hidden_s, strict=True):
+        yield from ((call, beside_s),) * times
 
 
 def _reshard_collectives(

@@ -30,7 +30,7 @@ def op_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> l
     """
     alone = [
         prices.op_s(
-            op, state.operand_types, state.result_types, is_differentiable(placed.program, op, training)
+            op, state.work_types, state.result_types, is_differentiable(placed.program, op, training)
         )
         for op, state in zip(placed.layer.ops, placed.states, strict=True)
     ]  # fmt: skip

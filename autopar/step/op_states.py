@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
-from autopar.step.prices import CollectiveCall
+from autopar.step.prices import CollectiveCall, Prices
 from autopar.step.value_flows import TimeView, option_of, options_of
 
-__all__ = ["Allowed", "OpState", "assigned_state", "kernel_calls", "kernel_runs", "op_states"]
+__all__ = ["Allowed", "OpState", "assigned_state", "kernel_calls", "kernel_hidden_s", "kernel_runs", "op_states"]
 
 # Whether an op may use an option on the mesh axis of this index.
 Allowed = Callable[[Op, int, Option], bool]
@@ -21,8 +21,9 @@ Allowed = Callable[[Op, int, Option], bool]
 
 @dataclass(frozen=True)
 class OpState:
-    """An op with a factor per axis: the layouts of its operands and results, and their types on one
-    device.
+    """An op with a factor per axis: the layouts of its operands and results, and their types on one device.
+
+    `work_types` are those of the operands that a device computes with: slices that travel are all of them.
     """
 
     options: tuple[Option, ...]
@@ -30,6 +31,7 @@ class OpState:
     results: tuple[Layout, ...]
     operand_types: tuple[TensorType, ...]
     result_types: tuple[TensorType, ...]
+    work_types: tuple[TensorType, ...]
 
     @cached_property
     def has_kernel(self) -> bool:
@@ -81,7 +83,7 @@ def assigned_state(
     if not states:
         raise PlanMismatchError(
             f"op {op.name} ({op.target}) can't split {' '.join(factors)} on mesh {mesh}: sizes don't divide, or two "
-            "special kernels would run it at once"
+            "special kernels would run it at once, or one ring on two axes"
         )
     return states[0]
 
@@ -125,7 +127,7 @@ def _make_states(
             for option in options
             if (longer := _extend(partial, option, size, cuts, known)) is not None
         ]
-    return tuple(_finish(partial) for partial in partials)
+    return tuple(_finish(partial, mesh) for partial in partials)
 
 
 def _extend(
@@ -136,7 +138,7 @@ def _extend(
     known: dict[_Types, _Types],
 ) -> _Partial | None:
     """`partial` with this option on the next axis, or None where that is illegal."""
-    if option.kernel and partial.kernel and option.kernel != partial.kernel:
+    if option.kernel and partial.kernel and (option.kernel != partial.kernel or option.travelling):
         return None
     degrees = partial.degrees
     if option.extent:
@@ -173,11 +175,25 @@ def _cut_types(
     return tuple(local)
 
 
-def _finish(partial: _Partial) -> OpState:
+def _finish(partial: _Partial, mesh: tuple[int, ...]) -> OpState:
     options, (operand_types, result_types) = partial.options, partial.local
     operands = tuple(zip(*(option.operands for option in options), strict=True))
     results = tuple(zip(*(option.results for option in options), strict=True))
-    return OpState(options, operands, results, operand_types, result_types)
+    work_types = operand_types
+    for option, size in zip(options, mesh, strict=True):
+        for place in option.travelling:
+            work_types = (
+                *work_types[:place],
+                _joined(work_types[place], option.operands[place], size),
+                *work_types[place + 1 :],
+            )
+    return OpState(options, operands, results, operand_types, result_types, work_types)
+
+
+def _joined(tensor: TensorType, cut: Placement, size: int) -> TensorType:
+    """So many slices together."""
+    shape = (*tensor.shape[: cut.dim], tensor.shape[cut.dim] * size, *tensor.shape[cut.dim + 1 :])
+    return TensorType(shape, tensor.dtype)
 
 
 def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, ...]:
@@ -200,8 +216,32 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
             growth = dict(collective.growth).get(together, 1.0)
             element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
+            beside = axis.size if collective.is_ring and option.travelling else 0
             times = axis.size - 1 if collective.is_ring else 1
             for size, pieces in ((collective.piece, full), (rest, 1)):
                 if size and pieces:
-                    call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes)
+                    call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes, beside)
                     yield call, pieces * times
+
+
+def kernel_hidden_s(
+    calls: Sequence[tuple[CollectiveCall, int]], phase_s: Mapping[str, float], prices: Prices
+) -> list[float]:
+    """Seconds of each of `kernel_calls`, one time, that pass beside the kernel's computing, `phase_s` by phase.
+
+    Of a ring of n devices, each step sends beside one n-th of the computing; a device is then busy for the longer one
+    of what it sends, and of what it computes and loses by sending (`Prices.interference`).
+    """
+    step_bytes: dict[str, float] = {}
+    for call, times in calls:
+        if call.beside:
+            step_bytes[call.phase] = step_bytes.get(call.phase, 0.0) + times * call.num_bytes / (call.beside - 1)
+    hidden: list[float] = []
+    for call, _ in calls:
+        if not call.beside:
+            hidden.append(0.0)
+            continue
+        computing_s = phase_s[call.phase] / call.beside * call.num_bytes / step_bytes[call.phase]
+        free = 1.0 - prices.interference(call.kind, call.axis)
+        hidden.append(min(computing_s, free * prices.collective_s(call.kind, call.axis, call.num_bytes)))
+    return hidden

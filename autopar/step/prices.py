@@ -100,12 +100,14 @@ class CollectiveCall:
         phase: ``"forward"`` or ``"backward"``.
         axis: on which.
         num_bytes: of the larger side of one device's buffer.
+        beside: it runs beside one of so many equal parts of what its kernel computes; 0: beside nothing.
     """
 
     kind: str
     phase: str
     axis: Axis
     num_bytes: float
+    beside: int = 0
 
 
 def reshard_calls(

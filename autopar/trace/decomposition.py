@@ -224,10 +224,9 @@ def _at_once(kind: _Unit) -> _Body | None:
     """What becomes of a kind, where that is known without torch's decompositions, which take most of their time to be
     set up.
     """
-    node, *others = kind.nodes
-    if others:
+    if len(kind.nodes) > 1:
         return None
-    target = node.target
+    target = kind.nodes[0].target
     if torch_internals.stays(target) or str(target) == "aten.alias.default":
         return _as_it_is(kind)
     return _as_dispatched(kind) if str(target) in _SHALLOW else None
@@ -235,7 +234,7 @@ def _at_once(kind: _Unit) -> _Body | None:
 
 def _as_dispatched(kind: _Unit) -> _Body:
     """What becomes of a kind of `_SHALLOW`, with one operand: what the dispatcher gets when it is called."""
-    graph, node = fx.Graph(), kind.nodes[0]
+    graph, (node,) = fx.Graph(), kind.nodes
     given = graph.placeholder("x")
     target: Any = node.target
     mode = torch_internals.fake_mode()
@@ -250,7 +249,7 @@ def _as_dispatched(kind: _Unit) -> _Body:
 
 def _as_it_is(kind: _Unit) -> _Body:
     """What becomes of a kind of op that is functional ATen already."""
-    graph, node = fx.Graph(), kind.nodes[0]
+    graph, (node,) = fx.Graph(), kind.nodes
     operands = tuple(
         graph.node_copy(each) if each.op == "placeholder" else graph.placeholder(each.name) for each in kind.operands
     )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices
+from autopar.errors import ConstraintError
 from autopar.plan import Plan
+from autopar.program import Op, Program
 from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
+from autopar.trace import trace
 from tests.models import make_llama, tokens
 from tests.zoo import Subject, assert_parity, plan_for, quick_prices, subject, trained_alone
 
@@ -83,6 +89,84 @@ def test_a_batch_of_one_is_cut_to_the_loss():
     assert {plan.strategies[layer.strategy].labels for layer in plan.layers} == {("sequence",), ("context",)}
     assert not any("context" in note for note in plan.notes)
     assert_parity(who, plan)
+
+
+RINGS = {
+    "llama": (
+        (2, ("context=2",)),
+        (4, ("context=4", "zero=3", "recompute=full")),
+        (4, ("context=2", "tensor=2", "microbatches=4")),
+        (8, ("context=4", "data=2", "recompute=selective")),
+    ),
+    "gpt2": ((4, ("context=4",)),),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "constraints"),
+    [pytest.param(name, world, texts, marks=() if (name, world) == ("llama", 2) else pytest.mark.slow)
+     for name, each in RINGS.items() for world, texts in each],
+)  # fmt: skip
+def test_a_ring_trains_as_one_device_does(name: str, world: int, constraints: tuple[str, ...]):
+    who = subject(name)
+    ring = replace(who, traced=replace(who.traced, program=with_ring_only(who.traced.program)))
+    plan = search(ring.traced.program, world, quick_prices(world), SearchRequest(constraints=constraints))
+    kinds = [layer for layer in ring.traced.program.layers if any("attention" in op.target for op in layer.ops)]
+    used = {
+        factor for layer in kinds for planned in plan.layers if planned.kind == layer.kind
+        for factors in plan.strategies[planned.strategy].assignments for factor in factors
+    }  # fmt: skip
+    assert "r" in used
+    assert_parity(ring, plan)
+
+
+@pytest.mark.slow
+def test_the_search_takes_the_cheaper_way_and_a_ring_needs_less_memory():
+    config = transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=1 << 16, dtype="bfloat16", use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(1, 1 << 16, dtype=torch.int64)
+    program = trace(model, (), {"input_ids": ids, "labels": ids}, training=True).program
+    prices = ClusterPrices(Cluster.of("h100", devices_per_node=8))
+    request = SearchRequest(constraints=("context=8", "zero=0", "recompute=none"))
+    both, ring, gathered = (
+        search(each, 8, prices, request)
+        for each in (program, with_ring_only(program), without(program, "ring_attention"))
+    )
+    assert ring.step_time_s < gathered.step_time_s  # its messages are hidden, and gathers of layers are not
+    assert both.step_time_s <= ring.step_time_s * (1 + both.optimality_gap)
+    assert ring.peak_memory_bytes < gathered.peak_memory_bytes
+
+
+def with_ring_only(program: Program) -> Program:
+    """Without the way that gathers keys and values."""
+    return without(program, "context_attention")
+
+
+def without(program: Program, kernel: str) -> Program:
+    def change(op: Op) -> Op:
+        return replace(op, options=tuple(option for option in op.options if option.kernel != kernel))
+
+    return replace(program, layers=tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers))
+
+
+def test_a_degree_that_divides_no_tokens_is_refused():
+    """And the length that the message names is a way out, with the same loss."""
+    for length, degree, padded in ((18, 4, 24), (17, 2, 20), (20, 4, 24)):
+        model, inputs = make_llama(batch=2, layers=1, length=length)
+        who = trained_alone(model.double().train(), inputs)
+        message = (
+            f"context={degree}': rows of {length} tokens do not divide over {degree} .* Pad rows to {padded} tokens"
+        )
+        with pytest.raises(ConstraintError, match=message):
+            plan_of(who, f"context={degree}")
+    ids = torch.nn.functional.pad(inputs["input_ids"], (0, padded - length))
+    labels = torch.nn.functional.pad(inputs["labels"], (0, padded - length), value=-100)
+    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, model(**inputs).loss, rtol=1e-12, atol=0)
+    plan_of(trained_alone(model, {"input_ids": ids, "labels": labels}), "context=4")
 
 
 def windowed() -> Subject:

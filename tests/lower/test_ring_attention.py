@@ -1,0 +1,102 @@
+"""Attention whose keys and values travel round a ring, against torch's own on the whole, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from autopar.lower.communication.collectives import Collective
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.process_groups import ProcessGroupCommunicator
+from autopar.lower.communication.shards import Shards
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.kernels import KERNELS
+from autopar.lower.kernels.ring_attention import _Ring
+from autopar.placement import Axis
+from tests.lower.test_context_attention import CASES, ROWS, Operands, operands
+from tests.ranks import run_ranks
+
+
+def on_slice(
+    c: Communicator, size: int, inputs: Operands, incoming: Tensor, is_causal: bool, settings: dict
+) -> tuple[list[Tensor], list[Collective], list[Collective]]:
+    """Result and gradients of this device's rows, and what was communicated, forward and backward."""
+    shards = Shards(c, (Axis(size, 1),) if size > 1 else ())
+    leaves = [x.chunk(size, 2)[shards.index].clone().requires_grad_() for x in inputs]
+    with c.recording() as forward:
+        out = KERNELS["ring_attention"](shards, *leaves, None, 0.0, is_causal, **settings)
+    with c.recording() as backward:
+        out.backward(incoming.chunk(size, 2)[shards.index])
+    return [out.detach(), *(x.grad for x in leaves)], forward, backward
+
+
+def assert_same(
+    results: list, inputs: Operands, incoming: Tensor, is_causal: bool, settings: dict, tolerance: float = 1e-12
+) -> None:
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out = scaled_dot_product_attention(*leaves, is_causal=is_causal, **settings)
+    out.backward(incoming.double())
+    whole = [out.detach(), *(x.grad for x in leaves)]
+    for got, wanted in zip(zip(*(result[0] for result in results), strict=True), whole, strict=True):
+        torch.testing.assert_close(torch.cat(got, 2).double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_slices_are_one_attention(case: str, size: int, is_causal: bool):
+    shape, settings = CASES[case]
+    inputs = operands(**shape)
+    incoming = torch.randn(2, 4, ROWS, inputs[2].shape[-1], dtype=torch.float64)
+    results = simulate(size, lambda c: on_slice(c, size, inputs, incoming, is_causal, settings))
+    assert_same(results, inputs, incoming, is_causal, settings)
+    read, slices, result = (
+        n // size for n in (sum(x.nbytes for x in inputs), sum(x.nbytes for x in inputs[1:]), incoming.nbytes)
+    )
+    for _, forward, backward in results if size > 1 else ():
+        assert [each.kind for each in forward + backward] == ["send"] * len(forward + backward)
+        ahead, back = (sum(each.num_bytes for each in found) for found in (forward, backward))
+        assert ahead == (size - 1) * slices + is_causal * (read + result) // 2
+        assert back == (2 * size - 1) * slices + is_causal * (read // 2 + result)  # gradients take a step more
+        assert (len(forward), len(backward)) == ((size + 3, 2 * size + 3) if is_causal else (size - 1, 2 * size - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_dtypes(dtype: torch.dtype):
+    inputs = operands(few=2, dtype=dtype)
+    incoming = torch.randn(2, 4, ROWS, 8, dtype=dtype)
+    settings = {"enable_gqa": True}
+    results = simulate(4, lambda c: on_slice(c, 4, inputs, incoming, True, settings))
+    assert {x.dtype for found, *_ in results for x in found} == {dtype}
+    assert_same(results, inputs, incoming, True, settings, 4e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_step_is_the_same_work_on_all_devices(size: int):
+    """Pairs of a row and a column, step by step; of the first step, of which half is masked, about half."""
+
+    def pairs(c: Communicator) -> list[int]:
+        ring = _Ring(Shards(c, (Axis(size, 1),)), is_causal=True)
+        steps = (ring.seen(step, 4)[:2] for step in range(size))
+        return [len(range(4)[rows]) * len(range(4)[columns]) for rows, columns in steps]
+
+    assert simulate(size, pairs) == [[16, *[8] * (size - 1)]] * size
+
+
+def on_gloo() -> tuple:
+    incoming = torch.ones(2, 4, ROWS, 8, dtype=torch.float64)
+    return on_slice(ProcessGroupCommunicator(), 2, operands(few=2), incoming, True, {"enable_gqa": True})
+
+
+def test_processes():
+    incoming = torch.ones(2, 4, ROWS, 8, dtype=torch.float64)
+    assert_same(run_ranks(on_gloo, 2), operands(few=2), incoming, True, {"enable_gqa": True})
+
+
+def test_what_it_cannot_do_is_refused():
+    inputs = operands()
+    for axes, dropout in (((Axis(2, 1),), 0.1), ((Axis(2, 2), Axis(2, 1)), 0.0)):
+        with pytest.raises(ValueError, match="no dropout, and runs on one axis"):
+            simulate(4, lambda c, a=axes, p=dropout: KERNELS["ring_attention"](Shards(c, a), *inputs, None, p, True))
