@@ -48,6 +48,7 @@ class Case:
     published: float = 0.0
     source: str = ""
     devices_per_node: int = 8
+    length: int = 8192
 
     @property
     def world_size(self) -> int:
@@ -77,6 +78,9 @@ CASES = {
     "qwen3-16": Case("qwen3", "h100", 2, 512),
     "deepseek-256": Case("deepseek", "h100", 32, 2048),
     "deepseek-2048": Case("deepseek", "h100", 256, 15360, 1543, "arXiv:2412.19437, section 1; H800, FP8"),
+    "8b-128k-8": Case("8b", "h100", 1, 8, length=1 << 17),
+    "8b-128k-64": Case("8b", "h100", 8, 8, length=1 << 17),
+    "8b-1m-64": Case("8b", "h100", 8, 1, length=1 << 20),
     "vit-g-64": Case("vit-g", "a100", 8, 4096),
 }
 
@@ -98,6 +102,8 @@ OF_EXPERTS = (
     "expert=8 pipeline=8", "expert=1",
 )  # fmt: skip
 """Behind those of a grid, for models with experts."""
+OF_LONG_ROWS = ("context=8", "context=4 tensor=2", "context=2 tensor=4", "sequence=8", "tensor=8")
+"""Behind those of a grid, for rows of more than 8,192 tokens."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def describe(plan: Plan) -> str:
     )
 
 
-def make_model(name: str, batch: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor], int]:
+def make_model(name: str, batch: int, length: int = 8192) -> tuple[torch.nn.Module, dict[str, torch.Tensor], int]:
     """The model on the meta device in bfloat16, its global batch, and the units (tokens, images) of a row."""
     import transformers  # noqa: PLC0415  (a second, which --help does not need)
 
@@ -136,9 +142,13 @@ def make_model(name: str, batch: int) -> tuple[torch.nn.Module, dict[str, torch.
     with torch.device("meta"):
         if name in LLAMAS:
             config = transformers.LlamaConfig(
-                vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16", **LLAMAS[name]
+                vocab_size=128256,
+                num_key_value_heads=8,
+                max_position_embeddings=length,
+                dtype="bfloat16",
+                **LLAMAS[name],
             )
-            return transformers.LlamaForCausalLM(config).to(torch.bfloat16), *tokens(8192)
+            return transformers.LlamaForCausalLM(config).to(torch.bfloat16), *tokens(length)
         if name == "gpt3":  # Brown et al. 2020, table 2.1
             config = transformers.GPT2Config(
                 vocab_size=51200, n_positions=2048, n_embd=12288, n_layer=96, n_head=96, dtype="bfloat16",
@@ -180,7 +190,7 @@ def _solver(case: Case, compiled: bool) -> Callable[[str], Row]:
     from autopar.planning.logits import search_plan  # noqa: PLC0415
     from autopar.search import MEMORY_ERROR, SearchRequest, search  # noqa: PLC0415
 
-    model, inputs, units = make_model(case.model, case.batch)
+    model, inputs, units = make_model(case.model, case.batch, case.length)
     program = trace_model(model, inputs).program
     cluster = Cluster.of(case.device, nodes=case.nodes, devices_per_node=case.devices_per_node)
     prices = ClusterPrices(cluster, None)
@@ -210,6 +220,7 @@ def run_case(name: str, compiled: bool, grid: int, more: Sequence[str]) -> Itera
     """The free choice, then those of the grid."""
     solve = _solver(CASES[name], compiled)
     own = OF_EXPERTS if grid and CASES[name].model in ("mixtral", "qwen3", "deepseek") else ()
+    own += OF_LONG_ROWS if grid and CASES[name].length > 8192 else ()
     for text in ("", *GRID[grid], *own, *more):
         yield solve(text)
 
