@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils import hooks
 
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.run.carried_tensor import CarriedTensor
@@ -96,6 +97,10 @@ def _take_plain_gradients(x: Tensor | None) -> None:
 
 def _plain(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+_untyped: Any = hooks
+_untyped.unserializable_hook(_plain)  # outputs are saved without it, and without a warning
 
 
 def _carried(executor: Executor, name: str, value: Tensor, later: Later) -> Tensor:
