@@ -17,8 +17,8 @@ __all__ = ["group_writes"]
 def group_writes(ops: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]] | None:
     """By each op that belongs to such a group, the group in order; None if an op writes to something else.
 
-    A group has the op that makes the tensor, and what writes to it or makes views of it until the last write.  Nobody
-    else may read it before: that op could return a view as well.
+    A group has the op that makes the tensor, and all that depends on it until the last write: that may be a view as
+    well, or be read by a write.
     """
     groups: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for op in ops:
@@ -45,14 +45,17 @@ def _maker(op: fx.Node) -> fx.Node | None:
 
 
 def _group(ops: Sequence[fx.Node], maker: fx.Node) -> tuple[fx.Node, ...]:
-    """The ops that share what `maker` makes, until the last write; empty if others read it before that."""
-    found, read_behind = [maker], list[int]()
+    """`maker`, and all that depends on what it makes until the last write to that; empty if that isn't known."""
+    found, sharing, last = [maker], {maker}, 0
+    depends = {maker}
     for op in ops[ops.index(maker) + 1 :]:
-        if not set(found).isdisjoint(op.all_input_nodes):
-            shares = any(op.args[at : at + 1] and op.args[at] in found for at in torch_internals.shared(op.target))
-            if shares and not isinstance(op.meta["val"], list | tuple):
-                found.append(op)
-            else:
-                read_behind.append(len(found))
-    last = max((place for place, op in enumerate(found) if torch_internals.writes(op.target)), default=0)
-    return () if any(count <= last for count in read_behind) else tuple(found[: last + 1])
+        if depends.isdisjoint(op.all_input_nodes):
+            continue
+        found.append(op)
+        depends.add(op)
+        if any(op.args[at : at + 1] and op.args[at] in sharing for at in torch_internals.shared(op.target)):
+            sharing.add(op)
+            last = len(found) - 1 if torch_internals.writes(op.target) else last
+    group = tuple(found[: last + 1])
+    # Who reads one of several results names another node.
+    return () if any(isinstance(op.meta["val"], list | tuple) for op in group) else group
