@@ -211,7 +211,11 @@ _MI325X = replace(
     name="MI325X-256GB",
     memory_bytes=255.5 * _GIB,
     memory_bytes_per_s=6.0e12,
-    sources={**_MI300X.sources, "memory_bytes": "published: the vendor's data sheet, less what an MI300X reserves"},
+    sources={
+        **_MI300X.sources,
+        "memory_bytes": "published: 256 GB (awesomeagents.ai/hardware/amd-mi325x), less what an MI300X reserves",
+        "memory_bytes_per_s": "published: 6 TB/s (the same page)",
+    },
 )
 _UNSEEN = "estimate: as an H100; no published measurement was looked at"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -196,7 +197,7 @@ def _row_cost(
 def _attended(program: Program, tokens: int) -> int:
     """Tokens of the sequence of a token, as attention is priced: those of its document, else the row's."""
     ops = (op for layer in program.kinds for op in layer.ops if op.target == DOCUMENTS)
-    return next((int(argument(op, 7, "length", tokens)) for op in ops), tokens)
+    return next((cast("int", argument(op, 7, "length", tokens)) for op in ops), tokens)
 
 
 def _attention_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:

@@ -224,9 +224,10 @@ def _at_once(kind: _Unit) -> _Body | None:
     """What becomes of a kind, where that is known without torch's decompositions, which take most of their time to be
     set up.
     """
-    if len(kind.nodes) > 1:
+    first, *others = kind.nodes
+    if others:
         return None
-    target = kind.nodes[0].target
+    target = first.target
     if torch_internals.stays(target) or str(target) == "aten.alias.default":
         return _as_it_is(kind)
     return _as_dispatched(kind) if str(target) in _SHALLOW else None
