@@ -1,4 +1,4 @@
-"""The console script: ``autopar plan|explain|profile ...``, as with ``python -m autopar.explain``."""
+"""The console script: ``autopar plan|explain|profile ...``, also ``python -m autopar plan ...``."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -54,6 +56,13 @@ def test_the_console_script_runs_its_commands(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
         assert "usage:" in capsys.readouterr().out
+
+
+def test_the_module_is_the_console_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["autopar", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("autopar", run_name="__main__")
+    assert capsys.readouterr().out == f"autopar {autopar.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["explian"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from autopar.explain.alternatives import Alternative
 from autopar.explain.plan_command import main
 from autopar.explain.tables import scaling
 from autopar.plan import Plan
+from tests.ranks import REPOSITORY
 
 TARGET = "tests.explain.targets:make"
 
@@ -100,7 +102,8 @@ def test_what_is_printed_to_paste_runs(capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "train.py").write_text("\n".join((*imports, mesh, made, call, "print('ran', model.plan.headline)")))
     command = shlex.split(run.partition("#")[0].removeprefix("run").replace("train.py", str(tmp_path / "train.py")))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:]], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"ran {Plan.load(saved).headline}") == 2

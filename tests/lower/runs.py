@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,15 @@ def loss_of(output: Any) -> Tensor:
     return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
 
 
-def train_single(model: nn.Module, inputs: Mapping[str, Any], steps: int = 2) -> Run:
+def train_single(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    steps: int = 2,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = SteadyAdamW,
+) -> Run:
     """Train a copy on one device."""
     model = copy.deepcopy(model)
-    optimizer = SteadyAdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses, gradients = [], {}
     for step in range(steps):
         optimizer.zero_grad()

@@ -1,5 +1,6 @@
-"""A lowered module over real processes: gloo instead of threads."""
+"""A lowered module over real processes: gloo instead of threads, and torch's own optimizer on DTensors."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.models import make
 from tests.random_plans import random_plan
 from tests.ranks import run_ranks
 
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
 
 def train(name: str, world: int, seed: int, num_microbatches: int) -> tuple[Any, Any, Any]:
     """Two steps on this rank: losses, first gradients, state."""
@@ -24,7 +27,7 @@ def train(name: str, world: int, seed: int, num_microbatches: int) -> tuple[Any,
         executable(traced, plan), module=model, communicator=ProcessGroupCommunicator(),
         mesh=init_device_mesh("cpu", (world,)),
     )  # fmt: skip
-    optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = ADAMW([p for p in parallel.parameters() if p.requires_grad])
     losses, gradients = [], {}
     for step in range(2):
         optimizer.zero_grad()
@@ -40,7 +43,7 @@ def train(name: str, world: int, seed: int, num_microbatches: int) -> tuple[Any,
 @pytest.mark.slow
 def test_gloo_processes_train_as_one_device() -> None:
     model, inputs = make("plain_gpt")
-    expected = train_single(model, inputs)
+    expected = train_single(model, inputs, make_optimizer=ADAMW)
     for seed, num_microbatches in ((0, 1), (3, 2)):
         for run in run_ranks(train, 4, "plain_gpt", 4, seed, num_microbatches):
             assert_same(expected, Run(*run))
