@@ -8,6 +8,8 @@ import pytest
 
 from autopar.errors import HostMemoryError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.ops import count_work
+from autopar.program import Op, TensorType
 from autopar.search import SearchRequest, TrainingSpec, plan_search, search, search_context
 from autopar.search.constraints import LayerDemands, parse_constraints
 from autopar.search.microbatches import time_assignment
@@ -16,6 +18,7 @@ from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext
+from autopar.step.prices import OpTime
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
 
@@ -112,3 +115,23 @@ def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bo
         shape = plan.decisions.shape
         bound_s = relaxed_step_s(tables, shape, shape.actions(schedule_actions), 2 * plan.step_time_s)
         assert 0 < bound_s <= plan.step_time_s
+
+
+class FlopPrices(TablePrices):
+    """An op takes the seconds of its floating-point operations."""
+
+    def op_s(
+        self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
+    ) -> OpTime:
+        seconds = 1e-9 * count_work(op, operands, results).flops
+        return OpTime(seconds, 2 * seconds if differentiable else 0.0, "table")
+
+
+def test_least_compute_shares_work_out_and_no_more() -> None:
+    # Also where keys and values that travel round a ring lie in slices: each device computes with all of them.
+    demands = tuple(LayerDemands() for _ in PROGRAM.layers)
+    context = SearchContext(PROGRAM, 4, FlopPrices(), SearchRequest(), parse_constraints((), 4), demands, 1)
+    tables = least_compute(context, 1, {kind.kind: ("-",) * len(kind.ops) for kind in PROGRAM.kinds})
+    whole_s = [sum(time.forward_s for time in context.whole_s[layer.kind]) for layer in PROGRAM.layers]
+    assert max(whole_s) > 0
+    assert [4 * costs.forward_s[0] for costs in tables.layers] == pytest.approx(whole_s, rel=1e-9)

@@ -62,7 +62,7 @@ def _op_seconds(context: SearchContext, problems: list[LayerProblem], index: int
         yield whole.forward_s / parts, whole.backward_s / parts
         return
     differentiable = is_differentiable(context.program, op, training)
-    kinds = dict.fromkeys((s.operand_types, s.result_types) for each in problems for s in each.states[index])
+    kinds = dict.fromkeys((s.work_types, s.result_types) for each in problems for s in each.states[index])
     for operands, results in kinds:
         time = context.prices.op_s(op, operands, results, differentiable)
         yield time.forward_s, time.backward_s
