@@ -8,12 +8,13 @@ Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "attend_block", "block_gradients", "join_blocks"]
+__all__ = ["Block", "attend_block", "block_gradients", "join_blocks", "score_scale", "sum_dtype"]
 
 _aten: Any = torch.ops.aten  # these ops are how torch's own attention is split in forward and backward
 _FLASH_MOST = 256
@@ -31,6 +32,16 @@ class Block(NamedTuple):
 
     out: Tensor
     log_sum: Tensor
+
+
+def score_scale(query: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by: `scale`, by default one over the root of the size of a head."""
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What blocks of `x` are summed up in: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> Block:
@@ -144,7 +155,7 @@ def _flash_gradients(
 
 def _scores(query: Tensor, key: Tensor, scale: float, *, is_causal: bool) -> Tensor:
     """In float32 at least; minus infinity where a row sees nothing."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = sum_dtype(query)
     scores = (query.to(dtype) @ key.to(dtype).mT).mul_(scale)
     if is_causal:
         rows = scores.shape[-1]

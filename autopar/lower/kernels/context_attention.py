@@ -8,7 +8,6 @@ see the same number of columns on every device.  Everything else in a model keep
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks
+from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks, score_scale
 
 __all__ = ["context_attention"]
 
@@ -49,11 +48,10 @@ def context_attention(
         settings: ``scale`` of the scores, by default one over the root of the size of a head; ``enable_gqa``, without
             which `key` and `value` have as many heads as `query`.
     """
-    scale = settings.get("scale")
     if attn_mask is not None or dropout_p or not is_causal:
         raise ValueError("context_attention is causal, without a mask and without dropout")
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return call_function(_ContextAttention, query, key, value, shards, factor)
+    scale = score_scale(query, settings.get("scale"))
+    return call_function(_ContextAttention, query, key, value, shards, scale)
 
 
 class _ContextAttention(torch.autograd.Function):

@@ -7,7 +7,6 @@ a document sees the columns before it and its own, which are two blocks that are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +17,14 @@ from torch.nn.attention.varlen import varlen_attn
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks
+from autopar.lower.kernels.attention_blocks import (
+    Block,
+    attend_block,
+    block_gradients,
+    join_blocks,
+    score_scale,
+    sum_dtype,
+)
 
 __all__ = ["context_documents", "document_attention"]
 
@@ -62,7 +68,7 @@ def document_attention(
         length: for prices only.
     """
     del length
-    scale = _scale(query, scale)
+    scale = score_scale(query, scale)
     order, lengths = _documents(ids, query, is_sorted=is_sorted)
     if _takes_varlen(query, value):
         moved = None if is_sorted else order
@@ -99,7 +105,7 @@ def context_documents(  # noqa: PLR0913  (its arguments)
         length: for prices only.
     """
     del length
-    scale = _scale(query, scale)
+    scale = score_scale(query, scale)
     order, lengths = _documents(ids, key, is_sorted=is_sorted)
     head, tail = query.chunk(2, 2)
     half, mirrored = head.shape[2], shards.count - 1 - shards.index
@@ -129,10 +135,6 @@ class _Mirrored(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, None]:
         return ctx.shards.exchange_mirrored(gradients[0].contiguous()), None
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 # ---------------------------------------------------------------- which tokens are a document
@@ -263,7 +265,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: list[_Tiles], scale: float) -> Tensor:
         q, k, v = map(_tokens, (query, key, value))
-        wide = torch.promote_types(query.dtype, torch.float32)
+        wide = sum_dtype(query)
         out = q.new_zeros(*q.shape[:2], v.shape[2])
         log_sum = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
         for rows, columns, is_causal in tiles:

@@ -13,7 +13,6 @@ Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,14 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks
+from autopar.lower.kernels.attention_blocks import (
+    Block,
+    attend_block,
+    block_gradients,
+    join_blocks,
+    score_scale,
+    sum_dtype,
+)
 
 __all__ = ["ring_attention"]
 
@@ -59,9 +65,8 @@ def ring_attention(
     """
     if attn_mask is not None or dropout_p or len(shards.axes) > 1:
         raise ValueError("ring_attention has no mask and no dropout, and runs on one axis")
-    scale = settings.get("scale")
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return call_function(_RingAttention, query, key, value, _Ring(shards, is_causal), factor)
+    scale = score_scale(query, settings.get("scale"))
+    return call_function(_RingAttention, query, key, value, _Ring(shards, is_causal), scale)
 
 
 @dataclass(frozen=True)
@@ -126,17 +131,13 @@ def _unpacked(flat: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tens
     return flat[:size].view(first.shape), flat[size:].view(second.shape)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, scale: float) -> Tensor:
         q, k, v = map(ring.balanced, (query, key, value))
         count, rows = ring.shards.count, q.shape[2]
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=_wide(q))
-        log_sum = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q))
+        log_sum = q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
         held = _packed(k, v)
         for step in range(count):
             coming = ring.passed_on(held) if step + 1 < count else None
@@ -163,7 +164,7 @@ class _RingAttention(torch.autograd.Function):
         ring: _Ring = ctx.ring
         out, incoming = ring.balanced(torch.cat([result, gradients[0]], -1)).chunk(2, -1)
         count, rows = ring.shards.count, q.shape[2]
-        for_q = torch.zeros_like(q, dtype=_wide(q))
+        for_q = torch.zeros_like(q, dtype=sum_dtype(q))
         held, carried = _packed(k, v), None
         for step in range(count):
             coming = ring.passed_on(held) if step + 1 < count else None
@@ -174,7 +175,7 @@ class _RingAttention(torch.autograd.Function):
                 Block(out[:, :, own], log_sum[:, :, own]), ctx.scale, is_causal=is_causal,
             )  # fmt: skip
             for_q[:, :, own] += terms[0]
-            totals = [torch.zeros_like(x, dtype=_wide(q)) for x in (k, v)]
+            totals = [torch.zeros_like(x, dtype=sum_dtype(q)) for x in (k, v)]
             for total, term in zip(totals, terms[1:], strict=True):
                 total[:, :, columns] = term
             added = _packed(*totals)
