@@ -230,23 +230,28 @@ class ClusterPrices:
     def _price_op(
         self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], differentiable: bool
     ) -> OpTime:
-        calls = family_of(op.target).calls
-        if calls is not None:
-            return self._price_calls(
-                tuple(calls(op, operands, results)), count_work(op, operands, results), differentiable
-            )
-        work = count_work(op, operands, results)
+        family, work = family_of(op.target), count_work(op, operands, results)
+        if family.calls is not None:
+            made = tuple(family.calls(op, operands, results))
+            return self._price_calls(made, work, differentiable, again=family.calls_again)
         measured = self._measured(op, work)
         forward_s, backward_s = measured or self._roofline.seconds(work)
         source = "measured" if measured else op_source(self.cluster.device.sources, work)
         return OpTime(forward_s, backward_s if differentiable else 0.0, source)
 
-    def _price_calls(self, calls: tuple[OpCall, ...], work: Work, differentiable: bool) -> OpTime:
-        """Of an op that runs others, forward and backward with them; its own backward only scales what they found."""
+    def _price_calls(self, calls: tuple[OpCall, ...], work: Work, differentiable: bool, *, again: bool) -> OpTime:
+        """Of an op that runs others, forward and backward with them; its own backward only scales what they found.
+
+        Or, `again`, forward alone, and both in its own backward.
+        """
         times = [self._price_op(call.op, call.operands, call.results, differentiable) for call in calls]
-        each_s = (call.times * (t.forward_s + t.backward_s) for call, t in zip(calls, times, strict=True))
+        forward_s = sum(call.times * t.forward_s for call, t in zip(calls, times, strict=True))
+        both_s = forward_s + sum(call.times * t.backward_s for call, t in zip(calls, times, strict=True))
         longest = max(times, key=lambda t: t.forward_s + t.backward_s)
-        return OpTime(sum(each_s), self._roofline.seconds(work)[1] if differentiable else 0.0, longest.source)
+        own_s = self._roofline.seconds(work)[1] if differentiable else 0.0
+        if again:
+            return OpTime(forward_s, both_s + own_s if differentiable else 0.0, longest.source)
+        return OpTime(both_s, own_s, longest.source)
 
     def _measured(self, op: Op, work: Work) -> tuple[float, float] | None:
         name = packet_name(op.target)

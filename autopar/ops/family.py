@@ -119,6 +119,7 @@ class OpFamily:
         count_work: what it computes and moves; by default every operand and result once, or nothing for a view.
         calls: of an op that runs others forward, and backward with them, which: its seconds are theirs, and its own
             backward's.
+        calls_again: these run forward once without their backward, and in the op's backward once more with it.
         saves: what autograd keeps; by default what it is seen to keep.
         runs_plain: where no fast kernel takes the call, it runs as plain products, which keep what they are seen to.
         buffers: of a call, its local operands and results, which operands take gradients, and whether a special
@@ -147,6 +148,7 @@ class OpFamily:
     takes_generator: bool = False
     count_work: Callable[[Op, Types, Types], Work] = default_work
     calls: Callable[[Op, Types, Types], Iterable[OpCall]] | None = None
+    calls_again: bool = False
     saves: Callable[[Op, Types, Types], Saves] | None = None
     runs_plain: bool = False
     buffers: Callable[[Op, Types, Types, Sequence[bool], bool], Buffers] = _no_buffers

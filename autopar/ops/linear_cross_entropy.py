@@ -5,6 +5,10 @@ chain, ignore_index, label_smoothing, tokens)`` is the sum of the loss terms of 
 get their logits, what `chain` makes of these element by element, their loss and the gradients of it; the gradients are
 added up, kept until backward, and scaled there (as Liger's fused linear cross entropy does, arXiv 2410.10989).
 
+``autopar.linear_token_losses`` has the same arguments, and ``has_log_sums``; its results are the loss of each token
+and, if asked for, the logarithm of the sum of the exponentials of each token's logits, both ``[...]``.  As nobody knows
+their gradients yet, it keeps its operands, and backward makes the logits of each piece again.
+
 `chain` has an entry ``(target, args, kwargs, saves)`` for each op between product and loss, with `X` for what it reads
 and `Op.saves` of it.
 """
@@ -21,9 +25,10 @@ from autopar.ops.views import dim_names, text_of
 from autopar.ops.work import Work
 from autopar.program import Arg, KernelCollective, Op, Ref, TensorType, itemsize_bytes
 
-__all__ = ["FAMILIES", "TARGET", "X", "chain_entry", "linear_cross_entropy"]
+__all__ = ["FAMILIES", "TARGET", "TOKEN_LOSSES", "X", "chain_entry", "linear_cross_entropy"]
 
 TARGET = "autopar.linear_cross_entropy"
+TOKEN_LOSSES = "autopar.linear_token_losses"
 X = "x"
 """Stands in a chain for what its op reads."""
 
@@ -60,7 +65,7 @@ def linear_cross_entropy(like: Op, product: Op, hidden: str, target: str, chain:
 
 
 def _read(op: Op) -> _Call:
-    _, _, bias, _, class_weight, chain, ignore_index, label_smoothing, tokens = op.args
+    _, _, bias, _, class_weight, chain, ignore_index, label_smoothing, tokens = op.args[:9]
     ops: list[Op] = []
     for entry in cast("tuple[tuple[str, Arg, tuple[tuple[str, Arg], ...], tuple[int, ...]], ...]", chain):
         target, args, kwargs, saves = entry
@@ -77,18 +82,23 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
     if operand_types[3 if isinstance(op.args[2], Ref) else 2].shape != operand_types[0].shape[:-1]:
         return None
     hidden, target = " ".join([*positions, "_"]), text_of(positions)
+    if op.target == TOKEN_LOSSES:
+        remarks = "sum v, by v vocab_parallel_linear_token_losses"
+        return f"{hidden}, v _, v, {target}, class_weight: _ -> {target}, {target} | {remarks}"
     summed = " ".join(["v", *positions])
     return f"{hidden}, v _, v, {target}, class_weight: _ -> () | sum {summed}, by v vocab_parallel_linear_cross_entropy"
 
 
 def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
-    """Those of the cross entropy, for every piece."""
+    """Those of the cross entropy, for every piece; where backward makes the logits again, there as well."""
     call = _read(op)
     hidden = operand_types[0]
     last = _piece_types(call, operand_types, 1)[-1]
     logits = replace(last, shape=(*hidden.shape[:-1], last.shape[-1]))
     each = loss_collectives(logits, len(logits.shape) - 1, call.label_smoothing)
-    return tuple(replace(c, drop_dims=(len(hidden.shape) - 1,), piece=call.tokens) for c in each)
+    phases = ("forward", "backward") if op.target == TOKEN_LOSSES else ("forward",)
+    drop_dims = (len(hidden.shape) - 1,)
+    return tuple(replace(c, phase=phase, drop_dims=drop_dims, piece=call.tokens) for phase in phases for c in each)
 
 
 def _piece_types(call: _Call, operands: Types, rows: int) -> list[TensorType]:
@@ -132,8 +142,12 @@ def _calls(op: Op, operands: Types, results: Types) -> Iterator[OpCall]:
         for each, before, after in zip(call.chain, types, types[1:], strict=False):
             yield OpCall(each, (before,), (after,), times)
         yield OpCall(entropy, (types[-1], TensorType((rows,), "int64")), (loss,), times)
+        if len(results) > 1:
+            sums = Op("sums", "aten.logsumexp.default", (Ref("x"), (-1,)), (), ("y",), saves=(0, 1))
+            yield OpCall(sums, (types[-1],), (replace(types[-1], shape=(rows,)),), times)
         # Each piece reads the gradient of the weight again, to add to it.
-        yield OpCall(adds, (TensorType((weight.num_bytes,), "uint8"),), (), times)
+        if op.target == TARGET:
+            yield OpCall(adds, (TensorType((weight.num_bytes,), "uint8"),), (), times)
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
@@ -148,6 +162,13 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
         backward_read_bytes=kept,
         backward_write_bytes=kept,
     )
+
+
+def _token_work(op: Op, operands: Types, results: Types) -> Work:
+    """Backward, the gradient of the weight is read for each piece, and written."""
+    num_pieces = sum(times for _, times in _pieces(_read(op), operands))
+    read = 2.0 * num_pieces * operands[1].num_bytes
+    return replace(_work(op, operands, results), read_bytes=0.0, backward_read_bytes=read, backward_write_bytes=0.0)
 
 
 def _gradient_bytes(operands: Types, *, has_bias: bool, trains: Sequence[bool] = ()) -> int:
@@ -171,7 +192,29 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
     return Buffers(forward=held + (last.num_bytes if call.chain else 0) + wide, kept=kept)
 
 
+def _token_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Forward a piece's logits and what comes of them; backward as much as the sum takes forward."""
+    call = _read(op)
+    types = _piece_types(call, operands, min(call.tokens, _num_tokens(operands)))
+    last = types[-1]
+    wide = max(last.num_bytes, 4 * last.num_elements) if has_kernel else last.num_bytes
+    forward = types[0].num_bytes + (last.num_bytes if call.chain else 0) + wide
+    return Buffers(forward=forward, backward=_buffers(op, operands, results, trains, has_kernel).forward)
+
+
 FAMILIES = (
+    OpFamily(
+        {TOKEN_LOSSES: _rule},
+        function="linear_token_losses",
+        kernels={"vocab_parallel_linear_token_losses": Kernel(_collectives, cuts_vocabulary=True)},
+        count_work=_token_work,
+        calls=_calls,
+        calls_again=True,
+        saves=lambda op, operands, results: (tuple(range(len(operands))), 0),
+        buffers=_token_buffers,
+        is_cheap=False,
+        runs_apart=True,
+    ),
     OpFamily(
         {TARGET: _rule},
         function="linear_cross_entropy",

@@ -50,8 +50,8 @@ def search_plan(
         made = in_pieces(program, PIECE_TOKENS if way == "pieces" else int(str(way)))
         if not made.piece_tokens:
             raise ConstraintError(
-                f"logits={way}: this model has no linear layer whose result goes to a cross entropy that is summed or "
-                "averaged over tokens, with nothing else reading what is between, and a loss to train: leave it out"
+                f"logits={way}: this model has no linear layer whose result goes to a cross entropy, with nothing else "
+                "but a logsumexp reading what is between, and a loss to train: leave it out"
             )
         if whole_outputs and made.late:
             raise ConstraintError(

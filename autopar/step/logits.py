@@ -1,10 +1,11 @@
 """Logits in pieces: the product that makes them and the loss that is summed over them as one op, piece by piece.
 
 `in_pieces` finds what it can by what the graph does: in one layer a product ``[..., h] x [v, h]``, ops of one operand
-element by element (casts, scales, softcaps) and moves of tokens (a shift, a view) between it and a cross entropy that
-is summed.  The moves run on the hidden states instead, as they move rows.  Where nothing else reads what is between,
-the whole is ``autopar.linear_cross_entropy``; what the caller reads of it is computed when that is read
-(`Program.late`).
+element by element (casts, scales, softcaps) and moves of tokens (a shift, a view) between it and a cross entropy.  The
+moves run on the hidden states instead, as they move rows.  Where nothing else reads what is between, the whole is
+``autopar.linear_cross_entropy`` if the cross entropy is summed; what the caller reads of it is computed when that is
+read (`Program.late`).  With a loss for each token, or where a logarithm of sums of exponentials is taken of the same
+logits (a z-loss), it is ``autopar.linear_token_losses``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from autopar.ops import family_of, with_rule
-from autopar.ops.linear_cross_entropy import linear_cross_entropy
+from autopar.ops.linear_cross_entropy import TOKEN_LOSSES, linear_cross_entropy
 from autopar.program import Arg, LateOutput, Layer, Op, Program, Ref, TensorType, Value
 
 __all__ = ["PIECE_TOKENS", "in_pieces", "logits_bytes"]
@@ -26,19 +27,29 @@ element of the weight, an H100 does about 300 for each byte)."""
 
 _PRODUCT = "aten.linear.default"
 _LOSS = "autopar.cross_entropy"
+_LOG_SUM = "aten.logsumexp.default"
 _VIEWS = ("aten.reshape.default", "aten.view.default")
 _SLICE = "aten.slice.Tensor"
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A product, what becomes of it in order, and the loss; `layer` is the index of their layer."""
+    """A product, what becomes of it in order, and the loss; `layer` is the index of their layer.
+
+    `log_sum`: what else reads the logits that the loss reads.
+    """
 
     layer: int
     product: Op
     chain: tuple[Op, ...]
     moves: tuple[Op, ...]
     loss: Op
+    log_sum: Op | None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss is summed over tokens, and nothing else is computed of the logits."""
+        return self.loss.args[6] == "sum" and self.log_sum is None
 
     @property
     def inside(self) -> tuple[Op, ...]:
@@ -89,14 +100,19 @@ def _region(program: Program, index: int, loss: Op) -> _Region | None:
     makers = {name: op for op in layer.ops for name in op.results}
     readers = _count_readers(program)
     last = len(program.type_of(loss.operands[0]).shape) - 1
-    if loss.args[6] != "sum" or not last or loss.args[3] not in (last, -1):
+    if not last or loss.args[3] not in (last, -1):
         return None
     chain: list[Op] = []
     moves: list[Op] = []
+    log_sum: Op | None = None
     name = loss.operands[0]
-    while (op := makers.get(name)) is not None and readers[name] == 1 and len(op.results) == 1:
+    while (op := makers.get(name)) is not None and len(op.results) == 1:
+        if readers[name] == 2 and not chain and all(move.target in _VIEWS for move in moves) and log_sum is None:
+            log_sum = _log_sum(program, layer, name, loss)
+        if readers[name] != 1 and (log_sum is None or log_sum.operands != (name,) or readers[name] != 2):
+            return None
         if op.target == _PRODUCT:
-            region = _Region(index, op, tuple(reversed(chain)), tuple(reversed(moves)), loss)
+            region = _Region(index, op, tuple(reversed(chain)), tuple(reversed(moves)), loss, log_sum)
             return region if _can_be_late(program, region) else None
         if _is_row_move(program, op):
             moves.append(op)
@@ -105,6 +121,16 @@ def _region(program: Program, index: int, loss: Op) -> _Region | None:
         else:
             return None
         name = op.operands[0]
+    return None
+
+
+def _log_sum(program: Program, layer: Layer, name: str, loss: Op) -> Op | None:
+    """The logarithm of the sum of exponentials of the logits `name`, if all can be made where the first of both is."""
+    last = len(program.type_of(name).shape) - 1
+    for place, op in enumerate(layer.ops):
+        if op.target == _LOG_SUM and op.operands == (name,) and op.args[1] in ((last,), (-1,)):
+            made_later = {result for each in layer.ops[min(place, layer.ops.index(loss)) :] for result in each.results}
+            return None if made_later & set(loss.operands[1:]) else op
     return None
 
 
@@ -150,17 +176,21 @@ def _with_region(program: Program, region: _Region, tokens: int) -> Program:
     layer = program.layers[region.layer]
     hidden = region.product.operands[0]
     moved, values = _moved(program, region.moves, hidden)
-    last, target, moved = _without_flattening(program, layer, region, moved, hidden)
+    last, target = moved[-1].results[0] if moved else hidden, region.loss.operands[1]
+    if region.is_sum:
+        last, target, moved = _without_flattening(program, layer, region, moved, hidden)
     values = {name: value for name, value in values.items() if any(name in op.results for op in moved)}
     values = {**program.values, **values}
     made = linear_cross_entropy(region.loss, region.product, last, target, region.chain, tokens)
-    types = tuple(values[name].type for name in made.operands)
-    made = replace(with_rule(made, types, (values[made.results[0]].type,)), saves=(0,), saved_extra_bytes=0)
+    made = [made] if region.is_sum else _token_losses(region, made, values)
+    made[0] = _with_rule(made[0], values)
     gone = {op.name for op in region.inside}
+    ends = {region.loss.name, *([region.log_sum.name] if region.log_sum else [])}
     ops: list[Op] = []
     for op in layer.ops:
-        if op.name == region.loss.name:
-            ops += [*moved, made]
+        if op.name in ends:
+            ops += [*moved, *made]
+            moved, made = [], []
         elif op.name not in gone:
             ops.append(op)
     inside = {name for op in region.inside for name in op.results}
@@ -174,6 +204,41 @@ def _with_region(program: Program, region: _Region, tokens: int) -> Program:
     return replace(
         program, values={**values, **late_values}, layers=tuple(layers), outputs=outputs, late=(*program.late, *late)
     )
+
+
+def _with_rule(op: Op, values: Mapping[str, Value]) -> Op:
+    types = (tuple(values[name].type for name in names) for names in (op.operands, op.results))
+    saves = (0,) if op.target != TOKEN_LOSSES else tuple(range(len(op.operands)))
+    return replace(with_rule(op, *types), saves=saves, saved_extra_bytes=0)
+
+
+def _token_losses(region: _Region, like: Op, values: dict[str, Value]) -> list[Op]:
+    """The op with a loss for each token in place of `like`, the sum, and what makes of it what was read before."""
+    loss, log_sum = region.loss, region.log_sum
+    kind = TensorType(values[loss.operands[1]].type.shape, values[loss.operands[0]].type.dtype)
+    results = [loss.results[0]] if loss.args[6] == "none" else [f"{loss.name}_each"]
+    ops: list[Op] = []
+    if loss.args[6] == "sum":
+        values[results[0]] = Value(results[0], kind, "op", requires_grad=True)
+        dtype = (("dtype", f"torch.{values[loss.results[0]].type.dtype}"),)
+        ops.append(_made("aten.sum.default", (Ref(results[0]),), dtype, loss, values))
+    if log_sum is not None:
+        shape = values[log_sum.results[0]].type.shape
+        results.append(log_sum.results[0] if shape == kind.shape else f"{log_sum.name}_each")
+        if shape != kind.shape:
+            values[results[1]] = Value(results[1], kind, "op", requires_grad=True)
+            ops.append(_made(_VIEWS[0], (Ref(results[1]), shape), (), log_sum, values))
+    args = (*like.args, log_sum is not None)
+    return [replace(like, name=results[0], target=TOKEN_LOSSES, args=args, results=tuple(results)), *ops]
+
+
+def _made(
+    target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], like: Op, values: Mapping[str, Value]
+) -> Op:
+    """An op in place of `like`, of its name and results."""
+    op = replace(like, target=target, args=args, kwargs=kwargs, options=(), saves=(), saved_extra_bytes=0)
+    types = (tuple(values[name].type for name in names) for names in (op.operands, op.results))
+    return with_rule(op, *types)
 
 
 def _moved(program: Program, moves: Sequence[Op], hidden: str) -> tuple[list[Op], dict[str, Value]]:

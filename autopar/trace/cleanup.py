@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.ops import family_of
@@ -70,9 +70,12 @@ def drop_identities(graph: Graph) -> Graph:
     """Take away ops that give back their operand: slices of everything, casts to the same dtype, cat of one
     tensor ...
 
-    A cat with empty pieces (a key/value cache before its first token) loses the pieces first.
+    A cat with empty pieces (a key/value cache before its first token) loses the pieces first, and what takes a tensor
+    back to the shape that it had reads that one.
     """
     graph = graph.rewrite(lambda op: _without_empty_pieces(op, graph))
+    producers = graph.producers
+    graph = graph.rewrite(lambda op: _without_round_trip(op, graph, producers))
     return _bypass(graph, {op.name for op in graph.ops if len(op.results) == 1 and _is_identity(op, graph)})
 
 
@@ -82,6 +85,21 @@ def _without_empty_pieces(op: Op, graph: Graph) -> Iterable[Op] | None:
         return None
     full = tuple(p for p in pieces if isinstance(p, Ref) and graph.types[p.name].num_elements)
     return [replace(op, args=(full, *op.args[1:]))] if full and len(full) < len(pieces) else None
+
+
+_REGROUPINGS = (
+    "aten.reshape.default", "aten.view.default", "aten.squeeze.dim", "aten.unsqueeze.default",
+)  # fmt: skip
+
+
+def _without_round_trip(op: Op, graph: Graph, producers: Mapping[str, Op]) -> Iterable[Op] | None:
+    maker = producers.get(op.operands[0]) if op.target in _REGROUPINGS else None
+    while maker is not None and maker.target in _REGROUPINGS:
+        source = maker.operands[0]
+        if graph.types[source] == graph.types[op.results[0]]:
+            return [replace(op, target=_REGROUPINGS[0], args=(Ref(source), graph.types[source].shape), kwargs=())]
+        maker = producers.get(source)
+    return None
 
 
 def _is_identity(op: Op, graph: Graph) -> bool:

@@ -17,6 +17,9 @@ from autopar.trace.graph import Graph, Names
 from autopar.trace.torch_internals import argument_names
 
 __all__ = [
+    "LOG_SOFTMAXES",
+    "Writer",
+    "rewrite",
     "rewrite_batch_norm",
     "rewrite_cross_entropy",
     "rewrite_dropout",
@@ -54,7 +57,7 @@ class Writer:
         return Ref(name)
 
 
-def _rewrite(graph: Graph, write: Callable[[Writer, Op], None]) -> Graph:
+def rewrite(graph: Graph, write: Callable[[Writer, Op], None]) -> Graph:
     """Replace each op by what `write` appends for it; nothing appended keeps it."""
     names = Names(graph)
     types: dict[str, TensorType] = {}
@@ -80,7 +83,7 @@ def rewrite_dropout(graph: Graph) -> Graph:
         target, args = ("autopar.dropout", op.args[:2]) if trains else ("aten.alias.default", op.args[:1])
         writer.add(target, args, op.results[0])
 
-    return _rewrite(graph, write)
+    return rewrite(graph, write)
 
 
 _TRAINING_NORMS = (
@@ -131,7 +134,7 @@ def rewrite_means(graph: Graph) -> Graph:
         total = writer.add(target, op.args, result, op.kwargs)
         writer.add("aten.div.Tensor", (total, _count(source, result)), op.results[0])
 
-    return _rewrite(graph, write)
+    return rewrite(graph, write)
 
 
 def _count(source: TensorType, result: TensorType) -> int:
@@ -167,7 +170,7 @@ def rewrite_losses(graph: Graph) -> Graph:
         total = writer.add("aten.sum.default", (terms,), graph.types[op.results[0]])
         writer.add("aten.div.Tensor", (total, each_type.num_elements), op.results[0])
 
-    return _rewrite(graph, write)
+    return rewrite(graph, write)
 
 
 def _reduction_place(op: Op) -> int | None:
@@ -195,7 +198,7 @@ def meta_tensor(kind: TensorType) -> torch.Tensor:
 _CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 _NLLS = ("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default")
 _FLATTENINGS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.flatten.using_ints")
-_LOG_SOFTMAXES = ("aten.log_softmax.int", "aten._log_softmax.default")
+LOG_SOFTMAXES = ("aten.log_softmax.int", "aten._log_softmax.default")
 
 
 def rewrite_cross_entropy(graph: Graph) -> Graph:
@@ -204,7 +207,15 @@ def rewrite_cross_entropy(graph: Graph) -> Graph:
     readers = graph.count_readers()
 
     def write_unflattened(writer: Writer, call: _LossCall) -> None:
-        _write_cross_entropy(writer, _unflattened(writer, call, producers, readers))
+        call = _with_last_classes(writer, call, producers)
+        found = _unflattened(writer, call, producers, readers)
+        if found is call or call.reduction != _NONE:
+            _write_cross_entropy(writer, found)
+            return
+        logits, target = (writer.type_of(arg) for arg in (found.logits, found.target))
+        args = (found.logits, found.target, found.weight, found.class_dim, *_settings(found), "none")
+        each = writer.add("autopar.cross_entropy", args, TensorType(target.shape, logits.dtype))
+        writer.add("aten.reshape.default", (each, graph.types[call.result].shape), call.result)
 
     def write(writer: Writer, op: Op) -> None:
         if op.target not in (*_CROSS_ENTROPIES, *_NLLS):
@@ -221,12 +232,12 @@ def rewrite_cross_entropy(graph: Graph) -> Graph:
         else:
             softmax = producers.get(op.operands[0])
             dim = 1 if len(writer.type_of(op.args[0]).shape) > 1 else 0
-            if softmax is not None and softmax.target in _LOG_SOFTMAXES and _same_dim(softmax, dim, writer):
+            if softmax is not None and softmax.target in LOG_SOFTMAXES and _same_dim(softmax, dim, writer):
                 write_unflattened(writer, replace(call, logits=softmax.args[0]))
             else:
                 _write_likelihood(writer, call, dim)
 
-    return _rewrite(graph, write)
+    return rewrite(graph, write)
 
 
 def _same_dim(softmax: Op, dim: int, writer: Writer) -> bool:
@@ -250,14 +261,14 @@ class _LossCall:
 def _unflattened(writer: Writer, call: _LossCall, producers: Mapping[str, Op], readers: Mapping[str, int]) -> _LossCall:
     """The call without views that only join the dims of positions, so that these can be split one by one.
 
-    A sum over positions is the same in any shape. Between view and loss there may be a cast of the logits, as mixed
-    precision makes it.
+    A sum over positions is the same in any shape, and the loss of each position gets the shape back. Between view and
+    loss there may be a cast of the logits, as mixed precision makes it.
     """
     view, target_view = (producers.get(arg.name) for arg in (call.logits, call.target) if isinstance(arg, Ref))
     cast = None
     if view is not None and view.target == "aten._to_copy.default" and readers[view.results[0]] == 1:
         cast, view = view, producers.get(view.operands[0])
-    if call.reduction == _NONE or view is None or target_view is None:
+    if view is None or target_view is None:
         return call
     if view.target not in _FLATTENINGS or target_view.target not in _FLATTENINGS:
         return call
@@ -273,6 +284,27 @@ def _unflattened(writer: Writer, call: _LossCall, producers: Mapping[str, Op], r
     return replace(call, logits=source, target=Ref(target_view.operands[0]), class_dim=len(target.shape))
 
 
+def _with_last_classes(writer: Writer, call: _LossCall, producers: Mapping[str, Op]) -> _LossCall:
+    """The call without a move of the classes from the last dim to the second."""
+    move = producers.get(call.logits.name) if isinstance(call.logits, Ref) else None
+    rank = len(writer.type_of(call.logits).shape)
+    if move is None or rank < 3 or call.class_dim != 1:
+        return call
+    order = list(range(rank))
+    if move.target == "aten.transpose.int":
+        first, second = (dim % rank for dim in move.args[1:3] if isinstance(dim, int))
+        order[first], order[second] = second, first
+    elif move.target == "aten.permute.default" and isinstance(move.args[1], tuple):
+        order = [dim % rank for dim in move.args[1] if isinstance(dim, int)]
+    if order != [0, rank - 1, *range(1, rank - 1)]:
+        return call
+    return replace(call, logits=Ref(move.operands[0]), class_dim=rank - 1)
+
+
+def _settings(call: _LossCall) -> tuple[Arg, Arg]:
+    return call.ignore_index, call.label_smoothing
+
+
 def _write_cross_entropy(writer: Writer, call: _LossCall) -> None:
     logits, target = writer.type_of(call.logits), writer.type_of(call.target)
     class_dim = call.class_dim if len(logits.shape) > 1 else 0
@@ -281,9 +313,7 @@ def _write_cross_entropy(writer: Writer, call: _LossCall) -> None:
     sum_dtype = "float64" if logits.dtype == "float64" else "float32"
     kind = TensorType(target.shape, logits.dtype) if each else TensorType((), sum_dtype)
     reduction = "none" if each else "sum"
-    args = (
-        call.logits, call.target, call.weight, class_dim, call.ignore_index, call.label_smoothing, reduction
-    )  # fmt: skip
+    args = (call.logits, call.target, call.weight, class_dim, *_settings(call), reduction)
     if call.reduction == _NONE or (call.reduction != _MEAN and logits.dtype == sum_dtype):
         writer.add("autopar.cross_entropy", args, call.result)
         return

@@ -14,7 +14,7 @@ from autopar.errors import OutputError
 from autopar.garbage import collected_seldom
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
-from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, masks, rewrites
+from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, heads, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
@@ -62,7 +62,9 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.spell_out_copies,
     rewrites.rewrite_dropout,
     rewrites.rewrite_batch_norm,
+    heads.rewrite_transposed_products,
     rewrites.rewrite_cross_entropy,
+    heads.rewrite_picked_log_probabilities,
     rewrites.rewrite_losses,
     rewrites.rewrite_means,
     cleanup.drop_identities,

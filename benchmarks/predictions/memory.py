@@ -87,6 +87,25 @@ def _llama() -> Model:
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
+class _Masked(nn.Module):
+    """A loss of each token, masked, of logits that are made with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gpt2: Any = _gpt2()[0]
+        self.body = gpt2.transformer
+
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        body: Any = self.body
+        logits: Tensor = body(input_ids).last_hidden_state[:, :-1] @ body.wte.weight.t()
+        each = nn.functional.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:], reduction="none")
+        return (each * mask[:, 1:]).sum() / mask.sum() + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def _masked() -> Model:
+    return _Masked(), {"input_ids": _ids(8, 128, 2048), "mask": torch.ones(8, 128)}
+
+
 def _bert() -> Model:
     config = transformers.BertConfig(
         vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
@@ -156,7 +175,7 @@ def _unet() -> Model:
 
 
 MODELS: dict[str, Callable[[], Model]] = {
-    "gpt2": _gpt2, "llama": _llama, "bert": _bert, "vit": _vit, "t5": _t5, "unet": _unet,
+    "gpt2": _gpt2, "masked": _masked, "llama": _llama, "bert": _bert, "vit": _vit, "t5": _t5, "unet": _unet,
 }  # fmt: skip
 
 CASES: tuple[Case, ...] = (

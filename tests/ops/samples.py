@@ -681,6 +681,21 @@ def _special() -> list[Sample]:
             sample(
                 "autopar.linear_cross_entropy", hidden, head, x(12), some, weight, (), -100, smoothing, 3, fixed=(4,)
             ),
+            sample("autopar.linear_token_losses", hidden, head, x(12), some, None, chain, -100, smoothing, 3, True),
+            sample(
+                "autopar.linear_token_losses",
+                hidden,
+                head,
+                None,
+                some,
+                weight,
+                (),
+                -100,
+                smoothing,
+                3,
+                False,
+                fixed=(3,),
+            ),
         ]
     for reduction in ("sum", "none"):
         for smoothing in (0.0, 0.1):

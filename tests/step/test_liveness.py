@@ -21,15 +21,15 @@ from tests.zoo import subject
 
 
 class Transposed(nn.Module):
-    """Multiplies by the transpose of its weight."""
+    """Multiplies by a view of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
-        self.weight = nn.Parameter(torch.ones(16, 8))
+        self.weight = nn.Parameter(torch.ones(1, 8, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.mse_loss(torch.mm(x * self.scale, self.weight.t()), x.new_zeros(4, 16))
+        return functional.mse_loss(torch.mm(x * self.scale, self.weight.squeeze(0)), x.new_zeros(4, 16))
 
 
 def test_a_slice_of_a_view_of_a_parameter_is_a_tensor_of_its_own() -> None:

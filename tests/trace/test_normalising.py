@@ -92,7 +92,8 @@ FLATTENED = {  # -> whether positions keep their dims
     "weight, smoothing": (flattened(weight=WEIGHT, label_smoothing=0.2), True),
     "cast": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).view(4, 8).float(), y.view(2, 2).view(-1)), True),
     "nll": (lambda h, y: F.nll_loss(F.log_softmax(h.view(2, 2, 8).view(4, 8), -1), y.view(2, 2).view(-1)), True),
-    "none": (flattened(reduction="none"), False),
+    "none": (flattened(reduction="none"), True),
+    "moved classes": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).mT, y.view(2, 2), reduction="none"), True),
     "in another order": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).mT.reshape(4, 8), y.view(2, 2).flatten()), False),
     "classes of several dims": (lambda h, y: F.cross_entropy(h.view(2, 2, 8).view(2, 16), y.view(2, 2)[:, 1]), False),
 }

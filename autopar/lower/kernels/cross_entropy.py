@@ -95,7 +95,24 @@ def vocab_parallel_cross_entropy(
         reduction: ``"sum"`` (a scalar, at least float32: thousands of terms don't add up in 16 bits) or ``"none"``
             (per position, in the dtype of `logits`).
     """
-    num_local = logits.shape[class_dim]
+    rows = torch.movedim(logits, class_dim, -1)
+    losses, _ = sharded_losses(shards, rows, target, weight, ignore_index, label_smoothing)
+    return losses.sum() if reduction == "sum" else losses.to(logits.dtype)
+
+
+def sharded_losses(
+    shards: Shards,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each position and its ``log Z``, at least float32, of logits ``[..., own classes]``.
+
+    See `vocab_parallel_cross_entropy`.
+    """
+    num_local = logits.shape[-1]
     num_classes = num_local * shards.count
     if weight is not None and weight.shape != (num_classes,):
         raise ValueError(
@@ -103,9 +120,7 @@ def vocab_parallel_cross_entropy(
             f"but weights of shape {tuple(weight.shape)}"
         )
     settings = _Settings(shards, num_classes, shards.index * num_local, ignore_index, label_smoothing)
-    rows = torch.movedim(logits, class_dim, -1)
-    losses: Tensor = call_function(_CrossEntropy, rows, target, weight, settings)
-    return losses.sum() if reduction == "sum" else losses.to(logits.dtype)
+    return call_function(_CrossEntropy, logits, target, weight, settings)
 
 
 @dataclass(frozen=True)
@@ -126,10 +141,12 @@ class _Settings:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per-position losses of logits ``[..., own classes]``."""
+    """Per-position losses and ``log Z`` of logits ``[..., own classes]``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
         dtype = logits.dtype if logits.dtype is torch.float64 else torch.float32
         top = settings.shards.all_reduce(logits.amax(-1).to(dtype), "max")
         top = top.masked_fill(top == -torch.inf, 0.0)  # no class is possible: log Z shall be -inf, not nan
@@ -142,9 +159,10 @@ class _CrossEntropy(torch.autograd.Function):
         if settings.label_smoothing:
             losses += smooth_counts * (_total_weight(weight, settings) * log_z - sums[2])
         losses.masked_fill_(target == settings.ignore_index, 0.0)
-        ctx.save_for_backward(logits, target, log_z.add_(top), *(() if weight is None else (weight,)))
+        log_z.add_(top)
+        ctx.save_for_backward(logits, target, log_z, *(() if weight is None else (weight,)))
         ctx.settings = settings
-        return losses
+        return losses, log_z
 
     @staticmethod
     @once_differentiable
@@ -161,6 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
         soft = smooth_counts * incoming
         gradient = torch.sub(logits, log_z.unsqueeze(-1)).exp_()  # the softmax of the own classes
         factor = hard + _total_weight(weight, settings) * soft if settings.label_smoothing else hard
+        factor = factor + gradients[1]
         gradient *= factor.unsqueeze(-1)
         gradient.scatter_add_(-1, index, (-hard * is_own).unsqueeze(-1))
         if settings.label_smoothing:

@@ -51,7 +51,7 @@ def linear_cross_entropy(  # noqa: PLR0913  (its arguments)
         tokens: how many get their logits at a time.
     """
     loss = partial(losses.cross_entropy, class_dim=1, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return _sum(hidden, weight, bias, target, class_weight, _Pieces(_steps(chain), loss, tokens))
+    return _sum(hidden, weight, bias, target, class_weight, _Pieces(chain_steps(chain), loss, tokens))
 
 
 def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
@@ -87,7 +87,7 @@ def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
         losses.vocab_parallel_cross_entropy, shards, class_dim=1, ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )  # fmt: skip
-    pieces = _Pieces(_steps(chain), loss, tokens, has_sum=shards.index == 0)
+    pieces = _Pieces(chain_steps(chain), loss, tokens, has_sum=shards.index == 0)
     return _sum(hidden, weight, bias, target, class_weight, pieces)
 
 
@@ -106,7 +106,8 @@ class _Pieces:
         return self.loss(logits, target, class_weight)
 
 
-def _steps(chain: Chain) -> tuple[Callable[[Tensor], Tensor], ...]:
+def chain_steps(chain: Chain) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """The ops of `chain` as functions of the logits."""
     return tuple(_step(target, args, kwargs) for target, args, kwargs, _ in chain)
 
 
@@ -145,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         pieces: _Pieces,
         trains: tuple[bool, bool, bool],
     ) -> Tensor:
-        found = _Gradients(hidden, weight, bias, trains)
+        found = GradientSums(hidden, weight, bias, trains)
         total: Tensor | None = None
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         for start in range(0, max(1, rows.shape[0]), pieces.tokens):
@@ -186,7 +187,7 @@ def _piece(
     return loss.detach(), gradient
 
 
-class _Gradients:
+class GradientSums:
     """Those of the operands, as far as they have been added up."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, trains: tuple[bool, bool, bool]) -> None:

@@ -1,0 +1,167 @@
+"""A product and the cross entropy of each token in pieces of tokens, whole and over a vocabulary cut into slices.
+
+What a caller makes of the losses decides their gradients, so backward makes the logits of each piece again: a fourth
+product of that size, for which nothing as large as the logits is ever there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autopar.lower.autograd import call_function
+from autopar.lower.communication.shards import Shards
+from autopar.lower.kernels.cross_entropy import cross_entropy, sharded_losses
+from autopar.lower.kernels.linear_cross_entropy import Chain, GradientSums, chain_steps
+
+__all__ = ["linear_token_losses", "vocab_parallel_linear_token_losses"]
+
+
+def linear_token_losses(  # noqa: PLR0913  (its arguments)
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    chain: Chain,
+    ignore_index: int,
+    label_smoothing: float,
+    tokens: int,
+    has_log_sums: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The cross entropy of ``chain(hidden @ weight.T + bias)`` of each token, in the dtype of the logits.
+
+    Args:
+        hidden: ``[..., h]``, floating.
+        weight: ``[classes, h]``.
+        bias: ``[classes]``.
+        target: class indices, int64, the shape of `hidden` without its last dim.
+        class_weight: ``[classes]``, no gradient.
+        chain: what happens to logits, element by element: entries ``(target, args, kwargs, saves)``.
+        ignore_index: tokens with this target have no loss.
+        label_smoothing: 0 to 1.
+        tokens: how many get their logits at a time.
+        has_log_sums: also give the logarithm of the sum of exponentials of each token's logits.
+    """
+
+    def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+        losses = cross_entropy(logits, own, class_weight, 1, ignore_index, label_smoothing, "none")
+        return (losses, logits.logsumexp(-1)) if has_log_sums else (losses,)
+
+    return _losses(hidden, weight, bias, target, _Pieces(chain_steps(chain), of, tokens))
+
+
+def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
+    shards: Shards,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    chain: Chain,
+    ignore_index: int,
+    label_smoothing: float,
+    tokens: int,
+    has_log_sums: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same on this device's slice of the classes: terms of a sum, which the first device has.
+
+    The gradient of `hidden` is a term, too.  Communicates what ``vocab_parallel_cross_entropy`` does for each piece,
+    forward, and backward again.
+
+    Args:
+        shards: of the classes.
+        hidden: as in `linear_token_losses`.
+        weight: of this device's classes.
+        bias: of this device's classes.
+        target: as in `linear_token_losses`.
+        class_weight: of every class.
+        chain: as in `linear_token_losses`.
+        ignore_index: as there.
+        label_smoothing: as there.
+        tokens: as there.
+        has_log_sums: as there.
+    """
+
+    def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+        found = sharded_losses(shards, logits, own, class_weight, ignore_index, label_smoothing)
+        return tuple(each.to(logits.dtype) for each in found[: 1 + has_log_sums])
+
+    pieces = _Pieces(chain_steps(chain), of, tokens, has_sum=shards.index == 0)
+    return _losses(hidden, weight, bias, target, pieces)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """How what is wanted of a piece is computed of its logits; without `has_sum` another device has the sum."""
+
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    losses: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    tokens: int
+    has_sum: bool = True
+
+    def of(self, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        for step in self.steps:
+            logits = step(logits)
+        return self.losses(logits, target)
+
+    def cut(self, count: int) -> Iterator[slice]:
+        """The tokens of each piece of so many."""
+        return (slice(start, start + self.tokens) for start in range(0, max(1, count), self.tokens))
+
+
+def _losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: _Pieces
+) -> Tensor | tuple[Tensor, Tensor]:
+    found = call_function(_LinearTokenLosses, hidden, weight, bias, target, pieces)
+    return found if len(found) > 1 else found[0]
+
+
+class _LinearTokenLosses(torch.autograd.Function):
+    """Keeps its operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: _Pieces
+    ) -> tuple[Tensor, ...]:
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        parts = [
+            pieces.of(torch.nn.functional.linear(rows[own], weight, bias), targets[own])
+            for own in pieces.cut(len(targets))
+        ]
+        ctx.save_for_backward(hidden, weight, target, *(() if bias is None else (bias,)))
+        ctx.pieces = pieces
+        found = tuple(torch.cat(each).view(target.shape) for each in zip(*parts, strict=True))
+        return found if pieces.has_sum else tuple(map(torch.zeros_like, found))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, *rest = ctx.saved_tensors
+        bias, pieces = rest[0] if rest else None, ctx.pieces
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        incoming = [each.reshape(-1) for each in gradients]
+        for own in pieces.cut(len(targets)):
+            logits = torch.nn.functional.linear(rows[own], weight, bias)
+            gradient = _gradient(pieces, logits, targets[own], [each[own] for each in incoming])
+            del logits  # and its gradient are gone before the next piece's come
+            sums.add(own.start, rows[own], weight, gradient)
+            del gradient
+        found = iter(sums.kept)
+        return (*(next(found) if takes else None for takes in ctx.needs_input_grad[:3]), None, None)
+
+
+def _gradient(pieces: _Pieces, logits: Tensor, target: Tensor, incoming: Sequence[Tensor]) -> Tensor:
+    """That of a piece's logits, by those of what comes of them."""
+    # Around the step, hooks may say what becomes of what autograd saves: that is for what outlives this call.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+        leaf = logits.detach().requires_grad_()
+        return torch.autograd.grad(pieces.of(leaf, target), leaf, incoming)[0]
