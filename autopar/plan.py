@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -31,7 +32,16 @@ from autopar.suggestions import suggest_path
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["FORMAT_VERSION", "Decisions", "LayerStrategy", "Plan", "PlannedLayer", "Stage", "stages_problem"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Decisions",
+    "GroupPlan",
+    "LayerStrategy",
+    "Plan",
+    "PlannedLayer",
+    "Stage",
+    "stages_problem",
+]
 
 FORMAT_VERSION = 5
 
@@ -58,6 +68,19 @@ class _From(Generic[T]):
 
 
 @dataclass(frozen=True)
+class GroupPlan:
+    """What a group of devices runs in a step in which groups run different programs.
+
+    Args:
+        tokens: of a row; the group computes one row after the other.
+        decisions: for so many devices as form the group.
+    """
+
+    tokens: int
+    decisions: Decisions
+
+
+@dataclass(frozen=True)
 class Plan:
     """Decisions for one program on one number of devices, what is predicted of them, and what was asked for.
 
@@ -76,6 +99,8 @@ class Plan:
         planning_s: seconds spent, by stage ("trace", "search" ...).
         other_calls: decisions for calls in eval mode or with inputs of other shapes, by the fingerprints of their
             programs, with parameters stored as `decisions` says.
+        groups: of a family for sequences of many lengths, what groups of devices run in steps in which they differ: the
+            largest first, which has the longest rows.  Parameters are gathered for them once a step.
 
     Example:
         >>> plan = autopar.plan(model, autopar.Cluster.of("h100"), {"input_ids": ids, "labels": ids})
@@ -93,11 +118,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     planning_s: tuple[tuple[str, float], ...] = ()
     other_calls: tuple[Decisions, ...] = ()
+    groups: tuple[GroupPlan, ...] = ()
 
     def with_decisions(self, **changes: Any) -> Plan:
         """The plan with some fields of `decisions` changed, of which nothing is predicted then, for its calls only."""
         changed = replace(self.decisions, **changes)
-        return replace(self, decisions=changed, prediction=Prediction(), other_calls=())
+        return replace(self, decisions=changed, prediction=Prediction(), other_calls=(), groups=())
 
     fingerprint = _From[str]("decisions")
     world_size = _From[int]("decisions")
@@ -190,25 +216,36 @@ def _decode(text: str) -> Plan:
         )
     given = cast("dict[str, Any]", data)
     given.setdefault("other_calls", [])
-    others: Any = given["other_calls"]
-    for each in (given.get("decisions"), *(cast("list[Any]", others) if isinstance(others, list) else ())):
-        if isinstance(each, dict):
-            _complete_decisions(cast("dict[str, Any]", each))
+    given.setdefault("groups", [])
+    others = [*_dicts(given["other_calls"]), *(each.get("decisions") for each in _dicts(given["groups"]))]
+    for each in _dicts([given.get("decisions"), *others]):
+        _complete_decisions(each)
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
-    for problem in decision_problems(plan.decisions):
+    for problem in _problems(plan):
         raise ValueError(problem)
-    for number, decisions in enumerate(plan.other_calls):
-        for problem in decision_problems(decisions):
-            raise ValueError(f"other_calls[{number}]: {problem}")
-        if decisions.host_storage != plan.decisions.host_storage:
-            raise ValueError(f"other_calls[{number}]: host_storage is another than in decisions, but storage is one")
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
     _complete(cast("dict[str, Any]", predicted))
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")
     is_whole = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
     return replace(plan, prediction=prediction) if is_whole else plan
+
+
+def _dicts(values: object) -> list[dict[str, Any]]:
+    """Those of the entries of a list that are JSON objects; none if it is no list."""
+    entries = cast("list[Any]", values) if isinstance(values, list) else []
+    return [cast("dict[str, Any]", each) for each in entries if isinstance(each, dict)]
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    yield from decision_problems(plan.decisions)
+    for number, group in enumerate(plan.groups):
+        yield from (f"groups[{number}]: {problem}" for problem in decision_problems(group.decisions))
+    for number, decisions in enumerate(plan.other_calls):
+        yield from (f"other_calls[{number}]: {problem}" for problem in decision_problems(decisions))
+        if decisions.host_storage != plan.decisions.host_storage:
+            yield f"other_calls[{number}]: host_storage is another than in decisions, but storage is one"
 
 
 def _complete_decisions(decided: dict[str, Any]) -> None:
@@ -234,7 +271,9 @@ def _complete(predicted: dict[str, Any]) -> None:
     row = predicted.setdefault("row", {})
     if isinstance(row, dict):
         predicted["row"] = encode_record(RowCost()) | cast("dict[str, Any]", row)
-    predicted.setdefault("lengths", encode_record(LengthPrediction()))
+    lengths = predicted.setdefault("lengths", {})
+    if isinstance(lengths, dict):
+        predicted["lengths"] = encode_record(LengthPrediction()) | cast("dict[str, Any]", lengths)
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):
@@ -434,8 +473,17 @@ def _lengths(expected: LengthPrediction) -> list[str]:
             f"({each.axes})"
             for each in used
         ),
+        *([_groups(expected)] if expected.group_share else []),
         *([f"saved                {', '.join(gains)}"] if saved_s > 0 else []),
     ]
+
+
+def _groups(expected: LengthPrediction) -> str:
+    rows = ", ".join(f"{each.tokens:,} tokens on {each.degree} ({each.axes})" for each in expected.groups)
+    return (
+        f"groups of unlike size: {expected.group_share:.0%} of steps, {_format_seconds(expected.group_step_s)}, of it "
+        f"{_format_seconds(expected.coupling_s)} for parameters of all devices; rows of {rows}"
+    )
 
 
 def _offloaded(prediction: Prediction) -> list[str]:

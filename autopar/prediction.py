@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.schedules.action_lists import StageCost
 
-__all__ = ["SPENT", "LayerCost", "LengthPlan", "LengthPrediction", "Prediction", "RowCost"]
+__all__ = ["SPENT", "GroupRow", "LayerCost", "LengthPlan", "LengthPrediction", "Prediction", "RowCost"]
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,25 @@ class LengthPlan:
 
 
 @dataclass(frozen=True)
+class GroupRow:
+    """What a row costs a group of devices, in steps whose groups differ.
+
+    Args:
+        degree: devices of the group, which share every row.
+        tokens: of a row.
+        row_s: seconds of a row without attention, whatever is in it.
+        pair_s: seconds per pair of tokens of one sequence.
+        axes: what most layers do.
+    """
+
+    degree: int
+    tokens: int
+    row_s: float
+    pair_s: float
+    axes: str = ""
+
+
+@dataclass(frozen=True)
 class LengthPrediction:
     """What is expected of steps whose sequences have lengths of a distribution: means over batches that were drawn.
 
@@ -153,6 +172,10 @@ class LengthPrediction:
         static_s: seconds of a step by the best plan for the longest rows alone.
         standard_error_s: of the mean of what the family saves of a step.
         gains: on what the family saves seconds of a step, the parts of ``static_s - step_time_s``.
+        groups: what rows cost each of the plan's `groups`, in their order.
+        coupling_s: seconds, once in a step of unlike groups, to gather, reduce and update parameters.
+        group_share: of the steps that unlike groups run.
+        group_step_s: the mean of these steps.
     """
 
     lengths: str = ""
@@ -163,6 +186,10 @@ class LengthPrediction:
     static_s: float = 0.0
     standard_error_s: float = 0.0
     gains: tuple[tuple[str, float], ...] = ()
+    groups: tuple[GroupRow, ...] = ()
+    coupling_s: float = 0.0
+    group_share: float = 0.0
+    group_step_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.prediction import RowCost
+from autopar.prediction import GroupRow, RowCost
 
 __all__ = ["Assignment"]
 
@@ -26,7 +26,9 @@ class Assignment:
         work_s: ``[groups]`` seconds of each group's sequences, empty places apart.
         bound_s: no assignment has a group with the most work below this.
         is_exact: whether the largest of `work_s` is the least that there is, with so many rows.
-        row_cost: of the plan whose rows these are; of groups of several degrees nothing.
+        row_cost: of the plan whose rows these are; of groups of several degrees what is spent once a step.
+        unlike: of each group what its rows cost, where groups run different programs in one step; their `work_s` then
+            has all that they compute.
     """
 
     lengths: np.ndarray
@@ -38,6 +40,7 @@ class Assignment:
     bound_s: float
     is_exact: bool = False
     row_cost: RowCost = _NO_ROWS
+    unlike: tuple[GroupRow, ...] = ()
 
     @property
     def largest_s(self) -> float:
@@ -67,6 +70,10 @@ class Assignment:
         for index in np.flatnonzero(self.group == group).tolist():
             found[int(self.row[index])].append(index)
         return found
+
+    def group_of(self, rank: int) -> int:
+        """The group that a device is in."""
+        return int(np.searchsorted(np.cumsum(self.degrees), rank, side="right"))
 
     def __str__(self) -> str:
         """What it comes to."""

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.balance.assignment import Assignment
+from autopar.balance.group_rows import assign_groups
 from autopar.balance.lengths import Lengths
 from autopar.balance.planner import BatchPlanner
 from autopar.headline import describe_usual
 from autopar.plan import Plan
-from autopar.prediction import LengthPlan, LengthPrediction
+from autopar.prediction import GroupRow, LengthPlan, LengthPrediction
 
 __all__ = ["DRAWN", "draw_batches", "expected_step", "rows_worth_planning"]
 
@@ -49,23 +50,34 @@ def rows_worth_planning(batches: Sequence[np.ndarray], tokens: int) -> tuple[int
 
 
 def expected_step(
-    family: Sequence[Plan], static: Plan, lengths: Lengths, batches: Sequence[np.ndarray]
+    family: Sequence[Plan],
+    static: Plan,
+    lengths: Lengths,
+    batches: Sequence[np.ndarray],
+    groups: Sequence[GroupRow] = (),
+    coupling_s: float = 0.0,
 ) -> LengthPrediction:
-    """What a step takes by the fastest of a `family`, whose first plan holds every sequence, and by `static` alone."""
+    """What a step takes by the fastest of a `family`, whose first plan holds every sequence, and by `static` alone.
+
+    With `groups`, steps in which groups of devices differ are among them; these take `coupling_s` once.
+    """
     planners = [BatchPlanner(plan) for plan in family]
     own = [[_assigned(planner, batch) for planner in planners] for batch in batches]
+    for found, batch in zip(own, batches, strict=True):
+        found.append(assign_groups(groups, coupling_s, planners[0].devices, batch) if groups else None)
     times_s = np.array([[np.inf if each is None else each.step_time_s for each in found] for found in own])
     chosen: np.ndarray = times_s.argmin(axis=1)
+    shares = [float((chosen == place).mean()) for place in range(len(family) + 1)]
+    means_s = [
+        float(times_s[chosen == place, place].mean()) if shares[place] else 0.0 for place in range(len(family) + 1)
+    ]
     fastest = np.array([_parts(own[number][int(chosen[number])]) for number in range(len(batches))])
     alone = BatchPlanner(static)
     before = np.array([_parts(alone.assign(batch)) for batch in batches])
     saved_s: np.ndarray = before.sum(axis=1) - fastest.sum(axis=1)
     plans = tuple(
         LengthPlan(
-            plan.prediction.row,
-            float((chosen == place).mean()),
-            float(times_s[chosen == place, place].mean()) if np.any(chosen == place) else 0.0,
-            describe_usual(plan.decisions) if plan.layers else "",
+            plan.prediction.row, shares[place], means_s[place], describe_usual(plan.decisions) if plan.layers else ""
         )
         for place, plan in enumerate(family)
     )
@@ -78,6 +90,10 @@ def expected_step(
         float(before.sum(axis=1).mean()),
         float(saved_s.std()) / len(batches) ** 0.5,
         tuple(zip(_PARTS, map(float, (before - fastest).mean(axis=0)), strict=True)),
+        tuple(groups),
+        coupling_s,
+        shares[-1],
+        means_s[-1],
     )
 
 
@@ -85,14 +101,30 @@ def _assigned(planner: BatchPlanner, batch: np.ndarray) -> Assignment | None:
     return planner.assign(batch) if batch.max() <= planner.longest else None
 
 
-_PARTS = ("tokens", "places without a token", "attention", "waiting for the most attention", "once a step")
+_PARTS = ("tokens", "places without a token", "attention", "waiting for the most work", "once a step")
 
 
 def _parts(assignment: Assignment | None) -> list[float]:
     """The seconds of a step, by `_PARTS`."""
     assert assignment is not None  # the first plan of a family holds every sequence
+    if assignment.unlike:
+        return _parts_of_groups(assignment)
     row, ranks = assignment.row_cost, len(assignment.degrees)
     tokens_s = row.token_s * float(assignment.lengths.sum()) / ranks
     mean_s = float(assignment.work_s.mean())
     computed_s = row.token_s * assignment.rows * row.tokens
     return [tokens_s, computed_s - tokens_s, mean_s, assignment.largest_s - mean_s, row.step_s]
+
+
+def _parts_of_groups(assignment: Assignment) -> list[float]:
+    """The same where groups differ: what they compute is a mean over devices."""
+    degrees: np.ndarray = assignment.degrees / assignment.degrees.sum()
+    row_s = np.array([each.row_s for each in assignment.unlike])
+    token_s = row_s / np.array([each.tokens for each in assignment.unlike])
+    pairs = np.unique(np.stack([assignment.group, assignment.row]), axis=1)[0]
+    rows_s: np.ndarray = np.bincount(pairs, minlength=len(row_s)) * row_s
+    tokens_s = float((token_s * degrees)[assignment.group] @ assignment.lengths)
+    attention_s = float((assignment.work_s - rows_s) @ degrees)
+    mean_s = float(assignment.work_s @ degrees)
+    places_s = float(rows_s @ degrees) - tokens_s
+    return [tokens_s, places_s, attention_s, assignment.largest_s - mean_s, assignment.row_cost.step_s]

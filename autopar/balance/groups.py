@@ -15,7 +15,7 @@ from autopar.balance.costs import GroupCost
 from autopar.balance.exact import FEW, improve_exactly
 from autopar.balance.packing import Packed, Places, even_out, longest_first
 
-__all__ = ["best_groups", "devices_bound"]
+__all__ = ["best_groups", "candidate_counts", "devices_bound"]
 
 # Targets above the bound, the first of which that can be met is most often the best.
 _TARGETS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0)
@@ -63,6 +63,16 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
     if len(tokens) <= FEW and devices <= _FEW_DEVICES:
         places, packed, is_exact = _best_of_all(places, packed, degrees, devices)
     return degrees[places.kind], packed, bound_s, is_exact
+
+
+def candidate_counts(work: np.ndarray, degrees: np.ndarray, devices: int) -> Iterator[tuple[int, ...]]:
+    """How many groups of each degree, which fall, there could be, each way once: all ways for few devices, else those
+    that would be done soon if work could be cut; `work` as in `devices_bound`.
+    """
+    if devices <= _FEW_DEVICES:
+        yield from _all_counts(tuple(int(degree) for degree in degrees), devices)
+    else:
+        yield from dict.fromkeys(_candidates(work, degrees, devices, devices_bound(work, degrees, devices)))
 
 
 def _candidates(work: np.ndarray, degrees: np.ndarray, devices: int, bound_s: float) -> Iterator[tuple[int, ...]]:

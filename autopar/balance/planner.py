@@ -11,6 +11,7 @@ import numpy as np
 from autopar.balance.assignment import Assignment
 from autopar.balance.costs import GroupCost, check_lengths
 from autopar.balance.exact import FEW, improve_exactly
+from autopar.balance.group_rows import assign_groups
 from autopar.balance.groups import best_groups
 from autopar.balance.packing import Packed, Places, even_out, longest_first, tightest_rows, work_bound
 from autopar.errors import LengthError
@@ -32,9 +33,11 @@ class BatchPlanner:
 
     The same lengths give the same assignment on every rank, without communication.
 
-    Given several plans for the same devices with other degrees, it also chooses how many devices work on a sequence
-    together: each device group computes sequences as the plan of its degree does.  That is a prediction: no runtime
-    runs groups of several degrees in one step yet.
+    If the family has groups, a batch may also be shared out among groups of devices of unlike size: few large ones for
+    long sequences, small ones for short.  `Assignment.unlike` then says what each group runs.
+
+    Given several plans for the same devices with other degrees, it chooses how many devices work on a sequence
+    together, as if each device group computed sequences as the plan of its degree does: a prediction, nothing runs so.
 
     Example:
         >>> planner = autopar.BatchPlanner(plan)
@@ -60,6 +63,9 @@ class BatchPlanner:
         self.rows = tuple(each.row for each in plans[0].prediction.lengths.plans) or (plans[0].prediction.row,)
         self.longest = max(row.tokens for row in self.rows)
         self.packs = packs
+        lengths = plans[0].prediction.lengths
+        self.groups = lengths.groups if packs else ()
+        self.coupling_s = lengths.coupling_s
         self.devices = plans[0].world_size
         self.costs = tuple(_group_cost(each) for each in plans)
         if len(plans) > 1:
@@ -90,6 +96,10 @@ class BatchPlanner:
                 if best is None or found.step_time_s < best.step_time_s:
                     best = found
         assert best is not None  # the plan for the longest rows is one of them
+        if self.groups and batches == 1:
+            other = assign_groups(self.groups, self.coupling_s, self.devices, tokens)
+            if other is not None and other.step_time_s < best.step_time_s:
+                return other
         return best
 
     def _taken(self, row: RowCost, tokens: np.ndarray) -> np.ndarray:

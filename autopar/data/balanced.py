@@ -85,7 +85,7 @@ def balanced(
         {**_PADDING, **(padding or {})}, "position_ids" if packs else "", "" if packs else "attention_mask",
         shifted if packs else (),
     )  # fmt: skip
-    share = _Share(planner, model.data_rank, model.data_parallel_size)
+    share = _Share(planner, model.data_rank, model.data_parallel_size, inputs.rank)
     made = remade(loader, f"Balanced{type(loader).__name__}", _Balanced)
     attributes: Any = made.__dict__
     attributes["call_inputs"] = inputs
@@ -132,15 +132,19 @@ class _Share:
     planner: BatchPlanner
     rank: int
     ranks: int
+    device: int  # this rank among all
 
     def of(self, lengths: np.ndarray) -> tuple[int, int, list[list[int]]]:
         """A digest of the whole assignment, the tokens of a row, and this rank's rows, each the numbers of its
         sequences.
         """
         assignment = self.planner.assign(lengths)
-        tokens = assignment.row_cost.tokens
-        digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), tokens)
-        return digest, tokens, rank_rows(assignment, self.rank, self.ranks)
+        digest = zlib.crc32(assignment.degrees.tobytes(), assignment.row_cost.tokens)
+        digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
+        if assignment.unlike:
+            group = assignment.group_of(self.device)
+            return digest, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
+        return digest, assignment.row_cost.tokens, rank_rows(assignment, self.rank, self.ranks)
 
 
 def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:

@@ -28,10 +28,13 @@ from autopar.planning.padded_calls import (
     lengths_of,
     padded_lengths,
     padded_rows,
+    with_rows,
     with_size,
 )
+from autopar.prediction import Prediction
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
+from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.trace import (
     NotAlikeError,
@@ -134,6 +137,7 @@ class CallPlanner:
         self._finish = finish
         self._no_lengths: set[tuple[tuple[str, ...], int, torch.dtype | None]] = set()
         self._made: dict[_Mode, list[Executable]] = {}
+        self._groups: tuple[Executable, ...] = ()
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
@@ -141,6 +145,29 @@ class CallPlanner:
         named = (*original.named_parameters(), *original.named_buffers())
         ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
         return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
+
+    def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Executable, ...]:
+        """What the groups of the plan run, each a row, in steps that come with calls as this one in training.
+
+        Raises:
+            PlanMismatchError: the plan was made for groups of another model.
+        """
+        plan = self._first[1]
+        if self._groups or not plan.groups:
+            return self._groups
+        mode: _Mode = (True, "", None)
+        before = self._traced[mode][0].flatten_inputs(args, kwargs)[0].shape
+        made: list[Executable] = []
+        for group in plan.groups:
+            call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), before[:2], (1, group.tokens))
+            traced = self._trace(*call, mode)
+            own = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
+            check_fit(own, traced.program, group.decisions.world_size)
+            made.append(
+                Executable(traced.program, own, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
+            )
+        self._groups = tuple(made)
+        return self._groups
 
     @collected_seldom()
     def __call__(

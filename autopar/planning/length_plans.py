@@ -7,6 +7,8 @@ stored as one of the family stores them, so that steps take turns and nothing mo
 
 Storage is that of the best plan for the longest rows, or of the best for those that most steps would use: of both
 families the one with the least expected step (`autopar.balance.expectation`), or the plan for the longest rows alone.
+Where steps in which groups of devices differ are expected to be faster for some batches, their plans come with it
+(`autopar.planning.group_plans`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.balance import Lengths
 from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning
@@ -27,7 +29,8 @@ from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError,
 from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
 from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, shape_of, stored_as, trace_model
-from autopar.planning.padded_calls import with_size
+from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
+from autopar.planning.padded_calls import with_rows
 from autopar.planning.setup import Setup
 from autopar.prediction import LengthPrediction
 from autopar.program import Program
@@ -37,6 +40,9 @@ from autopar.step.logits import in_pieces
 from autopar.step.prices import Prices
 
 __all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution", "row_tracer"]
+
+# Times as long without groups: lowering a program of each size on every rank must pay, and prices are estimates.
+_WORTH_GROUPS = 1.01
 
 ExpectedLengths = Lengths | str | Path | Mapping[int, float] | None
 """What users pass as ``lengths``: a distribution, a file of it (`Lengths.read`), or length -> how many have it."""
@@ -58,19 +64,6 @@ def read_distribution(given: object) -> Lengths | None:
         f"lengths is a {type(given).__name__}: pass autopar.balance.Lengths, such as Lengths.of(list_of_lengths), the "
         "path of a file with one length a line, or {length: how many}"
     )
-
-
-def _with_rows(example: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any:
-    """The example with other rows and tokens of a row, on the meta device where it changes.
-
-    Dim 0 of as many entries as there are rows is taken for rows, any other dim of as many as tokens for tokens.
-    """
-    (rows, tokens), (wanted, room) = before, after
-    most = max(x.dim() for x in _tensors(example))
-    made: Any = with_size(example, 0, rows, wanted)
-    for dim in range(1, most):
-        made = with_size(made, dim, tokens, room)
-    return made
 
 
 def check_rows(program: Program, longest: int = 0) -> int:
@@ -98,17 +91,11 @@ def row_tracer(
     twin = on_meta(model)
 
     def trace(rows: int, tokens: int) -> Program:
-        own_args, own_kwargs = _with_rows((args, kwargs), before, (rows, tokens))
+        own_args, own_kwargs = with_rows((args, kwargs), before, (rows, tokens))
         inputs = own_kwargs or own_args
         return setup.expecting(trace_model(twin, inputs, dtype=setup.dtype, device_type=setup.device_type)).program
 
     return trace
-
-
-def _tensors(example: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_leaves(lambda x: found.append(x) if isinstance(x, Tensor) else None, example)
-    return found
 
 
 @dataclass(frozen=True)
@@ -160,10 +147,23 @@ class FamilyPlanner:
         expected = [self._expected(family, found, batches) for family in families if family]
         best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
         first, *others = [family for family in families if family][best]
+        groups = PlannedGroups()
+        reason = why_no_groups(programs[0], first, self.request)
+        if reason:
+            notes.append(f"all devices run the same plan in every step: {reason}")
+        else:
+            own = in_pieces(program, first.piece_tokens)
+            groups = plan_groups(own, first, tokens, self.trace, self.prices, self._by(first))
+            with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
+            if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
+                expected[best] = with_groups
+            else:
+                groups = PlannedGroups()
         first = given if first is found else first
         return replace(
             first,
             prediction=replace(first.prediction, lengths=expected[best]),
+            groups=groups.plans,
             other_calls=tuple(plan.decisions for plan in others),
             notes=(*first.notes, *notes),
             planning_s=(*found.planning_s, ("lengths", time.perf_counter() - started_s)),

@@ -21,7 +21,16 @@ from autopar.program import Program
 from autopar.step.data_split import data_split
 from autopar.trace import LongerProgram, NotAlikeError, Traced, reading_last_entry
 
-__all__ = ["as_any_length", "as_longer", "is_growing", "lengths_of", "padded_lengths", "padded_rows", "with_size"]
+__all__ = [
+    "as_any_length",
+    "as_longer",
+    "is_growing",
+    "lengths_of",
+    "padded_lengths",
+    "padded_rows",
+    "with_rows",
+    "with_size",
+]
 
 # Texts run as the next multiple of it: a plan for each, which takes a second or so, and at most so many more places.
 _LENGTH_STEP = 64
@@ -113,6 +122,20 @@ def with_size(tree: Any, dim: int, size: int, longer: int) -> Any:
         return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
     return map_leaves(change, tree)
+
+
+def with_rows(tree: Any, before: tuple[int, ...], after: tuple[int, int]) -> Any:
+    """The arguments of a call with other rows and tokens of a row, on the meta device where they change.
+
+    Dim 0 of as many entries as there are rows is taken for rows, any other dim of as many as tokens for tokens.
+    """
+    (rows, tokens), (wanted, room) = before, after
+    sizes: list[int] = []
+    map_leaves(lambda x: sizes.append(x.dim()) if isinstance(x, Tensor) else None, tree)
+    made: Any = with_size(tree, 0, rows, wanted)
+    for dim in range(1, max(sizes)):
+        made = with_size(made, dim, tokens, room)
+    return made
 
 
 def as_longer(short: Traced, long: Traced, plan: Plan, known: LongerProgram, fills: Mapping[str, int]) -> Executable:

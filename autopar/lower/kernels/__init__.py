@@ -10,19 +10,20 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autopar.errors import PlanMismatchError
 from autopar.ops import own_families
-from autopar.program import Arg, Ref
+from autopar.program import Arg, Op, Ref
 
-__all__ = ["APART", "KERNELS", "OPS", "resolve_target", "torch_argument"]
+__all__ = ["APART", "KERNELS", "OPS", "resolve_target", "run_ops", "torch_argument"]
 
 _MODULES = {"operator": operator, "_operator": operator, "math": math, "builtins": builtins, "torch": torch}
 _FILES = tuple(import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
@@ -82,3 +83,13 @@ def torch_argument(arg: Arg, value_of: Callable[[Ref], Any]) -> Any:
     if isinstance(arg, str) and arg.startswith("torch."):
         return getattr(torch, arg.removeprefix("torch."))
     return arg
+
+
+def run_ops(ops: Sequence[Op], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`values` and what `ops`, which have one result each, make of them, whole tensors by name."""
+    known = dict(values)
+    for op in ops:
+        args = [torch_argument(arg, lambda ref: known[ref.name]) for arg in op.args]
+        kwargs = {key: torch_argument(arg, lambda ref: known[ref.name]) for key, arg in op.kwargs}
+        known[op.results[0]] = resolve_target(op.target)(*args, **kwargs)
+    return known

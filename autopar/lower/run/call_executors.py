@@ -39,6 +39,10 @@ class ExecutablePlanner(Protocol):
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
         ...
 
+    def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Executable]:
+        """What each of `Plan.groups` runs in steps that come with such calls: one row."""
+        ...
+
 
 # Forms of calls that are kept for a mode.  Each holds its layers' programs and constants: some MB for a large model.
 # The lengths of a bucketed data set are fewer; what alternates between more is planned again and again, and said.

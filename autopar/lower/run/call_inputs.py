@@ -28,7 +28,7 @@ from autopar.lower.compat import leaves_of
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
 
-__all__ = ["Call", "CallInputs", "OpenCall", "OpenedCall"]
+__all__ = ["Call", "CallInputs", "LocalRows", "OpenCall", "OpenedCall"]
 
 _LOGGER = logging.getLogger("autopar")
 _TEXT_BYTES = 400
@@ -52,7 +52,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Opened:
+class LocalRows:
     """A call of this rank: its tensors, those of them that hold rows of this rank, and how many."""
 
     call: OpenedCall
@@ -63,8 +63,24 @@ class _Opened:
         """What all ranks must have alike."""
         return ", ".join(self._form_of(name, x) for name, x in self.call.named.items())
 
-    def _form_of(self, name: str, x: Tensor) -> str:
-        sizes = ["rows", *x.shape[1:]] if name in self.local else x.shape
+    @property
+    def tokens(self) -> int:
+        """Of a row: dim 1 of the first input that has rows and another dim; 0 without one."""
+        return next((x.shape[1] for name, x in self.call.named.items() if name in self.local and x.dim() > 1), 0)
+
+    def form_of_rows(self) -> str:
+        """What ranks that pass rows of other lengths must have alike."""
+        return ", ".join(self._form_of(name, x, self.tokens) for name, x in self.call.named.items())
+
+    def row(self, number: int) -> Call:
+        """The call with one of the rows."""
+        tensors = (x[number : number + 1] if name in self.local else x for name, x in self.call.named.items())
+        return self.call.call_with(list(tensors))
+
+    def _form_of(self, name: str, x: Tensor, tokens: int = -1) -> str:
+        sizes: Sequence[object] = x.shape
+        if name in self.local:
+            sizes = ["rows", *("tokens" if size == tokens else size for size in x.shape[1:])]
         return f"{name} {str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, sizes))}]"
 
 
@@ -95,6 +111,11 @@ class CallInputs:
         self._counts: list[int] = []  # in the last call, the rows of each data rank
         if self.is_local and communicator.calls is not None:
             communicator.calls.compares_draws = False  # whoever augments other rows draws other numbers
+
+    @property
+    def rank(self) -> int:
+        """This rank among all that make the calls."""
+        return self._communicator.rank
 
     def shared_seed(self, state: Tensor) -> int | None:
         """Where `state` of a random generator (uint8) is alike on all ranks, None; else a seed that all may use
@@ -134,10 +155,10 @@ class CallInputs:
             return args, kwargs
         calls = self._communicator.calls
         if calls is None:
-            return self._join(self._open(args, kwargs), holds_rows)
+            return self._join(self.open(args, kwargs), holds_rows)
 
-        def prepare() -> tuple[_Opened, list[tuple[str, Tensor]]]:
-            opened = self._open(args, kwargs)
+        def prepare() -> tuple[LocalRows, list[tuple[str, Tensor]]]:
+            opened = self.open(args, kwargs)
             return opened, [(name, x) for name, x in opened.call.named.items() if name in opened.local]
 
         opened = calls.enter(f"the inputs of {kind}", prepare, peers=f"/{self._split.rank_of(self._communicator.rank)}")
@@ -157,7 +178,8 @@ class CallInputs:
 
         return output.then(cut) if isinstance(output, LateTensor) else cut(output)
 
-    def _open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Opened:
+    def open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRows:
+        """A call of this rank taken apart; raises InputShapeError if its inputs don't fit together."""
         call = self._open_call(args, kwargs)
         plain = {name: x for name, x in call.named.items() if self.is_local and not isinstance(x, DTensor) and x.dim()}
         rows = next((len(x) for name, x in plain.items() if self._has_rows.get(name)), -1)
@@ -171,9 +193,9 @@ class CallInputs:
                     "many rows of all of them; where the size of another dim only happens to be the batch size, make "
                     "the example with another batch size"
                 )
-        return _Opened(call, frozenset(local), rows)
+        return LocalRows(call, frozenset(local), rows)
 
-    def _join(self, opened: _Opened, holds_rows: bool) -> Call:
+    def _join(self, opened: LocalRows, holds_rows: bool) -> Call:
         self._counts = counts = self._compare(opened) if opened.local else []
         spans = self._spans(counts) if counts else ()
         tensors: list[Tensor] = []
@@ -194,7 +216,7 @@ class CallInputs:
         own = map(self._split.rank_of, range(self._communicator.world_size))
         return tuple((stops[rank] - counts[rank], stops[rank]) for rank in own)
 
-    def _compare(self, opened: _Opened) -> list[int]:
+    def _compare(self, opened: LocalRows) -> list[int]:
         """How many rows each data rank passes."""
         talk, split, form = self._communicator, self._split, opened.form()
         known = talk.gather_numbers((zlib.crc32(form.encode()), opened.rows, self._content(opened)))
@@ -217,7 +239,7 @@ class CallInputs:
                 )  # fmt: skip
         return [rows for _, (_, rows) in sorted(counts.items())]
 
-    def _content(self, opened: _Opened) -> int:
+    def _content(self, opened: LocalRows) -> int:
         """Something that tells different rows apart, in the first call only: reading it waits for the device."""
         if self._has_compared:
             return 0

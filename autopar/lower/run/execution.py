@@ -44,8 +44,12 @@ class Executor:
         store: ParameterStore,
         communicator: Communicator,
         compile_layers: bool = False,
+        num_devices: int | None = None,
     ) -> None:
         """Lower every kind and strategy once.
+
+        `num_devices` are those of a group of neighbouring ranks that runs it; None: all run it.  A group begins at a
+        multiple of that number, so that its axes are those of all ranks.
 
         Raises:
             PlanMismatchError: the plan does not fit the program or the number of devices.
@@ -54,7 +58,8 @@ class Executor:
         self.store = store
         self.communicator = communicator
         program, plan = executable.program, executable.plan
-        check_plan(program, plan, communicator.world_size)
+        num_devices = num_devices or communicator.world_size
+        check_plan(program, plan, num_devices)
         self.num_microbatches = plan.num_microbatches if program.loss or plan.stages else 1
         self.updates_each: Mapping[str, str] = (
             updates_per_microbatch(program, plan) if self.num_microbatches > 1 else {}
@@ -65,7 +70,7 @@ class Executor:
         self.stopwatch: Stopwatch | None = None  # while somebody measures
         # In an order that all ranks share: what is made whole is so one value after the other.
         self.kept = tuple(dict.fromkeys((*program.outputs, *program.updates.values())))
-        self.stages = StageMap(program, plan, communicator.rank)
+        self.stages = StageMap(program, plan, communicator.rank % num_devices)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
         self.runners = lowering.lower_layers(frozenset(self.kept))
         for runner in self.runners.values():

@@ -13,7 +13,7 @@ from autopar.errors import OutputError
 from autopar.lower.autograd import call_function, version_of
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import local_part_of
-from autopar.lower.kernels import resolve_target, torch_argument
+from autopar.lower.kernels import run_ops
 from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.run.execution import Executor
 from autopar.program import LateOutput
@@ -75,7 +75,7 @@ def _late(executor: Executor, late: LateOutput, source: Tensor, store: Parameter
                     name: reader.whole(member).to(device=device, dtype=getattr(torch, program.type_of(name).dtype))
                     for name, member in members.items()
                 }
-                return _run(late, {given: hidden.detach(), **whole})
+                return run_ops(late.ops, {given: hidden.detach(), **whole})[late.result]
 
         found = reader.read(late.result, check, run)
         if not (is_recorded and torch.is_grad_enabled()):
@@ -97,16 +97,6 @@ def _versions(store: ParameterStore, reader: LateReader) -> list[int]:
     """
     parts = (reader.part(name) for name in store.stored)
     return [version_of(x) for part in parts if part is not None for x in (part, local_part_of(part))]
-
-
-def _run(late: LateOutput, values: Mapping[str, Tensor]) -> Tensor:
-    """The ops on whole tensors."""
-    known = dict(values)
-    for op in late.ops:
-        args = [torch_argument(arg, lambda ref: known[ref.name]) for arg in op.args]
-        kwargs = {key: torch_argument(arg, lambda ref: known[ref.name]) for key, arg in op.kwargs}
-        known[op.results[0]] = resolve_target(op.target)(*args, **kwargs)
-    return known[late.result]
 
 
 class _NoGradient(torch.autograd.Function):

@@ -21,6 +21,7 @@ from autopar.lower.communication.consensus import attempt
 from autopar.lower.communication.held_rows import HeldRows
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.compat import leaves_of, map_leaves, named_tensors
+from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
@@ -143,6 +144,10 @@ class ParallelModule(ModuleInspection):
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
         self.call_inputs = None
+        self._group_steps = None
+        if executable.plan.groups and planner is not None:
+            degrees = {group.tokens: group.decisions.world_size for group in executable.plan.groups}
+            self._group_steps = GroupSteps(self._executor, degrees, planner.groups, compile_layers=compile_layers)
         self._first_steps = FirstSteps(executable.plan, communicator.rank, communicator.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -219,6 +224,12 @@ class ParallelModule(ModuleInspection):
         kind += f" with autocast to {autocast}" if autocast else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
+        if not part and autocast is None and self._group_steps is not None and self._takes_groups():
+            assert self.call_inputs is not None
+            outputs = self._group_steps.run(kind, self.call_inputs, (args, kwargs))
+            if outputs is not None:
+                self._first_steps.interrupt()
+                return self._executor.executable.unflatten_outputs(outputs)
         if self.call_inputs is not None and not part:
             args, kwargs = self.call_inputs.whole(kind, args, kwargs, holds_rows=not self._executors.compile_layers)
         executor, tensors = self._enter(kind, self._find(kind, args, kwargs, part))
@@ -233,6 +244,12 @@ class ParallelModule(ModuleInspection):
                 outputs = self._compute(executor, tensors, kind, cuts)
         calls.watch_backward([x for x in leaves_of(outputs) if not isinstance(x, LateTensor)])
         return outputs
+
+    def _takes_groups(self) -> bool:
+        """Whether a call now may be one whose ranks pass rows of unlike lengths."""
+        self._check_modes()
+        is_local = self.call_inputs is not None and self.call_inputs.is_local
+        return is_local and self.training and torch.is_grad_enabled()
 
     def plan_for(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """Plan calls with such inputs in the module's present mode, if that is not done yet, without running anything.

@@ -1,0 +1,82 @@
+"""A batch shared out among groups of devices of unlike size, each of which computes rows of its own length.
+
+The step lasts as long as the group with the most work, and what all devices do once a step:
+
+    coupling_s + max over groups g of (rows[g] * row_s[g] + pair_s[g] * sum(n ** 2 of its sequences))
+
+For each way to form groups the longest sequence goes first, to the group that is done with it first, into the fullest
+row with room, or a new one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.balance.assignment import Assignment
+from autopar.balance.groups import candidate_counts, devices_bound
+from autopar.prediction import GroupRow, RowCost
+
+__all__ = ["assign_groups"]
+
+_PLACES_TRIED = 3e6  # sequences times groups, in all trials: about a tenth of a second
+
+
+def assign_groups(kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray) -> Assignment | None:
+    """The best assignment found to groups of at least two of these kinds, the largest of which holds every sequence.
+
+    None: no such groups have as many devices.
+    """
+    lengths = tokens.astype(np.float64)
+    work = np.array([
+        np.where(tokens <= each.tokens, each.row_s / each.tokens * lengths + each.pair_s * lengths**2, np.inf)
+        for each in kinds
+    ])  # fmt: skip
+    degrees = np.array([each.degree for each in kinds])
+    bound_s = devices_bound(work, degrees, devices)
+    best: Assignment | None = None
+    spent = 0.0
+    for counts in candidate_counts(work, degrees, devices):
+        is_mixed = sum(count > 0 for count in counts) > 1 and int(np.dot(counts, degrees)) == devices
+        if not is_mixed or (best is not None and spent + sum(counts) * len(tokens) > _PLACES_TRIED):
+            continue
+        spent += sum(counts) * len(tokens)
+        groups = tuple(each for each, count in zip(kinds, counts, strict=True) for _ in range(count))
+        found = _pack(groups, tokens, math.inf if best is None else best.largest_s)
+        if found is not None:
+            group, row, load = found
+            rows = int(row.max(initial=-1)) + 1
+            own = np.array([each.degree for each in groups])
+            best = Assignment(
+                tokens, group, row, own, rows, load, bound_s, False, RowCost(step_s=coupling_s), groups
+            )  # fmt: skip
+    return best
+
+
+def _pack(
+    groups: Sequence[GroupRow], tokens: np.ndarray, limit_s: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """``[n]`` groups, ``[n]`` rows of them, ``[groups]`` seconds; None: a group would take `limit_s` or longer."""
+    sizes = np.array([each.tokens for each in groups])
+    row_s = np.array([each.row_s for each in groups])
+    pair_s = np.array([each.pair_s for each in groups])
+    load, room = np.zeros(len(groups)), np.zeros(len(groups))
+    left: list[list[int]] = [[] for _ in groups]
+    group, row = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
+    for index in np.argsort(-tokens, kind="stable"):
+        length = int(tokens[index])
+        done_s = load + pair_s * float(length) ** 2 + np.where(room < length, row_s, 0.0)
+        done_s[sizes < length] = np.inf
+        own = int(done_s.argmin())
+        if done_s[own] >= limit_s:
+            return None
+        load[own] = done_s[own]
+        if room[own] < length:
+            left[own].append(groups[own].tokens)
+        place = min((size, at) for at, size in enumerate(left[own]) if size >= length)[1]
+        left[own][place] -= length
+        room[own] = max(left[own])
+        group[index], row[index] = own, place
+    return group, row, load

@@ -1,0 +1,78 @@
+"""Between where parameters are stored and whole copies on every rank, which groups of any plan take their parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.compat import dtensor_like
+from autopar.lower.parameters.layer_parameters import LayerParameters
+from autopar.lower.parameters.store import ParameterStore
+from autopar.placement import BROADCAST
+from autopar.program import Program
+
+__all__ = ["Coupling"]
+
+
+class Coupling:
+    """Gathers all parameters once a step, and reduces their gradients, layer by layer in one order on all ranks.
+
+    A copy is whole on every rank, and its gradient is a sum of terms: each rank brings what its own group computed.
+    """
+
+    def __init__(self, program: Program, store: ParameterStore, communicator: Communicator) -> None:
+        """`program` is that of all ranks, whose parameters `store` has."""
+        whole = (BROADCAST,) * len(store.mesh)
+        self._layers: list[LayerParameters] = []
+        seen: set[str] = set()
+        for layer in program.layers:
+            read = (program.parameters[name] for name in layer.state if program.values[name].role == "parameter")
+            names = [n for n in dict.fromkeys(store.first_name.get(name, name) for name in read) if n not in seen]
+            seen.update(names)
+            dtypes = [store.stored[name].dtype for name in names]
+            self._layers.append(
+                LayerParameters(
+                    store, names, range(len(names)), [whole] * len(names), dtypes, store.mesh, communicator, layer.name
+                )
+            )
+        communicator.prepare(sorted({step.axis for own in self._layers for steps in own.steps for step in steps}))
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that get gradients, by name."""
+        pairs = (pair for layer in self._layers for pair in zip(layer.names, layer.current(), strict=True))
+        return {name: parameter for name, parameter in pairs if parameter.requires_grad}
+
+    @torch.no_grad()
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters by name, whole; while those of a layer are taken, the next one's are on their way."""
+        handle = self._layers[0].start_gather(self._layers[0].current()) if self._layers else None
+        for number, layer in enumerate(self._layers):
+            own, following = handle, self._layers[number + 1 : number + 2]
+            handle = following[0].start_gather(following[0].current()) if following else None
+            yield from zip(layer.names, layer.finish_gather(layer.current(), own), strict=True)
+
+    @torch.no_grad()
+    def reduce(self, term_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The gradients of trained parameters, as they are stored: sums over all ranks of `term_of` their names, which
+        are whole; while those of a layer are reduced, the next one's terms are made.
+        """
+        trained = self.trained
+        found: dict[str, Tensor] = {}
+        for layer in reversed(self._layers):
+            own = [name for name in layer.names if name in trained]
+            terms = [term_of(name) if name in trained else None for name in layer.names]
+            reduced = layer.start_reduce(terms).wait()
+            for name, gradient in zip(layer.names, reduced, strict=True):
+                if gradient is not None and name in own:
+                    found[name] = _as_stored(gradient, trained[name])
+        return found
+
+
+def _as_stored(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    local = gradient.to(parameter.dtype).contiguous()
+    return dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local

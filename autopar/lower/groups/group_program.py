@@ -1,0 +1,117 @@
+"""What a rank computes as one of a group: rows of one length, one after the other, on parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.reshard_ops import apply_backward, apply_forward
+from autopar.lower.groups.target_count import count_targets, counting_ops
+from autopar.lower.parameters.skeleton import copy_skeleton
+from autopar.lower.parameters.store import ParameterStore, storage_layouts
+from autopar.lower.run.execution import Executor
+from autopar.lower.run.lowering import Executable
+from autopar.lower.run.run_step import run_step
+from autopar.placement import BROADCAST, refine_mesh, reshard
+
+__all__ = ["GroupProgram"]
+
+
+class GroupProgram:
+    """One row on the ranks of a group, by a plan for so many devices.
+
+    Parameters are here for a step only: `fill` takes them, and `take_term` gives their gradients back.
+
+    Attributes:
+        executable: what runs.
+    """
+
+    def __init__(
+        self, executable: Executable, store: ParameterStore, communicator: Communicator, *, compile_layers: bool
+    ) -> None:
+        """`store` is that of all ranks.  Every rank calls it, for every degree in one order, whatever its own groups
+        are to be.
+        """
+        program, plan = executable.program, executable.plan
+        self.executable = executable
+        self._communicator = communicator
+        self._counting = counting_ops(program)
+        mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+        whole = (BROADCAST,) * len(mesh)
+        # What is not cut is stored for gradients that are terms, as ranks of a group are added up with all others.
+        layouts = {
+            store.first_name.get(name, name): tuple(p if p.is_shard else BROADCAST for p in layout)
+            for name, layout in storage_layouts(program, plan, mesh).items()
+        }
+        self._parts = {name: reshard(whole, layout, mesh) for name, layout in layouts.items()}
+        self._module = nn.Module()
+        copy_skeleton(store.module, self._module, _empty, lambda buffer: buffer)
+        stored = {name: replace(x, layout=layouts.get(store.first_name.get(name, name), x.layout), groups=(0,))
+                  for name, x in store.stored.items()}  # fmt: skip
+        self._store = replace(store, mesh=mesh, module=self._module, stored=stored)
+        self._executor = Executor(executable, self._store, communicator, compile_layers, plan.world_size)
+        self._names: dict[str, list[str]] = {}
+        for name, first in store.first_name.items():
+            self._names.setdefault(first, []).append(name)
+        self._gradients: dict[str, Tensor] = {}
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return self._executor.is_random
+
+    def count_targets(self, tensors: Sequence[Tensor]) -> float:
+        """How many targets of a row count."""
+        names = self.executable.program.inputs
+        return count_targets(self.executable.program, self._counting, dict(zip(names, tensors, strict=True)))
+
+    @torch.no_grad()
+    def fill(self, whole: Iterable[tuple[str, Tensor]], trained: frozenset[str]) -> None:
+        """Take this rank's parts of the parameters, which come whole."""
+        for name, tensor in whole:
+            part = apply_forward(tensor, self._parts.get(name, ()), self._communicator)
+            self._put(name, nn.Parameter(part, requires_grad=name in trained))
+
+    def run(self, tensors: Sequence[Tensor], weight: float, seed: int) -> Tensor:
+        """The loss of a row, whole on all ranks of the group, times `weight`; its gradients are added to those of rows
+        before it.
+        """
+        executor, loss_name = self._executor, self.executable.program.loss
+        executor.begin_step()
+        with torch.enable_grad():
+            values = run_step(executor, executor.take_parts(tensors), seed)
+            loss = executor.make_output(loss_name, values[loss_name]) * weight
+        values.clear()
+        wanted = {name: p for name in self._parts if (p := self._module.get_parameter(name)).requires_grad}
+        found = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True) if wanted else ()
+        for name, gradient in zip(wanted, found, strict=True):
+            total = self._gradients.get(name)
+            self._gradients[name] = gradient if total is None else total.add_(gradient)
+        return loss.detach()
+
+    def free(self) -> None:
+        """Give the parameters up; their gradients stay."""
+        for name in self._parts:
+            self._put(name, _empty(name, self._module.get_parameter(name)))
+
+    @torch.no_grad()
+    def take_term(self, name: str) -> Tensor:
+        """This rank's term of the gradient of a parameter, whole, which can be taken once."""
+        gradient = self._gradients.pop(name, None)
+        if gradient is None:
+            stored = self._store.stored[name]
+            return torch.zeros(stored.shape, dtype=stored.dtype, device=self._communicator.device)
+        return apply_backward(gradient, self._parts[name], self._communicator)
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        for each in self._names[name]:
+            table, last = self._store.slot(each)
+            table[last] = parameter
+
+
+def _empty(name: str, parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)

@@ -1,0 +1,160 @@
+"""Plans for groups of devices of unlike size, which take part in one step beside each other (`Plan.groups`).
+
+A group of d devices computes rows of t tokens, one after the other; half as many devices have rows half as long, down
+to one device.  So all devices have as many tokens at a time, and the largest group holds the longest sequence.  Each
+plan is found by the same search, for one row on d devices, in the memory that parameters, gradients and optimizer state
+of the plan for all devices leave.
+
+Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
+stores them: that, and the optimizer, is what `coupling_seconds` has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
+from autopar.headline import describe_usual
+from autopar.lower.groups.target_count import counting_ops
+from autopar.lower.parameters.store import storage_layouts
+from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
+from autopar.plan import GroupPlan, Plan
+from autopar.prediction import GroupRow
+from autopar.program import Program
+from autopar.search import SearchRequest, search
+from autopar.step.logits import in_pieces
+from autopar.step.prices import Prices, reshard_calls
+from autopar.step.training import TrainingSpec
+
+__all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
+
+_MOST_DEGREES = 4  # each takes a trace and a search, and a lowered program on every rank
+
+
+@dataclass(frozen=True)
+class PlannedGroups:
+    """What groups run, what their rows cost, and what a step of them takes beside."""
+
+    plans: tuple[GroupPlan, ...] = ()
+    rows: tuple[GroupRow, ...] = ()
+    coupling_s: float = 0.0
+
+
+def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
+    """Why all devices run the same plan in every step; ``""``: they need not."""
+    if plan.stages:
+        return "it has pipeline stages"
+    if plan.decisions.host_storage:
+        return "parameters are stored in the host's memory"
+    if program.updates:
+        return "the model updates buffers"
+    if request.constraints:
+        return "constraints are of all devices"
+    return "" if counting_ops(program) else "the loss is no mean over targets of a cross entropy"
+
+
+def plan_groups(
+    program: Program,
+    plan: Plan,
+    batch_tokens: float,
+    trace: Callable[[int, int], Program],
+    prices: Prices,
+    request: SearchRequest,
+) -> PlannedGroups:
+    """Plans for groups beside `plan`, by which all devices run `program`; none where they have no room.
+
+    Args:
+        program: of the longest rows.
+        plan: says where parameters are stored.
+        batch_tokens: of a step.
+        trace: ``(rows, tokens)`` of a batch -> what the model does with it.
+        prices: of the devices.
+        request: what is asked of all plans.
+    """
+    row = plan.prediction.row
+    degree = _largest_degree(plan.world_size, max(2, plan.world_size // row.ranks), row.tokens / batch_tokens)
+    plans: list[GroupPlan] = []
+    rows: list[GroupRow] = []
+    asked = _request(program, plan, request)
+    tokens = row.tokens
+    while degree and len(plans) < _MOST_DEGREES:
+        try:
+            one = in_pieces(trace(1, tokens), plan.piece_tokens)
+            found = search(one, degree, prices, asked)
+        except (InfeasibleError, ConstraintError, ExampleInputsError, TraceError):
+            break  # what holds the longest sequence does without smaller groups
+        cost = found.prediction.row
+        plans.append(GroupPlan(tokens, found.decisions))
+        rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, describe_usual(found.decisions)))
+        if degree == 1 or tokens % 2:
+            break
+        degree, tokens = degree // 2, tokens // 2
+    if len(plans) < 2 or any(a.degree <= b.degree for a, b in pairwise(rows)):
+        return PlannedGroups()
+    return PlannedGroups(tuple(plans), tuple(rows), coupling_seconds(program, plan, prices, asked.training))
+
+
+def _largest_degree(world: int, least: int, share: float) -> int:
+    """The least power of two, `least` or more, of devices to which a row of this share of a step's tokens is no more
+    work than others have; 0 if there are not so many that divide all.
+    """
+    degree = 1
+    while degree < max(least, world * share):
+        degree *= 2
+    while degree > least and world % degree:
+        degree //= 2
+    return degree if degree >= least and world % degree == 0 and degree <= world else 0
+
+
+def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequest:
+    """What is asked of a group's plan: it keeps parameters whole for a step, without state of an optimizer, in what the
+    plan for all devices leaves of their memory.
+    """
+    held_bytes = sum(cost.static_bytes for cost in plan.costs)
+    layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
+    # A layer whole, gathered or as terms of gradients, and the next one on its way.
+    passing_bytes = 2 * max(layers, default=0.0)
+    limit = plan.memory_limit_bytes - held_bytes - passing_bytes
+    training = replace(
+        request.training.by(plan.decisions), optimizer_state_bytes_per_element=0.0, whole_states=(-1, -1)
+    )
+    return replace(
+        request, memory_limit_bytes=max(1.0, limit), training=training, constraints=("zero=0",), max_microbatches=1,
+        schedules=None, stored=(), on_final=None, on_considered=None,
+    )  # fmt: skip
+
+
+def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:
+    types = [program.type_of(n) for n in program.layers[layer].state if program.values[n].role == "parameter"]
+    return sum(each.num_elements * training.storage_itemsize(each.dtype) for each in types)
+
+
+def coupling_seconds(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds to gather parameters whole, from where `plan` of `program` stores them, to reduce whole gradients, layer
+    by layer, and to update parameters.
+    """
+    mesh = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    layouts = storage_layouts(program, plan, mesh)
+    seen: set[str] = set()
+    seconds = 0.0
+    for layer in program.layers:
+        buckets: Counter[tuple[str, Axis]] = Counter()
+        for value in layer.state:
+            name = program.parameters.get(value, "")
+            if name not in layouts or name in seen:
+                continue
+            seen.add(name)
+            kept = program.type_of(value)
+            calls = reshard_calls(
+                reshard(layouts[name], (BROADCAST,) * len(mesh), mesh),
+                kept.num_elements * training.storage_itemsize(kept.dtype),
+                gradient_bytes=kept.num_elements * training.sum_itemsize(kept.dtype),
+                has_gradient=program.values[value].requires_grad,
+            )
+            for call in calls:
+                buckets[call.kind, call.axis] += round(call.num_bytes)
+        seconds += sum(prices.collective_s(kind, axis, size) for (kind, axis), size in buckets.items())
+    return seconds + sum(cost.optimizer_s for cost in plan.costs)

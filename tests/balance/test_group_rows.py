@@ -1,0 +1,66 @@
+"""Batches shared out among groups of devices of unlike size."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.balance import BatchPlanner
+from autopar.balance.expectation import expected_step
+from autopar.balance.group_rows import assign_groups
+from autopar.balance.lengths import Lengths
+from autopar.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
+from tests.balance.assignments import plan_of
+
+KINDS = (GroupRow(4, 64, 16.5, 0.01), GroupRow(2, 32, 16.2, 0.02), GroupRow(1, 16, 16.0, 0.04))
+
+
+@pytest.mark.parametrize("devices", [4, 8, 16])
+def test_every_sequence_has_a_place_in_a_row_that_holds_it(devices: int) -> None:
+    random = np.random.default_rng(devices)
+    for _ in range(40):
+        lengths = random.integers(1, 1 + random.choice([8, 32, 64]), random.integers(0, 40))
+        found = assign_groups(KINDS, 3.0, devices, lengths)
+        if found is None:
+            assert devices == 4
+            assert lengths.max(initial=0) > 32  # a group of all has no other beside it
+            continue
+        assert found.degrees.sum() == devices
+        assert (np.diff(found.degrees) <= 0).all()
+        assert len(set(found.degrees.tolist())) > 1
+        for group, kind in enumerate(found.unlike):
+            rows = [row for row in found.rows_of(group) if row]
+            assert all(sum(lengths[index] for index in row) <= kind.tokens for row in rows)
+            pairs = sum(float(lengths[index]) ** 2 for row in rows for index in row)
+            assert found.work_s[group] == pytest.approx(len(rows) * kind.row_s + kind.pair_s * pairs)
+        rows = [found.rows_of(group) for group in range(len(found.degrees))]
+        assert sorted(itertools.chain(*itertools.chain(*rows))) == list(range(len(lengths)))
+        assert found.bound_s <= found.largest_s * (1 + 1e-12)
+        assert found.step_time_s == pytest.approx(3.0 + found.work_s.max(initial=0.0))
+        ranks = [found.group_of(rank) for rank in range(devices)]
+        assert ranks == [group for group, degree in enumerate(found.degrees) for _ in range(degree)]
+
+
+def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:
+    found = assign_groups(KINDS, 0.0, 8, np.array([64, *[16] * 4]))
+    assert found is not None
+    assert found.degrees.tolist() == [4, 1, 1, 1, 1]
+    assert found.rows_of(0)[0] == [0]
+
+
+def test_groups_are_taken_where_they_are_faster() -> None:
+    row = RowCost(ranks=2, rows=1, tokens=64, token_s=0.25, pair_s=0.01, step_s=5.0)
+    plan = plan_of(row, 8)
+    alone = LengthPrediction(plans=(LengthPlan(row),), groups=KINDS, coupling_s=6.0)
+    planner = BatchPlanner(replace(plan, prediction=replace(plan.prediction, lengths=alone)))
+    batches = [np.array([64, *[15] * 12]), np.array([60, 50, 40, 50])]
+    mixed, long = (planner.assign(batch) for batch in batches)
+    assert mixed.unlike
+    assert not long.unlike
+    assert not BatchPlanner(plan).assign(batches[0]).unlike
+    assert mixed.step_time_s < BatchPlanner(plan).assign(batches[0]).step_time_s
+    found = expected_step([plan], plan, Lengths.of([64]), batches, KINDS, 6.0)
+    assert (found.group_share, found.group_step_s) == (0.5, pytest.approx(mixed.step_time_s))
+    assert found.step_time_s == pytest.approx((mixed.step_time_s + long.step_time_s) / 2)
+    assert sum(dict(found.gains).values()) == pytest.approx(found.static_s - found.step_time_s)

@@ -1,0 +1,38 @@
+"""Balanced loaders that give each group of unlike size its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.lower.communication.communicator import Communicator
+from autopar.plan import Plan
+from autopar.prediction import GroupRow, LengthPlan, LengthPrediction
+from tests.data.test_balanced import Documents, check_equal_to_alone, small_llama
+from tests.lower.groups.cases import family
+
+
+def test_a_loader_shares_a_batch_out_among_groups() -> None:
+    found = family(small_llama(), 4, {2: "tensor=2", 1: ""}, "data=4 zero=1")
+    # Prices of so small a model don't say so: a group of two is as fast with a row twice as long.
+    groups = (GroupRow(2, 16, 1.0, 1e-3), GroupRow(1, 8, 1.0, 2e-3))
+    row = replace(found.plan.prediction.row, step_s=100.0)
+    expected = LengthPrediction(plans=(LengthPlan(row),), groups=groups, coupling_s=0.5)
+    plan = replace(found.plan, prediction=replace(found.plan.prediction, lengths=expected))
+    found = replace(found, plan=plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+    def begin(talk: Communicator) -> Any:
+        return found.build(talk)
+
+    for lengths, shapes in (
+        ([16, 7, 8, 3, 2], [(1, 16), (1, 16), (2, 8), (1, 8)]),
+        ([16], [(1, 16)] * 2 + [(0, 8)] * 2),
+    ):
+        batches = check_equal_to_alone(found.model, Documents(lengths), begin, 4)
+        assert sorted(tuple(batch["input_ids"].shape) for batch in batches) == sorted(shapes)
+        assert all(torch.equal(x, batches[1][name]) for name, x in batches[0].items())
+        ids = torch.cat([batches[rank]["input_ids"].flatten() for rank in (0, 2, 3)])
+        assert {n: int((ids == n + 1).sum()) for n in range(len(lengths))} == dict(enumerate(lengths))
