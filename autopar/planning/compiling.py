@@ -92,7 +92,8 @@ def search_compiled(
     gain = seconds[0] / seconds[1]  # by the same prices, also where those of the plan are of layers that were timed
     if is_open and (gain < _WORTH_IT or is_short_of_memory(plan)):
         with suppress(InfeasibleError):  # then the compiled plan is all that fits
-            eager = find(_running(request, compiled=False))
+            rival_s = min(request.rival_s, preferred_s(plan) * _WORTH_IT)
+            eager = find(replace(_running(request, compiled=False), rival_s=rival_s))
             if preferred_s(eager) < preferred_s(plan) * _WORTH_IT:
                 return eager
     return replace(plan, notes=(*plan.notes, _note(plan, program, gain), *_left_to_the_compiler(request)))

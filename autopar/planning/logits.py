@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -43,8 +44,9 @@ def search_plan(
     way = parse_constraints(request.constraints, num_devices).get("logits")
     whole_outputs = request.training.gathers_outputs
 
-    def search(own: Program, compiled: bool | None = compiled) -> Plan:
-        return search_compiled(compiled, lambda asked: find(own, asked), own, prices, request)
+    def search(own: Program, compiled: bool | None = compiled, rival_s: float = math.inf) -> Plan:
+        asked = replace(request, rival_s=rival_s)
+        return search_compiled(compiled, lambda each: find(own, each), own, prices, asked)
 
     if way not in (None, "whole"):
         made = in_pieces(program, PIECE_TOKENS if way == "pieces" else int(str(way)))
@@ -72,7 +74,7 @@ def search_plan(
         return plan
     made = in_pieces(program, PIECE_TOKENS)
     with suppress(InfeasibleError):
-        found = search(made, plan.compiled)
+        found = search(made, plan.compiled, preferred_s(plan) / _WORTH_IT)
         gain = preferred_s(plan) / preferred_s(found)
         if gain >= _WORTH_IT:
             return _noted(found, made, f"; by prediction {gain:.2f}x as fast as with whole logits")

@@ -16,6 +16,7 @@ from autopar.errors import ConstraintError
 from autopar.ops import family_of
 from autopar.placement import local_shape
 from autopar.plan import Decisions, LayerStrategy, PlannedLayer, Stage
+from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Program, itemsize_bytes
 from autopar.search.constraints import LayerDemands
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer
@@ -103,6 +104,13 @@ class CandidateSet:
         return self._named[id(candidate)]
 
     @cached_property
+    def least_tables(self) -> CostTables:
+        """What all candidates cost if all collectives of parameters are overlapped, or less."""
+        count, known = self.settings.num_microbatches, dict(zip(self.context.classes, self.tables.layers, strict=True))
+        least = {f: _least_costs(c, [each.cost for each in self.by_class[f]], count) for f, c in known.items()}
+        return replace(self.tables, layers=tuple(least[first] for first in self.context.classes))
+
+    @cached_property
     def tables(self) -> CostTables:
         """What all candidates cost."""
         context, classes = self.context, self.context.classes
@@ -151,24 +159,32 @@ def _class_candidates(context: SearchContext, settings: StepSettings, first: int
 
     Empty if what was settled on for fewer microbatches can't be met with these.
     """
-    layer, known = context.program.layers[first], context.known_candidates
-    key = (first, settings.num_microbatches, *(settings.shared.get(name) for name in layer.state))
-    if key not in known:
-        settled = context.settled.get(first)
-        known[key] = (
-            _settle_demands(context, settings, layer, first)
-            if settled is None
-            else layer_candidates(settings, layer, context.meshes, settled)
-        )
-    return known[key]
+    settled = context.settled.get(first)
+    if settled is None:
+        return _settle_demands(context, settings, first)
+    return _known_candidates(context, settings, first, settled)
 
 
-def _settle_demands(
-    context: SearchContext, settings: StepSettings, layer: Layer, first: int
+def _known_candidates(
+    context: SearchContext, settings: StepSettings, first: int, demands: LayerDemands
 ) -> tuple[LayerCandidate, ...]:
-    demands = context.demands[first]
+    """Those of `layer_candidates`, made once for all that they depend on."""
+    layer = context.program.layers[first]
+    key = (
+        context.boundary_facts(first), demands, context.meshes, settings.training, settings.num_microbatches,
+        settings.in_flight, settings.time[layer.kind], settings.memory_price_s_per_byte,
+        sum(each.kind == layer.kind for each in context.program.layers),
+        *(settings.shared.get(name) for name in layer.state),
+    )  # fmt: skip
+    return context.request.known.candidates(
+        (layer, context.prices), key, lambda: layer_candidates(settings, layer, context.meshes, demands)
+    )
+
+
+def _settle_demands(context: SearchContext, settings: StepSettings, first: int) -> tuple[LayerCandidate, ...]:
+    layer, demands = context.program.layers[first], context.demands[first]
     for kept in _relaxed(demands):
-        candidates = layer_candidates(settings, layer, context.meshes, kept)
+        candidates = _known_candidates(context, settings, first, kept)
         if not candidates:
             continue
         missed = [each for each in demands.degrees if each not in kept.degrees]
@@ -232,6 +248,28 @@ def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
     for count in range(len(demands.degrees), -1, -1):
         for degrees in itertools.combinations(demands.degrees, count):
             yield replace(demands, degrees=degrees)
+
+
+def _least_costs(columns: LayerCosts, costs: Sequence[LayerCost], num_microbatches: int) -> LayerCosts:
+    """The costs without collectives of parameters.
+
+    Those of microbatches are taken off wherever they may be: from forward and backward, and from both parts of one
+    that is split.
+    """
+    once = np.array([cost.step_comm_s for cost in costs])
+    ahead = np.array([cost.forward_comm_s for cost in costs])
+    back = np.array([cost.activation_comm_s + cost.parameter_comm_s for cost in costs]) - ahead - once
+    of_parameters = np.maximum(0.0, np.array([cost.parameter_comm_s for cost in costs]) - once)
+    back_s = np.minimum(of_parameters, back) / num_microbatches
+    weight_s = np.maximum(0.0, columns.weight_s - back_s)
+    other_s = np.maximum(0.0, columns.backward_s - columns.weight_s - back_s)
+    return replace(
+        columns,
+        forward_s=columns.forward_s - np.minimum(of_parameters, ahead) / num_microbatches,
+        backward_s=np.minimum(columns.backward_s - back_s, weight_s + other_s),
+        weight_s=weight_s,
+        step_s=columns.step_s - once,
+    )
 
 
 def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:

@@ -25,7 +25,7 @@ from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands, pipeline_demands
 from autopar.search.pipeline.pipeline_search import PipelineSearch
-from autopar.search.plan_selection import enough_s, select_plan, simulated_s
+from autopar.search.plan_selection import enough_s, preferred_s, replaced_by_stages_s, select_plan, simulated_s
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
@@ -67,12 +67,13 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         single_stage.begin()
     pipelines: PipelineResults | None = None
     if _considers_pipelines(request, constraints, demands):
-        enough = enough_s(simulated_s(single_stage.searched, limit, batch), request)
+        flat_s = min(simulated_s(single_stage.searched, limit, batch), request.rival_s)
+        enough = enough_s(flat_s, request)
         pipelines = _search_pipelines(context, demands, limit, single_stage.best_s, enough)
-    rival_s = pipelines.best_s if pipelines else math.inf
+    rival_s = min(request.rival_s, pipelines.best_s if pipelines else math.inf)
     single_stage.go_on(lambda: min(rival_s, simulated_s(single_stage.searched, limit, batch)))
     _report_considered(request, single_stage.searched, pipelines)
-    lower_s = _lower_bound_s(single_stage, pipelines)
+    bounded = pipelines
     try:
         selected = select_plan(single_stage.searched, pipelines, limit, batch, request)
     except HostMemoryError:
@@ -85,8 +86,9 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     if selected is None:
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
-    least_s = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf)
     plan, notes = selected
+    least_s = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf)
+    lower_s = _lower_bound_s(single_stage, bounded, plan, request)
     notes = [*notes, _note_gradients(plan)]
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
@@ -151,14 +153,18 @@ def _search_pipelines(
     return pipelines
 
 
-def _lower_bound_s(single_stage: SingleStageSearch, pipelines: PipelineResults | None) -> float:
-    """No plan that was looked at and fits is faster; pipelines are bounded as closely as that matters."""
+def _lower_bound_s(
+    single_stage: SingleStageSearch, pipelines: PipelineResults | None, plan: Plan, request: SearchRequest
+) -> float:
+    """No plan that was looked at, fits and may be chosen instead of `plan` is faster, by sums; pipelines are bounded as
+    closely as that matters, if it does.
+    """
     lower_s = single_stage.lower_bound_s
     if pipelines is None:
         return lower_s
     least_s = min(single_stage.best_s, pipelines.best_s)
-    if math.isfinite(least_s):
-        pipelines.raise_bounds(min(lower_s, least_s))
+    if preferred_s(plan) < request.rival_s and math.isfinite(least_s):
+        pipelines.raise_bounds(min(lower_s, least_s), replaced_by_stages_s(plan))
     return min(lower_s, pipelines.lower_bound_s)
 
 

@@ -28,7 +28,7 @@ from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict
 
-__all__ = ["enough_s", "host_shortage", "preferred_s", "select_plan", "simulated_s"]
+__all__ = ["enough_s", "host_shortage", "preferred_s", "replaced_by_stages_s", "select_plan", "simulated_s"]
 
 # Pipelines that are simulated, small ones and others: sums rank them well but for what is overlapped, and each takes
 # about 0.02 s, or up to a second.
@@ -161,6 +161,11 @@ def _with_stages(pipelines: PipelineResults | None) -> Iterator[_PlanCandidate]:
 def preferred_s(plan: Plan) -> float:
     """Seconds to compare plans by: of one with stages more than its step takes, by the error of predictions."""
     return plan.step_time_s * (_STAGES_GAIN if plan.stages else 1.0)
+
+
+def replaced_by_stages_s(plan: Plan) -> float:
+    """A pipeline that takes less is chosen instead of the plan, both as simulated."""
+    return preferred_s(plan) / _STAGES_GAIN
 
 
 def _is_hopeful(candidate: _PlanCandidate, best: Plan, request: SearchRequest) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopar.placement import Layout
 from autopar.plan import Plan
 from autopar.schedules.action_lists import ScheduleSource
+from autopar.search.known_layers import KnownLayers
 from autopar.step.training import TrainingSpec
 
 __all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest"]
@@ -47,6 +49,9 @@ class SearchRequest:
         any_batch: leave a batch whole that a demanded data degree does not divide, with a note, instead of refusing
             it: for a caller whose last batch is smaller.
         memory_error: how far predicted peaks can be off, relative: a plan must fit with that added.
+        rival_s: seconds of a plan that is known, as `plan_selection.preferred_s` counts them: what can't be faster is
+            passed over, and the gap of a plan that is slower is not sought.
+        known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
         on_final: is told of plans whose step was simulated: the one that is chosen, and those that came near; of
             pipelines with equal numbers of device groups and microbatches those that were the best so far.
         on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
@@ -61,5 +66,7 @@ class SearchRequest:
     stored: tuple[tuple[str, tuple[int, ...], Layout], ...] = ()
     any_batch: bool = False
     memory_error: float = 0.0
+    rival_s: float = math.inf
+    known: KnownLayers = field(default_factory=KnownLayers, compare=False, repr=False)
     on_final: Callable[[Plan], None] | None = None
     on_considered: Callable[[ConsideredPlan], None] | None = None

@@ -14,7 +14,6 @@ from autopar.errors import ConstraintError
 from autopar.placement import REPLICATE, Axis, Layout, Placement, refine_layout, refine_mesh, shard
 from autopar.program import Program
 from autopar.search.constraints import Constraints, LayerDemands
-from autopar.search.layer_candidates import LayerCandidate
 from autopar.search.layout_choices import boundary_layout, has_whole_boundary, mesh_shapes
 from autopar.search.request import SearchRequest
 from autopar.step.local_layer import SharedStorage, place_whole
@@ -53,7 +52,6 @@ class SearchContext:
         settled: for each class of layers the demands that its first candidates could meet.  Later ones must meet as
             much, so that more microbatches never excuse a plan from a constraint.
         facts: of layers, which all parts of a search share.
-        known_candidates: of layers that were searched before.
         known_reruns: `reruns`, once it is known.
         known_seconds: of whole layers, by whether they are compiled: device groups of any size share them.
     """
@@ -68,10 +66,6 @@ class SearchContext:
     notes: list[str] = field(default_factory=list[str])
     settled: dict[int, LayerDemands] = field(default_factory=dict[int, LayerDemands])
     facts: LayerFacts = field(default_factory=LayerFacts)
-    known_candidates: dict[tuple[object, ...], tuple[LayerCandidate, ...]] = field(
-        default_factory=dict[tuple[object, ...], tuple[LayerCandidate, ...]]
-    )
-
     known_reruns: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     known_seconds: dict[bool, dict[int, list[OpTime]]] = field(default_factory=dict[bool, dict[int, list[OpTime]]])
 
@@ -88,10 +82,7 @@ class SearchContext:
     def on_groups(self, num_groups: int) -> SearchContext:
         """The same search with the devices divided into so many groups."""
         num_devices = self.num_devices * self.num_groups // num_groups
-        return replace(
-            self, num_devices=num_devices, num_groups=num_groups, notes=[], settled=dict(self.settled),
-            known_candidates={},
-        )  # fmt: skip
+        return replace(self, num_devices=num_devices, num_groups=num_groups, notes=[], settled=dict(self.settled))
 
     @property
     def pipeline_axis(self) -> Axis:
@@ -194,7 +185,8 @@ class SearchContext:
     @cached_property
     def memory_price_s_per_byte(self) -> float:
         """A usual price of memory, at which strategies are sought that save it."""
-        return _MEMORY_PRICE_SHARE * self.ideal_s / self.prices.memory_bytes
+        price = _MEMORY_PRICE_SHARE * self.ideal_s / self.prices.memory_bytes
+        return self.request.known.memory_price((self.program.layers[0], self.prices), self.request.training, price)
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
@@ -203,15 +195,31 @@ class SearchContext:
         return tuple(first.setdefault(self._signature(index), index) for index in range(len(self.program.layers)))
 
     def _signature(self, index: int) -> tuple[object, ...]:
+        layer, (inputs, outputs) = self.program.layers[index], self._crossings(index)
+        stored = tuple((name in self.shared_names, self.stored.get(name)) for name in layer.state)
+        return layer.kind, self.demands[index], stored, inputs, outputs
+
+    @cached_property
+    def _crossing(self) -> frozenset[str]:
+        """What some layer gets from another one, or from the caller."""
+        return frozenset(name for layer in self.program.layers for name in layer.inputs)
+
+    def _crossings(self, index: int) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """How a layer's inputs and outputs cross its boundaries."""
         layer, program = self.program.layers[index], self.program
-        crossing = {name for other in program.layers for name in other.inputs}
         return (
-            layer.kind,
-            self.demands[index],
-            tuple((name in self.shared_names, self.stored.get(name)) for name in layer.state),
             tuple((name in program.inputs, has_whole_boundary(program, name)) for name in layer.inputs),
-            tuple((name in crossing, has_whole_boundary(program, name)) for name in layer.outputs),
+            tuple((name in self._crossing, has_whole_boundary(program, name)) for name in layer.outputs),
         )
+
+    def boundary_facts(self, index: int) -> tuple[object, ...]:
+        """What the program around a layer says of it: candidates of the same layer in another program with the same
+        facts are the same.
+        """
+        layer, program = self.program.layers[index], self.program
+        names = (*layer.inputs, *layer.outputs)
+        returned = tuple((name in program.outputs, name == program.loss, name in program.carried) for name in names)
+        return self._crossings(index), returned, program.training, bool(program.loss), program.num_trainable_elements
 
 
 def _share(part_s: float, whole_s: float) -> float:

@@ -81,7 +81,7 @@ def every_pipeline(tables: CostTables, shape: Shape) -> Iterator[tuple[float, fl
 def search_shapes(tables: CostTables, *shapes: Shape, cuts: tuple[int, ...] = ()) -> PipelineResults:
     """The pipelines that the search finds for these numbers."""
     results = PipelineResults(schedule_actions, tables.limit_bytes)
-    candidates = cast(CandidateSet, SimpleNamespace(tables=tables))
+    candidates = cast(CandidateSet, SimpleNamespace(tables=tables, least_tables=tables))
     search_pipelines(candidates, list(shapes), cuts, results)
     results.finish()
     return results

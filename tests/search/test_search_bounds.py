@@ -14,6 +14,7 @@ from autopar.search import SearchRequest, TrainingSpec, plan_search, search, sea
 from autopar.search.constraints import LayerDemands, parse_constraints
 from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.least_compute import least_compute
+from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
 from autopar.search.plan_selection import preferred_s
@@ -115,6 +116,29 @@ def test_no_pipeline_is_faster_than_the_least_compute_of_its_layers(compiled: bo
         shape = plan.decisions.shape
         bound_s = relaxed_step_s(tables, shape, shape.actions(schedule_actions), 2 * plan.step_time_s)
         assert 0 < bound_s <= plan.step_time_s
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_no_pipeline_is_faster_than_its_bound_with_everything_overlapped(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, zero: int
+) -> None:
+    """So it is ruled out rightly where that takes longer than another plan."""
+    results: list[PipelineResults] = []
+    monkeypatch.setattr(PipelineResults, "raise_bounds", lambda self, *_: results.append(self))
+    constraints = ("pipeline=2", "microbatches=4", f"schedule={schedule}", f"zero={zero}")
+    plan = search(PROGRAM, 4, PRICES, SearchRequest(constraints=constraints, schedules=schedule_actions))
+    shape = plan.decisions.shape
+    actions, found = shape.actions(schedule_actions), 0
+    for candidates in (each.candidates for each in results[0].bounds if each.shape == shape and each.candidates):
+        bounds = [
+            relaxed_step_s(tables, shape, actions, 2 * plan.step_time_s)
+            for tables in (candidates.least_tables, candidates.tables)
+        ]
+        assert 0 < bounds[0] < bounds[1]
+        assert bounds[0] <= plan.step_time_s
+        found += 1
+    assert found
 
 
 class FlopPrices(TablePrices):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from autopar.search.candidate_sets import CandidateSet
 from autopar.search.cost_tables import CostTables, path_stages, useful_candidates
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
-from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
+from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds, takes_longer
 from autopar.search.pipeline.schedule_estimates import estimate_s, is_small
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
@@ -157,13 +158,13 @@ class PipelineCandidate:
 class ShapeBound:
     """No pipeline of this shape that fits takes fewer seconds than `bound_s`.
 
-    `tables` has all candidates, None if they are not known; `cuts` are the first layers of the stages but the first, if
-    they are demanded.
+    `candidates` are those of all layers, None if they are not known; `cuts` are the first layers of the stages but the
+    first, if they are demanded.
     """
 
     shape: Shape
     bound_s: float
-    tables: CostTables | None = None
+    candidates: CandidateSet | None = None
     cuts: tuple[int, ...] = ()
 
 
@@ -232,9 +233,9 @@ class PipelineResults:
         self.estimated.clear()
         self._refine()
 
-    def raise_bounds(self, enough_s: float) -> None:
+    def raise_bounds(self, enough_s: float, rival_s: float = np.inf) -> None:
         """Make `lower_bound_s` at least so much, as far as that is possible: always the least of the bounds a little,
-        until it is as high as it gets.
+        until it is as high as it gets.  Shapes that take at least `rival_s` whatever is overlapped are left out.
         """
         todo = [(each.bound_s, number) for number, each in enumerate(self.bounds)]
         heapq.heapify(todo)
@@ -242,11 +243,15 @@ class PipelineResults:
         while todo and todo[0][0] < enough_s:
             number = heapq.heappop(todo)[1]
             each = self.bounds[number]
-            if each.tables is None:
+            if each.candidates is None:
                 return
             if number not in begun:
                 actions = each.shape.actions(self.schedules)
-                begun[number] = relaxed_bounds(each.tables, each.shape, actions, enough_s, each.cuts)
+                least, tables = self._within_limit(each.candidates.least_tables, each.candidates.tables)
+                if math.isfinite(rival_s) and takes_longer(least, each.shape, actions, rival_s, each.cuts):
+                    each.bound_s = math.inf
+                    continue
+                begun[number] = relaxed_bounds(tables, each.shape, actions, enough_s, each.cuts)
             next_s = todo[0][0] if todo else enough_s
             for bound_s in begun[number]:
                 each.bound_s = max(each.bound_s, bound_s)
@@ -255,6 +260,9 @@ class PipelineResults:
             else:
                 return  # this one is the least, and can't be raised
             heapq.heappush(todo, (each.bound_s, number))
+
+    def _within_limit(self, *tables: CostTables) -> Iterator[CostTables]:
+        return (replace(each, limit_bytes=self.limit_bytes) for each in tables)
 
     def _refine(self) -> None:
         """Look around the fastest: other shares of the work among the stages of a group, then all candidates."""
@@ -285,7 +293,7 @@ def search_pipelines(
     tables, rows = useful_candidates(whole, paths, _typical_flights(shapes))
     paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
     paths = largest_first(tables, paths)
-    results.bounds += [ShapeBound(shape, lower_bound_s, whole, demanded_cuts) for shape in shapes]
+    results.bounds += [ShapeBound(shape, lower_bound_s, candidates, demanded_cuts) for shape in shapes]
     choices = PipelineTables(candidates, tables, rows)
     spans: dict[int, SpanCosts] = {}
     tried: list[tuple[float, PipelineCuts]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, ShapeBound, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
-from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
+from autopar.search.pipeline.relaxed_pipelines import takes_longer
 from autopar.search.pipeline.schedule_estimates import is_small
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
@@ -33,10 +33,7 @@ _MAX_TRIED = 12  # on that walk: each takes about as long as a search without st
 # Microbatches for each device group with which the walk begins: with fewer the bubble is large, with more activations
 # are, and so it is rarely far from the best.
 _FIRST_MICROBATCHES = 2
-# What is hoped for of a bound, relative to what is enough: steps come near it ever more slowly.
-_AIM = 1.05
 _IDLE = 1e-6  # of such pipelines, those with fewer device groups idle less: that way the walk goes on
-_HOPELESS = 0.93  # of what is enough: bounds that began lower never got there
 
 
 @dataclass(eq=False)
@@ -202,9 +199,8 @@ class PipelineSearch:
             best_s = min(known_s, own.hoped_s)
             nearer = {shape: max(bound_s, least_step_s(shape, *least)) for shape, bound_s in bounds.items()}
             shapes = [shape for shape, bound_s in nearer.items() if bound_s < best_s]
-            whole = replace(candidates.tables, limit_bytes=self.limit_bytes)
             own.bounds += [
-                ShapeBound(shape, bound_s, whole, self.demands.cuts)
+                ShapeBound(shape, bound_s, candidates, self.demands.cuts)
                 for shape, bound_s in nearer.items()
                 if shape not in shapes
             ]
@@ -223,12 +219,7 @@ class PipelineSearch:
         tables = least_compute(context, count, assignment.factors)
         # Those that idle least come first: one that may be fast enough ends it.
         for shape in sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages)):
-            actions = shape.actions(self.schedules)
-            found = 0.0
-            for found in relaxed_bounds(tables, shape, actions, _AIM * self._enough_s, self.demands.cuts):
-                if found >= self._enough_s or found < _HOPELESS * self._enough_s:
-                    break
-            if found < self._enough_s:
+            if not takes_longer(tables, shape, shape.actions(self.schedules), self._enough_s, self.demands.cuts):
                 return False
         return True
 

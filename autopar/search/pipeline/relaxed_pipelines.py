@@ -28,14 +28,18 @@ from autopar.schedules.critical_paths import moments, schedule_paths
 from autopar.schedules.packing import pack
 from autopar.search.cost_tables import CostTables, LayerCosts
 
-__all__ = ["relaxed_bounds", "relaxed_step_s"]
+__all__ = ["relaxed_bounds", "relaxed_step_s", "takes_longer"]
 
 Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 _STEPS = 40  # of the subgradient; later ones gain next to nothing, and each takes 10 to 30 ms for a hundred layers
 _MISSES = 4  # steps without a gain before one goes back, to hope for half as much
+# What is hoped for of a bound, relative to what is enough: steps come near it ever more slowly.
+_AIM = 1.05
+_HOPELESS = 0.93  # of what is enough: bounds that began lower never got there
 _USUAL_PRICES = (0.0, *(10.0**power for power in range(-3, 4)))  # of a layer's bytes, relative to its seconds
+_NEARLY = 1e-3  # a gain of less is no sign of a price that is far too low
 _LITTLE = 1e-3  # of a limit is left, at least, for the most frequent layers
 _F, _B, _I, _W, _SEND_F, _SEND_B = (COSTS[kind] for kind in ("F", "B", "I", "W", "SEND_F", "SEND_B"))
 
@@ -45,6 +49,17 @@ def relaxed_step_s(
 ) -> float:
     """No pipeline that fits is faster: the last of `relaxed_bounds`, with the same arguments."""
     return max(relaxed_bounds(tables, shape, actions, enough_s, cuts))
+
+
+def takes_longer(
+    tables: CostTables, shape: Shape, actions: ScheduleActions, seconds: float, cuts: Sequence[int] = ()
+) -> bool:
+    """Whether every pipeline that fits is known to take so many seconds; arguments as of `relaxed_bounds`."""
+    found = 0.0
+    for found in relaxed_bounds(tables, shape, actions, _AIM * seconds, cuts):
+        if found >= seconds or found < _HOPELESS * seconds:
+            break
+    return found >= seconds
 
 
 def relaxed_bounds(
@@ -72,6 +87,13 @@ def relaxed_bounds(
         if value > best_s:
             best_s, best, best_slopes = value, nearer, found
             yield best_s
+    while 0 < best_s < enough_s and best[1].any():  # memory is worth more: far more, where next to nothing fits
+        dearer = best[0], 2 * best[1]
+        value, *found = problem.value(dearer)
+        if value <= best_s * (1 + _NEARLY):
+            break
+        best_s, best, best_slopes = value, dearer, found
+        yield best_s
     slopes = best_slopes
     at, hope, misses = best, 1.0, 0
     for _ in range(_STEPS if best_s < enough_s else 0):
@@ -98,9 +120,14 @@ def _most_layers(tables: CostTables, shape: Shape, enough_s: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """What equal layers cost by stage: candidates in the order of their ways through the layer."""
+    """What equal layers cost by stage: candidates in the order of their ways through the layer.
+
+    `transient_shares` has by stage which part of the layer's transients counts: the largest of a group is at least
+    any mean of its layers'.
+    """
 
     costs: LayerCosts
+    transient_shares: Array
     ways: Indices  # the distinct ones, state before * states + state behind
     starts: Indices  # of each way's candidates
     order: Indices
@@ -133,18 +160,36 @@ class _Problem:
         problem = cls(
             tables, shape, chains.counts, chains.group, held, owner == groups[:, None], most_layers, tuple(cuts), owner
         )
+        shares = problem.transient_shares()
         for layer in tables.layers:
             if id(layer) not in problem.classes:
                 ways = layer.state_in * tables.num_states + layer.state_out
                 order = np.argsort(ways, kind="stable")
                 distinct, starts = np.unique(ways[order], return_index=True)
-                problem.classes[id(layer)] = _Class(layer, distinct, starts, order)
+                problem.classes[id(layer)] = _Class(layer, shares[id(layer)], distinct, starts, order)
         # A tied parameter is with its first reader, wherever the others are.
         problem.tied_bytes, problem.tied_s = np.zeros((2, len(tables.layers)))
         for tied in tables.tied:
             problem.tied_bytes[min(tied.readers)] += tied.static_bytes
             problem.tied_s[min(tied.readers)] += tied.step_s
         return problem
+
+    def transient_shares(self) -> dict[int, Array]:
+        """By the id of a layer's costs, `_Class.transient_shares`: on the groups that have the first and the last layer
+        all of the larger one of these, if it is larger than that of others (logits are), else the mean of all layers.
+        """
+        layers, owner = self.tables.layers, self.owner
+        times = Counter(map(id, layers))
+        least = {id(layer): float(layer.transient_bytes.min()) for layer in layers}
+        shares = {key: np.full(len(owner), 1 / self.most_layers) for key in least}
+        usual_bytes = least[id(self._most_frequent())]
+        for group in {int(owner[0]), int(owner[-1])}:
+            ends = [layers[end] for end in (0, -1) if owner[end] == group and times[id(layers[end])] == 1]
+            largest = max(ends, key=lambda layer: least[id(layer)], default=None)
+            if largest is not None and least[id(largest)] > usual_bytes:
+                for key, share in shares.items():
+                    share[owner == group] = key == id(largest)
+        return shares
 
     def of_groups(self, shares: Array) -> Array:
         """The shares of the chains by the group that does most of them."""
@@ -157,7 +202,7 @@ class _Problem:
         worth is what is sought.
         """
         tables, ends = self.tables, self.owner[[0, -1]]
-        seconds, once_s, static, saved, split = self._usual_layers()
+        seconds, once_s, static, transient, saved, split = self._usual_layers()
         chain_s = np.einsum("psk,ck->psc", self.counts, seconds)
         chain_s += (self.owner[None, :] == self.chain_group[:, None])[:, :, None] * once_s
         takes = chain_s.reshape(len(chain_s), -1)
@@ -165,7 +210,8 @@ class _Problem:
         limits = step_s - tables.broadcast_s - np.einsum("psk,sk->p", self.counts[:, [0, -1]], fixed_s)
         limits -= (self.chain_group[:, None] == ends) @ fixed_once_s
         if math.isfinite(tables.limit_bytes):
-            held = static + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
+            shares = self.classes[id(self._most_frequent())].transient_shares
+            held = static + shares[:, None] * transient + self.held[:, :, :1] * saved + self.held[:, :, 1:] * split
             own = np.where(self.is_held[:, :, None], held, 0.0)
             takes = np.concatenate([takes, own.reshape(len(own), -1)])
             left = tables.limit_bytes - self.is_held[:, [0, -1]] @ fixed_bytes
@@ -181,9 +227,10 @@ class _Problem:
     def _most_frequent(self) -> LayerCosts:
         return Counter(self.tables.layers).most_common(1)[0][0]
 
-    def _usual_layers(self) -> tuple[Array, Array, Array, Array, Array]:
+    def _usual_layers(self) -> tuple[Array, Array, Array, Array, Array, Array]:
         """Of the most frequent layer the candidates that are the best at some price of memory: ``[candidate, cost]``,
-        seconds once per step, static, saved, split bytes.  What moves from such a layer to one like it is included.
+        seconds once per step, static, transient, saved, split bytes.  What moves from such a layer to one like it is
+        included.
         """
         tables, costs = self.tables, self._most_frequent()
         pairs = zip(tables.transfers, itertools.pairwise(tables.layers), strict=True)
@@ -191,11 +238,12 @@ class _Problem:
         ways = costs.state_out, costs.state_in
         forward_s = costs.forward_s + (transfer.forward_s[ways] if transfer else 0.0)
         backward_s = costs.backward_s + (transfer.backward_s[ways] if transfer else 0.0)
-        static = costs.static_bytes + costs.transient_bytes / self.most_layers
+        static = costs.static_bytes
+        always = static + costs.transient_bytes / self.most_layers
         total_s = tables.num_microbatches * (forward_s + backward_s) + costs.step_s
         chosen: set[int] = set()
         for in_flight in np.unique(self.held[:, :, 0].max(axis=0))[[0, -1]]:
-            held = static + in_flight * costs.saved_bytes
+            held = always + in_flight * costs.saved_bytes
             scale = float(total_s.min()) / max(float(held.max()), 1.0)
             chosen |= {int((total_s + price * scale * held).argmin()) for price in _USUAL_PRICES}
         rows = np.array(sorted(chosen))
@@ -204,7 +252,8 @@ class _Problem:
         seconds[:, [_F, _B, _I, _W]] = np.stack(
             [forward_s[rows], backward_s[rows], backward_s[rows] - weight_s, weight_s], axis=1
         )
-        return seconds, costs.step_s[rows], static[rows], costs.saved_bytes[rows], costs.split_bytes[rows]
+        always_bytes = static[rows], costs.transient_bytes[rows]
+        return seconds, costs.step_s[rows], *always_bytes, costs.saved_bytes[rows], costs.split_bytes[rows]
 
     def _fixed_layers(self) -> tuple[Array, Array, Array]:
         """What the other layers take at least, those before the most frequent one on the first stage, the others on the
@@ -221,7 +270,8 @@ class _Problem:
             weight_s = min(back_s, float(layer.weight_s.min()))
             seconds[end, [_F, _B, _I, _W]] += ahead_s, back_s, back_s - weight_s, weight_s
             once_s[end] += float(layer.step_s.min())
-            num_bytes[end] += float((layer.static_bytes + layer.saved_bytes).min())
+            share = float(self.classes[id(layer)].transient_shares[-end])  # of the first stage, or the last
+            num_bytes[end] += float((layer.static_bytes + layer.saved_bytes + share * layer.transient_bytes).min())
         return seconds, once_s, num_bytes
 
     def moved(
@@ -295,12 +345,9 @@ class _Pass:
             + np.outer(weights[:, _W] - weights[:, _I], costs.weight_s)
             + np.outer(self.once, costs.step_s)
         )
-        seconds += np.outer(self.price, self._always(costs))
+        seconds += np.outer(self.price, costs.static_bytes)
+        seconds += np.outer(self.price * own.transient_shares, costs.transient_bytes)
         return seconds + np.outer(priced[:, 0], costs.saved_bytes) + np.outer(priced[:, 1], costs.split_bytes)
-
-    def _always(self, costs: LayerCosts) -> Array:
-        """Bytes whatever is in flight; of transients a share, as the largest is at least their mean."""
-        return costs.static_bytes + costs.transient_bytes / self.problem.most_layers
 
     def _least(self, own: _Class, values: Array) -> Array:
         """``[stage, state behind, state before]``: of the best candidate."""
@@ -375,7 +422,8 @@ class _Pass:
             weight_s = float(layer.weight_s[row])
             seconds[stage, [_F, _B, _I, _W]] += ahead_s, back_s, back_s - weight_s, weight_s
             once_s[group] += float(layer.step_s[row]) + float(problem.tied_s[index])
-            always = float(self._always(layer)[row]) + float(problem.tied_bytes[index])
+            share = float(problem.classes[id(layer)].transient_shares[stage])
+            always = float(layer.static_bytes[row] + share * layer.transient_bytes[row] + problem.tied_bytes[index])
             flying = np.array([layer.saved_bytes[row], layer.split_bytes[row]])
             held += always * problem.is_held[:, stage] + problem.held[:, stage] @ flying
             stage -= int(is_cut[stage, state])

@@ -1,0 +1,87 @@
+"""What searches of one planning share, and what a plan that is known spares the next search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from autopar.api import trace_model
+from autopar.cluster import Cluster
+from autopar.cost import ClusterPrices
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.program import Program
+from autopar.search import SearchRequest, candidate_sets, search
+from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.plan_selection import preferred_s
+from autopar.step.logits import in_pieces
+from tests.models import make_llama
+
+
+@cache
+def program() -> Program:
+    return trace_model(*make_llama()).program
+
+
+@cache
+def prices() -> ClusterPrices:
+    return ClusterPrices(Cluster.of("h100", devices_per_node=4))
+
+
+def count_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of layers whose candidates are made from now on."""
+    made: list[str] = []
+    original = candidate_sets.layer_candidates
+
+    def counted(settings, layer, meshes, demands):
+        made.append(layer.name)
+        return original(settings, layer, meshes, demands)
+
+    monkeypatch.setattr(candidate_sets, "layer_candidates", counted)
+    return made
+
+
+def test_logits_in_pieces_need_candidates_of_the_last_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_made(monkeypatch)
+    request = SearchRequest(schedules=schedule_actions)
+    search(program(), 4, prices(), request)
+    every = set(made)
+    made.clear()
+    pieces = in_pieces(program(), 8)
+    shared = search(pieces, 4, prices(), request)
+    assert set(made) < every
+    assert set(made) == {pieces.layers[-1].name}
+    assert shared.decisions == search(pieces, 4, prices(), SearchRequest(schedules=schedule_actions)).decisions
+
+
+def test_other_prices_and_compiled_layers_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_made(monkeypatch)
+    request = SearchRequest()
+    search(program(), 4, prices(), request)
+    names = sorted(made)
+    for other, asked in (
+        (ClusterPrices(Cluster.of("a100", devices_per_node=4)), request),
+        (prices(), replace(request, training=request.training.running(compiled=True))),
+    ):
+        made.clear()
+        assert search(program(), 4, other, asked).decisions == search(program(), 4, other, replace(
+            asked, known=type(asked.known)())).decisions  # fmt: skip
+        assert set(made) == set(names)
+
+
+def test_bounds_are_raised_only_of_a_plan_that_beats_its_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[float] = []
+    original = PipelineResults.raise_bounds
+    monkeypatch.setattr(
+        PipelineResults, "raise_bounds", lambda self, *asked: raised.append(asked[0]) or original(self, *asked)
+    )
+    request = SearchRequest(schedules=schedule_actions)
+    free = search(program(), 4, prices(), request)
+    assert raised
+    raised.clear()
+    slower = search(program(), 4, prices(), replace(request, rival_s=0.9 * preferred_s(free)))
+    assert not raised
+    assert preferred_s(slower) >= 0.9 * preferred_s(free)
+    faster = search(program(), 4, prices(), replace(request, rival_s=1.1 * preferred_s(free)))
+    assert faster.decisions == free.decisions
