@@ -20,6 +20,9 @@ along a row; `length`, which is for prices and may be left out: tokens of a toke
 the row.
 """
 
+_MOST_CUDNN_HEAD = 128
+"""Head size up to which cuDNN has a backward in all its versions; for larger heads flash attention is assumed."""
+
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
     """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal).
@@ -129,7 +132,35 @@ def _drops(position: int) -> Callable[[Op], bool]:
     return lambda op: argument(op, position, "dropout_p", 0.0) != 0.0
 
 
-def _work(sequence: int, *, is_new_kernel: bool = False) -> Callable[[Op, Types, Types], Work]:
+def _runs_new_kernel(op: Op, operands: Types, results: Types) -> bool:
+    """Whether torch's dispatcher picks cuDNN before flash attention where the device has a kernel of its own.
+
+    On data center Hopper and Blackwell since torch 2.11, in 16 bits (`check_prefer_cudnn_attention` in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; pytorch/pytorch#162073).  Queries with fewer rows than there
+    are keys are taken for a slice whose special kernel (`lower/kernels/attention_blocks.py`) calls flash attention.
+    """
+    query, key, value = operands[:3]
+    head = query.shape[-1]
+    return (
+        query.dtype in ("bfloat16", "float16")
+        and query.shape[-2] == key.shape[-2]
+        and head == value.shape[-1]
+        and head <= _MOST_CUDNN_HEAD
+        and head % 8 == 0
+    )
+
+
+def _always(op: Op, operands: Types, results: Types) -> bool:
+    return True
+
+
+def _never(op: Op, operands: Types, results: Types) -> bool:
+    return False
+
+
+def _work(
+    sequence: int, runs_new_kernel: Callable[[Op, Types, Types], bool] = _never
+) -> Callable[[Op, Types, Types], Work]:
     """`sequence`: which dim of the operands queries and keys are."""
 
     def count(op: Op, operands: Types, results: Types) -> Work:
@@ -158,7 +189,7 @@ def _work(sequence: int, *, is_new_kernel: bool = False) -> Callable[[Op, Types,
             is_causal=is_causal,
             extents=(query.shape[sequence], length),
             is_plain=bool(op.plain_saves or op.plain_saved_extra_bytes),
-            is_new_kernel=is_new_kernel,
+            is_new_kernel=runs_new_kernel(op, operands, results),
         )
 
     return count
@@ -180,7 +211,7 @@ FAMILIES = (
             "ring_attention": Kernel(_ring_moves, unit=2, travelling=(1, 2)),
         },
         buffers=_buffers,
-        count_work=_work(-2),
+        count_work=_work(-2, _runs_new_kernel),
         function="attention",
         saves=_saves,
         runs_plain=True,
@@ -214,7 +245,7 @@ FAMILIES = (
     OpFamily(
         aten({"_scaled_dot_product_cudnn_attention": None}),
         is_cheap=False,
-        count_work=_work(-2, is_new_kernel=True),
+        count_work=_work(-2, _always),
         place=followed,
         is_attention=True,
     ),
@@ -248,6 +279,6 @@ FAMILIES = (
     OpFamily(
         {"flash_attn_3._flash_attn_forward.default": None},
         is_cheap=False,
-        count_work=_work(-3, is_new_kernel=True),
+        count_work=_work(-3, _always),
     ),
 )

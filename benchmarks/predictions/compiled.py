@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def _predicted(eager: str, compiled: str) -> dict[str, Any]:
 
 def _tokens_per_s(row: Any, *, compiled: bool) -> float:
     """Per device, of the plan that is most like the row."""
+    from autopar.cost import ClusterPrices  # noqa: PLC0415
     from autopar.search import SearchRequest, search  # noqa: PLC0415
     from benchmarks.published.calibration import CALIBRATED  # noqa: PLC0415
     from benchmarks.published.clusters import prices_of  # noqa: PLC0415
@@ -75,6 +77,9 @@ def _tokens_per_s(row: Any, *, compiled: bool) -> float:
     program, training = _program(row)
     recompute = "none" if row.recompute in ("", "none") else "full"
     prices = prices_of(row, CALIBRATED)
+    # These rows are older than torch 2.11, which was the first to prefer cuDNN's attention.
+    flash = replace(prices.cluster.device, new_attention_efficiency=0.0)
+    prices = ClusterPrices(replace(prices.cluster, device=flash))
     constraints = (f"data={row.num_devices}", "zero=3", f"recompute={recompute}", "microbatches=1")
     training = training.on_device(prices.device).running(compiled=compiled)
     plan = search(program, row.num_devices, prices, SearchRequest(1e15, training, constraints))

@@ -21,7 +21,7 @@ def _op(target: str, num_operands: int, saves: tuple[int, ...] = (), **kwargs: b
 
 _LINEAR = _op("aten.linear.default", 2, (0, 1))
 _BMM = _op("aten.bmm.default", 2, (0, 1))
-_FLASH = _op("aten.scaled_dot_product_attention.default", 3, (0, 1, 2, 3), is_causal=True)
+_FLASH = _op("aten._scaled_dot_product_flash_attention.default", 3, (0, 1, 2, 3), is_causal=True)
 _CUDNN = _op("aten._scaled_dot_product_cudnn_attention.default", 3, (0, 1, 2, 3), is_causal=True)
 _NORM = _op("aten.layer_norm.default", 1, (0,))
 _ADD = _op("aten.add.Tensor", 2)

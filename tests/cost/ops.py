@@ -14,4 +14,6 @@ def op(target: str, num_operands: int, saves: tuple[int, ...] = (), is_view: boo
 
 LINEAR = op("aten.linear.default", 2, saves=(0, 1))
 ATTENTION = op("aten.scaled_dot_product_attention.default", 3, saves=(0, 1, 2, 3), is_causal=True)
+FLASH = op("aten._scaled_dot_product_flash_attention.default", 3, saves=(0, 1, 2, 3), is_causal=True)
+CUDNN = op("aten._scaled_dot_product_cudnn_attention.default", 3, saves=(0, 1, 2, 3), is_causal=True)
 MUL = op("aten.mul.Tensor", 2, saves=(0, 1))

@@ -11,7 +11,7 @@ from autopar.cost.collective_prices import traffic_share
 from autopar.errors import MissingPriceError
 from autopar.placement import Axis
 from autopar.step.prices import Prices
-from tests.cost.ops import ATTENTION, LINEAR, MUL, op, tensor
+from tests.cost.ops import ATTENTION, CUDNN, FLASH, LINEAR, MUL, op, tensor
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 CLUSTERS = [Cluster.of(name, nodes=4) for name in Cluster.names()]
@@ -113,6 +113,24 @@ def test_a_longer_sequence_is_never_faster(one, other):
     short, long = map(price, sorted((one, other)))
     assert short.forward_s <= long.forward_s
     assert short.backward_s <= long.backward_s
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows", "head", "kernel"),
+    [
+        ("h100", "bfloat16", 4096, 128, CUDNN),
+        ("b200", "float16", 4096, 64, CUDNN),
+        ("a100", "bfloat16", 4096, 128, FLASH),  # has no kernels of its own
+        ("h100", "float32", 4096, 128, FLASH),
+        ("h100", "bfloat16", 4096, 256, FLASH),
+        ("h100", "bfloat16", 2048, 128, FLASH),  # a slice of the rows
+    ],
+)
+def test_attention_is_priced_as_the_kernel_that_torch_picks(device, dtype, rows, head, kernel):
+    query, key = tensor(1, 8, rows, head, dtype=dtype), tensor(1, 8, 4096, head, dtype=dtype)
+    prices = ClusterPrices(Cluster.of(device))
+    picked, same = (prices.op_s(each, (query, key, key), (query,), True) for each in (ATTENTION, kernel))
+    assert (picked.forward_s, picked.backward_s) == (same.forward_s, same.backward_s)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.placement import Axis
-from tests.cost.ops import ATTENTION, LINEAR, tensor
+from tests.cost.ops import FLASH, LINEAR, tensor
 
 MIB = 2**20
 
@@ -102,7 +102,7 @@ ATTENTIONS = [
 def test_attention(name, head_dim, length, tflops):
     heads, batch = 2048 // head_dim, 16384 // length
     query = tensor(batch, heads, length, head_dim)
-    time = ClusterPrices(Cluster.of(name)).op_s(ATTENTION, (query,) * 3, (query,), True)
+    time = ClusterPrices(Cluster.of(name)).op_s(FLASH, (query,) * 3, (query,), True)
     flops = 3.5 * 4 * length**2 * head_dim * heads * batch / 2
     # Small inputs also pay for launches, reads and writes, which the figure's plateau does not show.
     assert flops / (time.forward_s + time.backward_s) / 1e12 == pytest.approx(tflops, rel=0.20)
