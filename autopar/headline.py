@@ -22,10 +22,10 @@ from collections.abc import Iterable
 
 from autopar.cluster.hardware import device_type_of
 from autopar.decisions import Decisions, LayerStrategy
-from autopar.pages.shapes import size_unit
 from autopar.prediction import Prediction
+from autopar.quantities import count_unit, short_count, size_unit, three_digits
 
-__all__ = ["describe_headline", "describe_parallelism", "describe_usual", "of_limit", "short_count", "throughput"]
+__all__ = ["describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
 
 # Names of `autopar.search.labels`, in the order in which the line has them.
 _DEGREES = {
@@ -38,7 +38,6 @@ _SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "interleaved 1F1B", "zbv": "ZBV", "dualpipev": "DualPipeV",
     "interleaved_zero_bubble": "interleaved zero bubble", "looped_bfs": "looped BFS",
 }  # fmt: skip
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def describe_headline(decisions: Decisions, prediction: Prediction, limit_bytes: float) -> str:
@@ -70,19 +69,9 @@ def throughput(prediction: Prediction, world_size: int, step_s: float) -> str:
     return " · ".join(found)
 
 
-def short_count(value: float) -> str:
-    """Three digits, with k, M, G or T: ``"8.12k"``."""
-    factor, unit = next((pair for pair in _UNITS if value >= pair[0]), (1.0, ""))
-    return f"{_digits(value / factor)}{unit}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
 def _flops(rate: float) -> str:
-    factor, unit = next((pair for pair in _UNITS if rate >= pair[0]), (1.0, ""))
-    return f"{_digits(rate / factor)} {unit.upper()}FLOP"
+    factor, unit = count_unit(rate)
+    return f"{three_digits(rate / factor)} {unit.upper()}FLOP"
 
 
 def of_limit(num_bytes: float, limit_bytes: float) -> str:
@@ -95,7 +84,7 @@ def of_limit(num_bytes: float, limit_bytes: float) -> str:
 
 def _size(num_bytes: float) -> tuple[str, str]:
     factor, unit = size_unit(num_bytes)
-    return _digits(num_bytes / factor), unit
+    return three_digits(num_bytes / factor), unit
 
 
 def describe_parallelism(decisions: Decisions) -> str:

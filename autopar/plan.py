@@ -25,6 +25,7 @@ from autopar.headline import describe_headline, of_limit
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, LengthPrediction, Prediction, RowCost
+from autopar.quantities import format_seconds, three_digits
 from autopar.records import decode_record, encode_record
 from autopar.schedules.action_lists import StageCost
 from autopar.suggestions import suggest_path
@@ -384,7 +385,7 @@ def _describe_stage(stage: Stage, cost: StageCost | None) -> tuple[str, ...]:
         return (number,)
     times_s = (cost.forward_s, cost.backward_s, cost.send_forward_s, cost.send_backward_s, cost.step_s)
     size = _format_size(cost.peak_memory_bytes)
-    return (number, *(f"{each * 1e3:.3g}" for each in times_s), str(cost.in_flight), size)
+    return (number, *(three_digits(each * 1e3) for each in times_s), str(cost.in_flight), size)
 
 
 def _end_ranks(plan: Plan, stage: Stage) -> tuple[int, int]:
@@ -407,7 +408,7 @@ def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
         cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
         cost.transient_bytes
     )  # fmt: skip
-    return (*(_format_size(size) for size in sizes), f"{cost.total_s * 1e3:.3g}")
+    return (*(_format_size(size) for size in sizes), three_digits(cost.total_s * 1e3))
 
 
 def _format_size(num_bytes: float) -> str:
@@ -416,7 +417,7 @@ def _format_size(num_bytes: float) -> str:
     unit = next(units)
     while size >= 1000 and unit != "T":
         size, unit = size / 2**10, next(units)
-    return f"{size:.3g}{unit}" if num_bytes else "0"
+    return f"{three_digits(size)}{unit}" if num_bytes else "0"
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -430,7 +431,7 @@ def _totals(plan: Plan) -> list[str]:
     if plan.constraints:
         lines.append("constraints          " + "; ".join(plan.constraints))
     if plan.planning_s:
-        stages = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in plan.planning_s)
+        stages = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.planning_s)
         lines.append(f"planning             {stages}")
     lines.extend(f"note: {note}" for note in plan.notes)
     return lines
@@ -440,7 +441,7 @@ def _predicted(plan: Plan) -> list[str]:
     rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
     shares = plan.prediction.summary(plan.num_groups)
     lines = [
-        f"predicted step time  {_format_seconds(plan.step_time_s)} ({_shares(shares, plan.step_time_s)})",
+        f"predicted step time  {format_seconds(plan.step_time_s)} ({_shares(shares, plan.step_time_s)})",
         *_overlapped(plan),
         *_gathered(plan.prediction),
         f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
@@ -461,15 +462,15 @@ def _lengths(expected: LengthPrediction) -> list[str]:
         return []
     saved_s, error_s = expected.static_s - expected.step_time_s, expected.standard_error_s
     used = [each for each in expected.plans if each.share]
-    gains = [f"{name} {_format_seconds(seconds)}" for name, seconds in expected.gains if abs(seconds) > 0.01 * saved_s]
+    gains = [f"{name} {format_seconds(seconds)}" for name, seconds in expected.gains if abs(seconds) > 0.01 * saved_s]
     return [
         f"lengths              {expected.lengths}",
-        f"expected step time   {_format_seconds(expected.step_time_s)} with {expected.sequences:,} sequences (mean of "
+        f"expected step time   {format_seconds(expected.step_time_s)} with {expected.sequences:,} sequences (mean of "
         f"{expected.batches} drawn batches); the best plan for all of them "
-        f"{_format_seconds(expected.static_s)}: {expected.static_s / expected.step_time_s:.3f}x as long, "
+        f"{format_seconds(expected.static_s)}: {expected.static_s / expected.step_time_s:.3f}x as long, "
         f"+- {error_s / expected.step_time_s:.3f}",
         *(
-            f"rows of {each.row.tokens:,} tokens: {each.share:.0%} of steps, {_format_seconds(each.step_time_s)} "
+            f"rows of {each.row.tokens:,} tokens: {each.share:.0%} of steps, {format_seconds(each.step_time_s)} "
             f"({each.axes})"
             for each in used
         ),
@@ -507,7 +508,7 @@ def _overlapped(plan: Plan) -> list[str]:
     """The communication that the step time does not show: overlapped with compute, or saved by shared buffers."""
     if plan.overlapped_s <= 0:
         return []
-    hidden = _format_seconds(plan.overlapped_s)
+    hidden = format_seconds(plan.overlapped_s)
     return [f"overlapped           {hidden} of communication, not part of the step time"]
 
 
@@ -518,15 +519,11 @@ def _gathered(prediction: Prediction) -> list[str]:
         ("output gathers", prediction.output_gathers_s, "of the step, for whole outputs"),
         ("output reads", prediction.output_reads_s, "more in a step whose outputs are all read"),
     )
-    return [f"{name:20} {_format_seconds(seconds)} {what}" for name, seconds, what in lines if seconds]
+    return [f"{name:20} {format_seconds(seconds)} {what}" for name, seconds, what in lines if seconds]
 
 
 def _error(share: float) -> str:
     return f", +- {share * 100:.2g} %" if share else ""
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _shares(seconds: dict[str, float], step_s: float) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.quantities import size_unit, three_digits
+
 __all__ = [
     "COLOURS", "LEGEND", "MARGIN", "MEMORY_COLOURS", "PATTERNS", "SERIES", "Cell", "Figure", "Number", "Table", "axis",
-    "count", "digits", "milliseconds", "percent", "size", "size_unit",
+    "count", "digits", "milliseconds", "percent", "size",
 ]  # fmt: skip
 
 # Okabe and Ito's colours, which people with any kind of colour blindness tell apart, and three of Paul Tol's.
@@ -125,17 +127,7 @@ def digits(value: float) -> str:
 def size(num_bytes: float) -> Number:
     """Bytes, read in the unit that suits them."""
     factor, unit = size_unit(num_bytes)
-    return Number(num_bytes, f"{_three_digits(num_bytes / factor)} {unit}" if num_bytes else "0")
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
-
-
-def size_unit(num_bytes: float) -> tuple[float, str]:
-    """Bytes of the unit in which so many are easiest to read, and its name."""
-    units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-    return next((pair for pair in units if num_bytes >= pair[0]), (1.0, "bytes"))
+    return Number(num_bytes, f"{three_digits(num_bytes / factor)} {unit}" if num_bytes else "0")
 
 
 def percent(part: float) -> Number:

@@ -20,8 +20,8 @@ from autopar.pages.shapes import (
     milliseconds,
     percent,
     size,
-    size_unit,
 )
+from autopar.quantities import size_unit
 from autopar.timeline import CATEGORIES, MEMORY_KINDS, STREAMS, Event, MemoryPoint, StepTimeline
 
 __all__ = ["condense", "memory_figure", "memory_table", "shown_groups", "timeline_figure", "timeline_table"]

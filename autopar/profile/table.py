@@ -11,6 +11,7 @@ from rich.table import Table
 
 from autopar.cost.measure.probe import Probe
 from autopar.cost.profile import Profile, Readings
+from autopar.quantities import count_unit, format_seconds, three_digits
 
 __all__ = ["print_probes", "print_profile"]
 
@@ -31,7 +32,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     if profile.layers:
         table = _table("layer", "forward", "backward", "spread")
         for key, layer in sorted(profile.layers.items()):
-            table.add_row(key, _seconds(layer.forward_s), _seconds(layer.backward_s), f"{layer.spread:.0%}")
+            table.add_row(key, format_seconds(layer.forward_s), format_seconds(layer.backward_s), f"{layer.spread:.0%}")
         console.print(table)
     console.print("spread: distance of the quartiles over the median (of an interference: the distance itself)")
 
@@ -49,7 +50,9 @@ def _print_curves(profile: Profile, console: Console) -> None:
     table = _table("curve", "points", "work", "takes", "best rate", "spread")
     for key, curve in sorted(profile.curves.items()):
         least, most = curve.points[0], curve.points[-1]
-        takes = _range(_seconds(min(p.seconds for p in curve.points)), _seconds(max(p.seconds for p in curve.points)))
+        takes = _range(
+            format_seconds(min(p.seconds for p in curve.points)), format_seconds(max(p.seconds for p in curve.points))
+        )
         is_work = key.split("/")[0] != "view"
         unit = "flop" if key.startswith(("matmul/", "batched/", "convolution/", "attention/")) else "B"
         work = _range(_scaled(least.amount), _scaled(most.amount)) + f" {unit}" if is_work else ""
@@ -78,15 +81,6 @@ def _range(low: str, high: str) -> str:
     return low if low == high else f"{low.rstrip()} .. {high}"
 
 
-def _seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
 def _scaled(number: float) -> str:
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:.3g} "
+    factor, unit = count_unit(number)
+    return f"{three_digits(number / factor)} {unit}"

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.decisions import LayerStrategy, Stage
-from autopar.headline import describe_parallelism, of_limit, short_count
+from autopar.headline import describe_parallelism, of_limit
 from autopar.plan import Plan, PlannedLayer
+from autopar.quantities import short_count
 from tests.vocabulary.plans import small_plan
 
 

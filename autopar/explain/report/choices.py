@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import pareto_front
-from autopar.pages.shapes import LEGEND, MARGIN, Figure, Table, axis, milliseconds, size, size_unit
+from autopar.pages.shapes import LEGEND, MARGIN, Figure, Table, axis, milliseconds, size
+from autopar.quantities import size_unit
 from autopar.search import ConsideredPlan
 
 __all__ = ["front_figure", "front_table"]

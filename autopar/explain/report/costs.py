@@ -24,8 +24,8 @@ from autopar.pages.shapes import (
     digits,
     percent,
     size,
-    size_unit,
 )
+from autopar.quantities import size_unit
 
 __all__ = [
     "bytes_figure",

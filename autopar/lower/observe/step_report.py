@@ -9,10 +9,10 @@ from pathlib import Path
 
 from autopar.errors import QuestionError
 from autopar.lower.observe.kernel_profile import KernelTime
-from autopar.lower.program.naming import format_seconds
 from autopar.pages.html import Section, render_page
 from autopar.pages.shapes import Cell, Number, Table, digits, milliseconds
 from autopar.pages.timelines import timeline_figure, timeline_table
+from autopar.quantities import format_seconds
 from autopar.timeline import STREAMS, Event, StepTimeline
 
 __all__ = ["COLUMNS", "StepReport"]

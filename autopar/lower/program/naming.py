@@ -10,7 +10,6 @@ from autopar.program import TensorType
 
 __all__ = [
     "format_bytes",
-    "format_seconds",
     "format_statement",
     "layout_suffix",
     "node_name",
@@ -43,13 +42,6 @@ def format_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
-
-
-def format_seconds(seconds: float) -> str:
-    """``12.3 us``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def format_statement(line: str) -> str:

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 from autopar.lower.program.naming import (
     format_bytes,
-    format_seconds,
     format_statement,
 )
 from autopar.lower.run.layer_runner import LayerRunner
@@ -24,6 +23,7 @@ from autopar.placement import Axis
 from autopar.plan import LayerStrategy, Plan
 from autopar.prediction import LayerCost
 from autopar.program import Program, TensorType
+from autopar.quantities import format_seconds
 from autopar.step.prices import CollectiveCall, reshard_calls
 
 __all__ = ["CollectiveSeconds", "LoweredProgram"]
