@@ -76,7 +76,7 @@ def test_a_pipeline_has_its_schedule_and_what_else_applies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.5, "0.5"), (999.6, "1000"), (8123.0, "8.12k"), (81234.0, "81.2k"), (1.2e6, "1.2M")]
+    ("value", "text"), [(0.5, "0.5"), (999.6, "1,000"), (8123.0, "8.12k"), (81234.0, "81.2k"), (1.2e6, "1.2M")]
 )
 def test_counts_have_three_digits(value: float, text: str) -> None:
     assert short_count(value) == text
