@@ -7,6 +7,7 @@ text       forward value on each device          its gradient             who pr
 =========  ====================================  =======================  ====================
 ``R``      the whole tensor                      the whole gradient       redundant computation
 ``S(d)``   an equal slice of dim ``d``           the same slice           a kept factor
+``S(d/n)`` a slice of each of dim ``d``'s n parts, the same                a factor in n parts
 ``P``      a term; the sum of all is the value   the whole gradient       a summed factor
 ``B``      the whole tensor                      a term of a sum          an operand that sharded work reads
 =========  ====================================  =======================  ====================
@@ -17,6 +18,9 @@ first three are DTensor's ``Replicate``, ``Shard`` and ``Partial``; ``B`` is ``R
 
 A **layout** is a tuple of placements, one per mesh axis, outermost (farthest) first.  Two axes that shard the
 same dim nest left to right, as in DTensor.  Slices are always equal: a dim is never split unevenly.
+
+A dim may be several parts one behind the other, as the gate and the up projection of a feed-forward layer are in one
+matrix.  Under ``S(1/2)`` a device has its slice of the first half of dim 1, and behind it that of the second.
 
 `reshard` is the law "price what you emit": cost prices its steps, lower emits its steps, explain prints them.
 """
@@ -56,12 +60,14 @@ __all__ = [
 class Placement(NamedTuple):
     """How a tensor is distributed on one mesh axis; see the module's table.
 
-    `kind` is one of ``"R"``, ``"S"``, ``"P"``, ``"B"``; `dim` is the sharded tensor dim, -1 unless ``"S"``.  A search
-    hashes millions of layouts, and named tuples are hashed without running Python.
+    `kind` is one of ``"R"``, ``"S"``, ``"P"``, ``"B"``; `dim` is the sharded tensor dim, -1 unless ``"S"``; `parts` is
+    how many parts the dim has, of each of which a device has a slice.  A search hashes millions of layouts, and named
+    tuples are hashed without running Python.
     """
 
     kind: str
     dim: int = -1
+    parts: int = 1
 
     @property
     def is_shard(self) -> bool:
@@ -69,8 +75,10 @@ class Placement(NamedTuple):
         return self.kind == "S"
 
     def __str__(self) -> str:
-        """The text form, ``R``, ``S(0)``, ``P`` or ``B``."""
-        return f"S({self.dim})" if self.is_shard else self.kind
+        """The text form, ``R``, ``S(0)``, ``S(1/2)``, ``P`` or ``B``."""
+        if not self.is_shard:
+            return self.kind
+        return f"S({self.dim})" if self.parts == 1 else f"S({self.dim}/{self.parts})"
 
 
 REPLICATE = Placement("R")
@@ -80,9 +88,9 @@ BROADCAST = Placement("B")
 Layout = tuple[Placement, ...]
 
 
-def shard(dim: int) -> Placement:
-    """The placement that slices tensor dim `dim` (0-based, never negative)."""
-    return Placement("S", dim)
+def shard(dim: int, parts: int = 1) -> Placement:
+    """The placement that slices tensor dim `dim` (0-based, never negative), or each of so many `parts` of it."""
+    return Placement("S", dim, parts)
 
 
 def format_layout(layout: Layout) -> str:
@@ -94,16 +102,16 @@ def parse_layout(text: str) -> Layout:
     """The inverse of `format_layout`.
 
     Raises:
-        PlanFormatError: a part of `text` is not one of ``R``, ``S(<dim>)``, ``P``, ``B``.
+        PlanFormatError: a part of `text` is not one of ``R``, ``S(<dim>)``, ``S(<dim>/<parts>)``, ``P``, ``B``.
     """
     return tuple(_parse_placement(part) for part in text.split(",") if part)
 
 
 def _parse_placement(text: str) -> Placement:
-    match = re.fullmatch(r"\s*(?:([RPB])|S\(([0-9]{1,9})\))\s*", text)
+    match = re.fullmatch(r"\s*(?:([RPB])|S\(([0-9]{1,9})(?:/([1-9][0-9]{0,8}))?\))\s*", text)
     if match is None:
         raise PlanFormatError(f"placement {text!r:.40} is none of R, P, B, S(<dim>): write for instance 'S(0),R'")
-    return Placement(match[1]) if match[1] else shard(int(match[2]))
+    return Placement(match[1]) if match[1] else shard(int(match[2]), int(match[3] or 1))
 
 
 class Axis(NamedTuple):
@@ -170,7 +178,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -
     sizes = list(shape)
     for placement, size in zip(layout, mesh, strict=True):
         if placement.is_shard:
-            if sizes[placement.dim] % size:
+            if sizes[placement.dim] % (size * placement.parts):
                 raise ValueError(
                     f"dim {placement.dim} of shape {shape} does not divide by layout "
                     f"{format_layout(layout)} on mesh {mesh}"
@@ -186,7 +194,7 @@ class Step:
     `forward` and `backward` are one of
 
     * ``"none"``: nothing;
-    * ``"slice"``: keep this device's slice of dim `dst.dim` (backward: of `src.dim`); local;
+    * ``"slice"``: keep this device's slice of dim `dst.dim` (backward: of `src.dim`), or of each of its parts; local;
     * ``"pad"``: put the slice into zeros of the whole size; local;
     * ``"mask"``: device 0 of the axis keeps the value, the others hold zeros; local;
     * ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``: collectives.
@@ -242,6 +250,8 @@ def reshard(src: Layout, dst: Layout, mesh: tuple[int, ...]) -> tuple[Step, ...]
     def move(index: int, target: Placement) -> None:
         if now[index] == target:
             return
+        if now[index].is_shard and target.is_shard and now[index].dim == target.dim:
+            move(index, REPLICATE)  # a device needs slices of several others: no collective has equal pieces of them
         forward, backward = _MOVES[now[index].kind, target.kind]
         rest = math.prod(a.size for i, a in enumerate(axes) if i != index and now[i].is_shard)
         own = axes[index].size if now[index].is_shard and target.is_shard else 1

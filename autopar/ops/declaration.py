@@ -9,6 +9,7 @@ One argument or result is a list of dims, outermost first, separated by spaces:
 ==========  ==========================================================================================
 ``h``       a **factor**: one loop.  The same name is the same loop wherever it stands, so a device that
             has a slice of it in one tensor has the matching slice in the others.
+``h/2``     the same in 2 parts, one behind the other: a device has its slice of each of them
 ``*``       any number of dims, each a factor of its own (called ``d0``, ``d1`` ... from the left).
             All ``*`` of a line are aligned at their last dim and broadcast, as torch does it.
 ``_``       a dim that is kept whole
@@ -63,18 +64,21 @@ __all__ = [
 
 _STAR_FACTOR = re.compile(r"d\d+")
 _FACTOR = re.compile(r"[A-Za-z]\w*")
+_PARTED = re.compile(r"([A-Za-z]\w*)/([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class TensorPattern:
     """The dims of one tensor: factor names, ``"_"``, ``"*"``, ``"..."`` or ``"*-@"``.
 
-    `is_offset`: written ``+``, added once.  `is_same`: written ``=``, equal on all devices.
+    `is_offset`: written ``+``, added once.  `is_same`: written ``=``, equal on all devices.  `parts` has the factors
+    that are in several parts here, with how many.
     """
 
     dims: tuple[str, ...]
     is_offset: bool = False
     is_same: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,8 @@ def _parse_tensor(text: str, line: str) -> TensorPattern:
     is_offset, is_same = text.startswith("+"), text.startswith("=")
     words = text[1:].split() if is_offset or is_same else text.split()
     dims = () if words == ["()"] else tuple(words)
+    parted = [match for match in map(_PARTED.fullmatch, dims) if match]
+    dims = tuple(dim.partition("/")[0] if _PARTED.fullmatch(dim) else dim for dim in dims)
     bad = [dim for dim in dims if dim not in {"_", "*", "...", "*-@"} and not _FACTOR.fullmatch(dim)]
     if bad or not words:
         raise RuleError(f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'")
@@ -186,7 +192,7 @@ def _parse_tensor(text: str, line: str) -> TensorPattern:
         raise RuleError(
             f"rule {line!r}: {text!r} has more than one of '*' and '...', so it is ambiguous which dims they stand for"
         )
-    return TensorPattern(dims, is_offset, is_same)
+    return TensorPattern(dims, is_offset, is_same, tuple((match[1], int(match[2])) for match in parted))
 
 
 def _check(declaration: Declaration) -> None:

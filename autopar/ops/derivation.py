@@ -9,7 +9,7 @@ For one mesh axis on factor f:
 * a result without f: ``P`` if f is summed, ``R`` if a special kernel makes it whole, else f can't be split.
 
 The slices must match, so their number divides the greatest common divisor of the sizes of the dims that
-have f.
+have f, or of their parts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class _Tensor:
     is_offset: bool = False
     is_same: bool = False
     argument: int = -1
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def num_parts(self, factor: str) -> int:
+        """Into how many parts of the dim that has it each slice of the factor falls."""
+        return dict(self.parts).get(factor, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,14 +121,14 @@ def _bind(
         factors = _expand(pattern, len(kind.shape), rank, frozenset())
         if factors is None:
             return None
-        operands.append(_Tensor(kind, factors, pattern.is_offset, False, index))
+        operands.append(_Tensor(kind, factors, pattern.is_offset, False, index, pattern.parts))
     named = frozenset(operands[0].factors[dim] for dim in dims) if operands else frozenset[str]()
     outputs: list[_Tensor] = []
     for pattern, kind in zip(results, result_types, strict=True):
         factors = _expand(pattern, len(kind.shape), rank, named)
         if factors is None:
             return None
-        outputs.append(_Tensor(kind, factors, False, pattern.is_same))
+        outputs.append(_Tensor(kind, factors, False, pattern.is_same, parts=pattern.parts))
     summed = set(declaration.summed)
     if "*" in summed:
         summed |= {f"d{index}" for index in range(rank)}
@@ -235,14 +240,18 @@ def _factor_option(
     dims = _carrying_dims(bound, factor)
     num_operands = len(bound.operands)
     extent = math.gcd(
-        *(t.shape[dim] for t, own in zip(bound.operands + bound.results, dims, strict=True) for dim in own)
+        *(
+            t.shape[dim] // t.num_parts(factor)
+            for t, own in zip(bound.operands + bound.results, dims, strict=True)
+            for dim in own
+        )
     )
     if extent <= 1 or any(len(own) > 1 for own in dims) or (not creates and not any(dims[:num_operands])):
         return None
     results: list[Placement] = []
     for tensor, own in zip(bound.results, dims[num_operands:], strict=True):
         if own:
-            results.append(shard(own[0]))
+            results.append(shard(own[0], tensor.num_parts(factor)))
         elif factor in bound.summed:
             results.append(PARTIAL)
         elif kernel or tensor.is_same:
@@ -253,7 +262,7 @@ def _factor_option(
     operands: list[Placement] = []
     for tensor, own in zip(bound.operands, dims[:num_operands], strict=True):
         if own:
-            operands.append(shard(own[0]))
+            operands.append(shard(own[0], tensor.num_parts(factor)))
         elif tensor.is_offset and factor in bound.summed:
             operands.append(PARTIAL)
         else:

@@ -4,7 +4,8 @@ Rows are the pairs of a token and one of its experts.  The op sorts them by expe
 *body* on the sorted rows, and puts the results back in the order of the rows.  The body is the model's own graph: each
 op in it works row by row, and its products take one matrix an expert.  Sorting happens inside, so every device can
 sort rows of its own: of its tokens (``tokens``), those of all that are for its experts (``experts``), or those that
-all devices send to its experts (``dispatch``).
+all devices send to its experts (``dispatch``).  Devices may also share each expert (``ffn``): each has a slice of its
+inner width, and its results are terms of a sum.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from autopar.ops.family import Buffers, Kernel, OpFamily, Types
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import Arg, KernelCollective, Op, Ref, TensorType, itemsize_bytes
 
-__all__ = ["ENDS", "EXPERTS", "FAMILIES", "IDS", "PRODUCT", "Body", "in_double", "read_body"]
+__all__ = ["ENDS", "EXPERTS", "FAMILIES", "IDS", "PRODUCT", "TRANSPOSE", "Body", "InnerWidth", "in_double", "read_body"]
 
 EXPERTS = "autopar_traced.experts.default"
 """``(ids, reads, experts, others, members, num_experts, body)``, with R rows.
@@ -31,8 +32,30 @@ holds some of them (`experts` option) has these.  The result is [R, ...], in the
 """
 PRODUCT = "autopar_traced.grouped_product.default"
 """``(rows [R, k], matrices [experts, k, n], ends [experts]) -> [R, n]``, for rows that are sorted by expert."""
+TRANSPOSE = "aten.transpose.int"
 IDS, ENDS = "ids", "ends"
 """In a body: the expert of each sorted row, and where the rows of each expert end."""
+
+
+@dataclass(frozen=True)
+class InnerWidth:
+    """How the inner width of every expert is cut, so that the results of slices are terms of the whole one.
+
+    Args:
+        size: of the whole width.
+        cuts: (place in the op's list of experts, dim that is cut, parts of it), as in ``S(dim/parts)``.
+        terms: places of what is added to results, so that one device does it.
+        narrow: the body's values that have a slice of the width.
+        moved_bytes: what of the body's `moved_bytes` is theirs.
+        kept_bytes: what autograd keeps of them, besides operands and results, for each row.
+    """
+
+    size: int
+    cuts: tuple[tuple[int, int, int], ...]
+    terms: tuple[int, ...]
+    narrow: tuple[str, ...]
+    moved_bytes: float
+    kept_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,7 @@ class Body:
         busiest: (number of devices that share the experts, rows of the busiest one over the mean), as prices and
             memory expect; a number that is not there has 1.  See `autopar.planning.imbalance`.
         kept_bytes: what autograd keeps of each row besides operands and results.
+        width: how devices can share each expert; None if they can't.
     """
 
     ops: tuple[Op, ...]
@@ -55,6 +79,7 @@ class Body:
     moved_bytes: float
     busiest: tuple[tuple[int, float], ...] = ()
     kept_bytes: float = 0.0
+    width: InnerWidth | None = None
 
     def text(self) -> str:
         """As an argument of the op."""
@@ -67,14 +92,17 @@ class Body:
                 "moved_bytes": self.moved_bytes,
                 "busiest": self.busiest,
                 "kept_bytes": self.kept_bytes,
+                "width": self.width and asdict(self.width),
             }
         )  # fmt: skip
 
     def products(self) -> Iterator[int]:
-        """Which of the list of experts each product multiplies by."""
+        """Which of the list of experts each product multiplies by, as it is or transposed."""
+        turned = {op.results[0]: op.operands[0] for op in self.ops if op.target == TRANSPOSE}
         for op in self.ops:
             if op.target == PRODUCT:
-                yield int(op.operands[1].removeprefix("experts"))
+                matrix = op.operands[1]
+                yield int(turned.get(matrix, matrix).removeprefix("experts"))
 
 
 def _plain(arg: Arg) -> Any:
@@ -109,7 +137,13 @@ def read_body(text: str) -> Body:
         plain["moved_bytes"],
         tuple((devices, times) for devices, times in plain["busiest"]),
         plain["kept_bytes"],
+        plain["width"] and _width(**plain["width"]),
     )
+
+
+def _width(cuts: Sequence[Sequence[int]], terms: Sequence[int], narrow: Sequence[str], **numbers: Any) -> InnerWidth:
+    rows = tuple((place, dim, parts) for place, dim, parts in cuts)
+    return InnerWidth(cuts=rows, terms=tuple(terms), narrow=tuple(narrow), **numbers)
 
 
 def in_double(text: str) -> str:
@@ -159,25 +193,50 @@ class _Call:
         return self.skew if self.experts[0].shape[0] < self.members.shape[0] else 1.0
 
     @property
+    def num_slices(self) -> float:
+        """Of how many slices of the inner width a device has one."""
+        width = self.body.width
+        if width is None:
+            return 1.0
+        place, dim, parts = width.cuts[0]
+        return width.size * parts / self.experts[place].shape[dim]
+
+    def on_a_slice(self, whole: float, narrow: float) -> float:
+        """Bytes with a slice of the inner width, if they are `whole` with all of it, and `narrow` of them its own."""
+        return whole - narrow * (1.0 - 1.0 / self.num_slices)
+
+    @property
     def num_rows(self) -> float:
         """The rows that the busiest device computes: of those that it looks at, the part that is for its experts."""
         return self.ids.shape[0] * self.members.shape[0] / self.num_experts * self.skew
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
-    """By tokens; by experts, each device with the rows of all; by experts and tokens, with rows that are sent."""
+    """By tokens; by experts, each device with the rows of all; by experts and tokens, with rows that are sent; by the
+    inner width.
+    """
     call = _Call.of(op, operand_types)
 
     def line(rows: str, experts: str, members: str, remarks: str) -> str:
-        lists = (_dims(call.reads, rows), _dims(call.experts, experts), _dims(call.others, "_"))
+        lists = (_dims(call.reads, rows), experts, _dims(call.others, "_"))
         result = _dims(result_types, rows)[1:-1]
         return f"{rows}, {', '.join(lists)}, {members} -> {result}{remarks}"
 
-    return (
-        line("tokens", "_", "_", ""),
-        line("_", "experts", "experts", " | sum experts, by experts masked_experts"),
-        line("dispatch", "dispatch", "_", " | by dispatch dispatched_experts"),
+    lines = (
+        line("tokens", _dims(call.experts, "_"), "_", ""),
+        line("_", _dims(call.experts, "experts"), "experts", " | sum experts, by experts masked_experts"),
+        line("dispatch", _dims(call.experts, "dispatch"), "_", " | by dispatch dispatched_experts"),
     )
+    width = call.body.width
+    return lines if width is None else (*lines, line("_", _width_dims(call.experts, width), "_", " | sum ffn"))
+
+
+def _width_dims(experts: Types, width: InnerWidth) -> str:
+    lists = [["_"] * len(kind.shape) for kind in experts]
+    for place, dim, parts in width.cuts:
+        lists[place][dim] = f"ffn/{parts}"
+    signs = ("+" if place in width.terms else "" for place in range(len(experts)))
+    return "[" + ", ".join(sign + " ".join(dims) for sign, dims in zip(signs, lists, strict=True)) + "]"
 
 
 def _dims(kinds: Types, first: str) -> str:
@@ -193,22 +252,28 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
     matrices = [call.experts[place] for place in call.body.products()]
     flops = sum(2.0 * call.num_rows * kind.shape[1] * kind.shape[2] for kind in matrices)
     gathered = sum(math.prod(kind.shape[1:]) * itemsize_bytes(kind.dtype) for kind in (*call.reads, *results))
-    in_products = sum(
-        call.body.types[name].num_bytes
-        for each in call.body.ops
-        for name in (each.operands[0], *each.results)
-        if each.target == PRODUCT
-    )
+    width = call.body.width
+    in_products = {
+        is_narrow: sum(
+            call.body.types[name].num_bytes
+            for each in call.body.ops
+            for name in (each.operands[0], *each.results)
+            if each.target == PRODUCT and (is_narrow is False or (width is not None and name in width.narrow))
+        )
+        for is_narrow in (False, True)
+    }
+    read = call.num_rows * call.on_a_slice(in_products[False], in_products[True])
     weights = sum_bytes(tuple(matrices))
-    others = call.growth * call.ids.shape[0] * (2 * gathered + call.body.moved_bytes)
+    moved = call.on_a_slice(call.body.moved_bytes, width.moved_bytes if width else 0.0)
+    others = call.growth * call.ids.shape[0] * (2 * gathered + moved)
     return Work(
         "matmul" if flops else "bytes",
         (call.experts or results)[0].dtype,
         flops=flops,
         backward_flops=2 * flops,
-        read_bytes=weights + call.num_rows * in_products,
+        read_bytes=weights + read,
         write_bytes=others,
-        backward_read_bytes=2 * (weights + call.num_rows * in_products),
+        backward_read_bytes=2 * (weights + read),
         backward_write_bytes=weights + 2 * others,
         num_backward_kernels=2 * len(matrices) + len(call.body.ops),
         alignment=min((_alignment(kind.shape[1:]) for kind in matrices), default=64),
@@ -223,7 +288,10 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
     """Rows as they are sent and received; backward, gradients of what is inside.  What is kept grows with slices."""
     call = _Call.of(op, operands)
     rows = 2.0 * call.growth * sum_bytes(results[:1])
-    kept = (call.growth - 1.0) * call.ids.shape[0] * call.body.kept_bytes
+    narrow = call.body.width.kept_bytes if call.body.width else 0.0
+    kept = call.ids.shape[0] * (
+        (call.growth - 1.0) * call.body.kept_bytes - call.growth * (narrow - call.on_a_slice(narrow, narrow))
+    )
     return Buffers(forward=rows if has_kernel else 0.0, backward=rows, kept=kept)
 
 

@@ -66,9 +66,14 @@ def _fits_role(program: Program, op: Op, option: Option, role: str, demanded: se
     if role == "expert" and _can_cut_stacks(program, op):
         return any(cuts_stack(program, op, option, position) for position in weights)
     if role == "tensor":
-        can_cut = any(o.operands[position].is_shard for o in op.options for position in weights)
-        return cuts or not can_cut
+        return _cuts_matrices(program, op, option) or not any(_cuts_matrices(program, op, o) for o in op.options)
     return not cuts if role or "tensor" in demanded else True
+
+
+def _cuts_matrices(program: Program, op: Op, option: Option) -> bool:
+    weights = weight_operands(program, op)
+    in_stack = any(cuts_stack(program, op, option, position) for position in weights)
+    return not in_stack and any(option.operands[position].is_shard for position in weights)
 
 
 def _can_cut_stacks(program: Program, op: Op) -> bool:

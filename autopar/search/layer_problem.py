@@ -283,10 +283,9 @@ def _divides(tensor: TensorType, layout: Layout, mesh: tuple[int, ...]) -> bool:
     sizes = list(tensor.shape)
     for placement, size in zip(layout, mesh, strict=True):
         if placement.is_shard:
-            whole, rest = divmod(sizes[placement.dim], size)
-            if rest:
+            if sizes[placement.dim] % (size * placement.parts):
                 return False
-            sizes[placement.dim] = whole
+            sizes[placement.dim] //= size
     return True
 
 

@@ -145,7 +145,8 @@ def arrival_layout(
 def storage_layout(copy: Layout, tensor: TensorType, mesh: tuple[int, ...], shard_axes: tuple[int, ...] = ()) -> Layout:
     """The layout in which a parameter is stored that compute reads as `copy`.
 
-    Where compute reads a slice, that slice is stored.  On those of `shard_axes` (indices of mesh axes) where
+    Where compute reads a slice, that slice is stored, or, of a dim in several parts, one of another dim: files and
+    optimizers know contiguous slices only.  On those of `shard_axes` (indices of mesh axes) where
     compute reads the whole, storage is sliced on one dim: one that compute does not slice, or slices only on
     axes outside all storage axes (an outer axis can't be gathered while an inner one cuts the same dim), and
     that divides.  The dim that serves most devices wins, the first of equals; where none serves, the
@@ -158,18 +159,24 @@ def storage_layout(copy: Layout, tensor: TensorType, mesh: tuple[int, ...], shar
         shard_axes: empty for ZeRO-0; all axes for ZeRO-1..3; some for HSDP.
     """
     free = [axis for axis in shard_axes if not copy[axis].is_shard and mesh[axis] > 1]
-    stored: list[Placement] = [p if p.is_shard else REPLICATE for p in copy]
+    parted = [axis for axis, p in enumerate(copy) if p.parts > 1 and mesh[axis] > 1]
+    stored = _on_best_dim(parted, copy, tensor, mesh)
+    return _on_best_dim(free, tuple(p if p.is_shard and p.parts == 1 else REPLICATE for p in stored), tensor, mesh)
+
+
+def _on_best_dim(free: list[int], copy: Layout, tensor: TensorType, mesh: tuple[int, ...]) -> Layout:
+    """`copy` with the dim that can be cut on most devices of the `free` axes cut on these."""
     best: tuple[int, dict[int, Placement]] = (1, {})
     for dim in range(len(tensor.shape)):
         degree, axes = _serve(dim, free, copy, tensor, mesh)
         if degree > best[0]:
             best = (degree, {axis: shard(dim) for axis in axes})
-    return tuple(best[1].get(axis, placement) for axis, placement in enumerate(stored))
+    return tuple(best[1].get(axis, placement) for axis, placement in enumerate(copy))
 
 
 def _serve(dim: int, free: list[int], copy: Layout, tensor: TensorType, mesh: tuple[int, ...]) -> tuple[int, list[int]]:
     """On which of the `free` axes dim `dim` can be stored in slices, and into how many."""
-    cut_by_compute = [axis for axis, placement in enumerate(copy) if placement == shard(dim)]
+    cut_by_compute = [axis for axis, placement in enumerate(copy) if placement.is_shard and placement.dim == dim]
     size = tensor.shape[dim]
     for axis in cut_by_compute:
         size //= mesh[axis]

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.placement import LOCAL, Axis, Layout, Placement, mesh_axes, reshard, shard
+from autopar.placement import LOCAL, Axis, Layout, mesh_axes, reshard, shard
 
 __all__ = ["CollectiveCounts", "collective_counts", "reshard_tables"]
 
@@ -51,9 +51,9 @@ class CollectiveCounts:
 
 def _rename_dims(src: Layout, dst: Layout) -> tuple[Layout, Layout]:
     """The same pair with dims numbered as they come: for the steps it only matters which dims are equal."""
-    names: dict[int, Placement] = {}
+    names: dict[int, int] = {}
     renamed = tuple(
-        names.setdefault(placement.dim, shard(len(names))) if placement.is_shard else placement
+        shard(names.setdefault(placement.dim, len(names)), placement.parts) if placement.is_shard else placement
         for placement in (*src, *dst)
     )
     return renamed[: len(src)], renamed[len(src) :]

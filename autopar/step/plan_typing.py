@@ -80,6 +80,8 @@ def _stored(program: Program, value: str, layout: Layout, mesh: tuple[int, ...],
     text = f"{where}: storage {format_layout(layout)!r} of {value} {list(shape)} on mesh {mesh}"
     if any(placement.kind not in "RS" for placement in layout):
         yield f"{text}: a parameter is stored whole (R) or in slices (S)"
+    elif any(placement.parts > 1 for placement in layout):
+        yield f"{text}: files and optimizers know contiguous slices only: choose a slice of another dim, or R"
     elif len(layout) != len(mesh) or any(p.is_shard and p.dim >= len(shape) for p in layout):
         yield f"{text}: one placement for each axis, of one of the {len(shape)} dims"
     else:

@@ -4,11 +4,12 @@ A region is recognised by what it computes.  It begins where the experts of all 
 that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
 every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
 back in their order.  Then the new op is run beside the model's own ops, both in float64 and on skewed random numbers:
-results and gradients must agree, or the region stays as it is.
+results and gradients must agree, or the region stays as it is.  So is found whether it can be cut in the inner width.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,15 @@ import torch
 from torch import Tensor
 
 from autopar.ops import family_of, options_for
-from autopar.ops.experts import ENDS, EXPERTS, IDS, PRODUCT, Body
+from autopar.ops.experts import ENDS, EXPERTS, IDS, PRODUCT, TRANSPOSE, Body, InnerWidth
 from autopar.placement import shard
 from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace.evaluation import run_op
+from autopar.trace.expert_widths import NUM_SLICES, in_equal_parts, inner_widths, moved_bytes, run_in_slices
 from autopar.trace.graph import Graph, Names
 from autopar.trace.grouped_products import grouped_product, run_experts
 from autopar.trace.row_order import RowOrder, divisor_to, random_ids, with_sizes
+from autopar.trace.saves import SavesMeter
 
 __all__ = ["join_experts"]
 
@@ -37,7 +40,8 @@ _FEW_ROWS = 1 << 12  # to look at: several for each of hundreds of experts, and 
 _LEAST = 8  # what a size is shrunk to at least
 _TOLERANCE = 1e-10  # relative, in float64; the order of sums differs
 
-_proven: dict[object, bool] = {}  # by all that the comparison depends on; layers of one model are alike
+# By all that the comparison depends on, as layers of one model are alike: None, or the body that the op may have.
+_proven: dict[object, Body | None] = {}
 
 
 def join_experts(graph: Graph) -> Graph:
@@ -51,10 +55,11 @@ def join_experts(graph: Graph) -> Graph:
             num_rows = graph.types[op.operands[0]].shape[0]
             tried = dict.fromkeys((divisor_to(_FEW_ROWS, num_rows), 1) if num_rows > _FEW_ROWS else (1,))
             found = next(filter(None, (_Search(graph, place, readers, fewer).find() for fewer in tried)), None)
-            if found is not None and _is_same(graph, found):
+            body = _proven_body(graph, found) if found is not None else None
+            if found is not None and body is not None:
                 members = names.fresh("members")
                 types[members] = TensorType((found.num_experts,), "int64")
-                replaced[found.end.name] = found.write(members)
+                replaced[found.end.name] = replace(found, body=body).write(members)
     if not replaced:
         return graph
     return graph.rewrite(lambda op: replaced.get(op.name)).with_types(types)
@@ -193,7 +198,8 @@ class _Search:
         )
         if is_product:
             made = replace(made, target=PRODUCT, args=tuple(Ref(read[name]) for name in op.operands), kwargs=())
-        self.body.append(_without_sizes(made, self.num_rows))
+        whole = in_equal_parts(made, self.types[read[op.operands[0]]]) if read[op.operands[0]] in self.types else made
+        self.body.append(_without_sizes(whole, self.num_rows))
         return True
 
     def _name_of(self, op: Op, name: str, *, is_expert: bool) -> str:
@@ -224,19 +230,35 @@ class _Search:
         ) and not set(self.lists["experts"]) & {*self.lists["others"], *self.lists["reads"]}
         if not (is_closed and is_complete and has_experts):
             return None
-        moved = sum(
-            self.types[name].num_bytes
-            for op in self.body
-            if op.target != PRODUCT and not family_of(op.target).is_view
-            for name in (*op.operands, *op.results)
-            if name in self.types
-        )
-        body = Body(tuple(self.body), self.inner[end.operands[0]], dict(self.types), float(moved))
+        turned = self._turn()
+        inside_ops = tuple(self.body)
+        body = Body(inside_ops, self.inner[end.operands[0]], dict(self.types), moved_bytes(inside_ops, self.types))
         lists = {name: tuple(held) for name, held in self.lists.items()}
+        ops = (*turned, *ops)
         # What is known from the order alone is computed before the rows that read it.
         order = {op.name: place for place, op in enumerate(self.graph.ops)}
         ordered = tuple(sorted(ops, key=lambda op: order[op.name]))
         return _Region(self.sort.operands[0], lists, ordered, body, end, self.num_experts)
+
+    def _turn(self) -> list[Op]:
+        """Transposed matrices are read as they are stored, and transposed inside: slices are those of parameters."""
+        producers, found = self.graph.producers, list[Op]()
+        for place, name in enumerate(self.lists["experts"]):
+            op = producers.get(name)
+            if op is None or op.target != TRANSPOSE or {d % 3 for d in map(_dim, op.args[1:])} != {1, 2}:
+                continue
+            if len(self.graph.types[name].shape) != 3 or op.operands[0] in self.lists["experts"]:
+                continue
+            inner, turned = f"experts{place}", f"turned{place}"
+            self.lists["experts"][place] = op.operands[0]
+            self.body = [each.reading({inner: turned}) for each in self.body]
+            self.body.insert(0, Op("", TRANSPOSE, (Ref(inner), 1, 2), (), (turned,)))
+            found.append(op)
+        return found
+
+
+def _dim(arg: Arg) -> int:
+    return arg if isinstance(arg, int) else 0
 
 
 def _is_rowwise(op: Op, types: Mapping[str, TensorType], rows: Iterable[str]) -> bool:
@@ -272,8 +294,8 @@ def _without_sizes(op: Op, num_rows: int) -> Op:
 # ---------------------------------------------------------------- whether both forms are the same function
 
 
-def _is_same(graph: Graph, region: _Region) -> bool:
-    """Whether the op computes what the region's ops do, forward and backward, in float64."""
+def _proven_body(graph: Graph, region: _Region) -> Body | None:
+    """The body of an op that computes what the region's ops do, forward and backward, in float64; None if none does."""
     numbered: dict[str, str] = {region.ids: "ids"}
     for op in region.ops:
         for name in (*op.operands, *op.results):
@@ -286,18 +308,18 @@ def _is_same(graph: Graph, region: _Region) -> bool:
         try:
             _proven[key] = _compare(graph, region)
         except (RuntimeError, IndexError, ValueError, TypeError):
-            _proven[key] = False
+            _proven[key] = None
     return _proven[key]
 
 
-def _compare(graph: Graph, region: _Region) -> bool:
+def _compare(graph: Graph, region: _Region) -> Body | None:
     given = [name for name in _LISTS for name in region.lists[name]]
     kinds = {name: graph.types[name] for name in (region.ids, *given)}
     for op in region.ops:  # constants and ranges, which sizes among them must fit to
         kinds |= {name: graph.types[name] for name in op.operands if graph.roles.get(name) == "constant"}
     small = _shrinking(kinds, region)
     if small is None:
-        return False
+        return None
     shapes = {name: tuple(small.get(size, size) for size in kinds[name].shape) for name in given}
     ids = random_ids(small.get(kinds[region.ids].shape[0], kinds[region.ids].shape[0]), region.num_experts, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -309,16 +331,46 @@ def _compare(graph: Graph, region: _Region) -> bool:
     }
     constants = {name: graph.constants[name] for name in kinds if name in graph.constants and name not in drawn}
     own = [_in_double(with_sizes(op, small)) for op in region.ops]
-    body = replace(region.body, ops=tuple(_in_double(with_sizes(op, small)) for op in region.body.ops))
+    body = replace(region.body, ops=tuple(_in_double(with_sizes(op, small)) for op in region.body.ops)).text()
+    wanted = [x for x in drawn.values() if x.requires_grad]
+    seed: Tensor | None = None
+
+    def with_gradients(result: Tensor) -> list[Tensor]:
+        nonlocal seed
+        seed = torch.randn(result.shape, generator=generator, dtype=torch.float64) if seed is None else seed
+        return [result, *_gradients(result, wanted, seed)]
+
+    reads, experts, others = ([drawn[name] for name in region.lists[which]] for which in _LISTS)
+    members = torch.arange(region.num_experts)
     with torch.enable_grad():
-        expected = _run(own, {region.ids: ids, **constants, **drawn})[region.end.results[0]]
-        reads, experts, others = ([drawn[name] for name in region.lists[which]] for which in _LISTS)
-        members = torch.arange(region.num_experts)
-        found = run_experts(ids, reads, experts, others, members, region.num_experts, body.text())
-        seed = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-        wanted = [x for x in drawn.values() if x.requires_grad]
-        one, other = (_gradients(result, wanted, seed) for result in (expected, found))
-    return all(map(_is_close, [expected, *one], [found, *other]))
+        expected = with_gradients(_run(own, {region.ids: ids, **constants, **drawn})[region.end.results[0]])
+        whole = run_experts(ids, reads, experts, others, members, region.num_experts, body)
+        if not all(map(_is_close, expected, with_gradients(whole))):
+            return None
+        for width in inner_widths(region.body, [graph.types[name] for name in region.lists["experts"]]):
+            with contextlib.suppress(RuntimeError, IndexError, ValueError, TypeError):
+                cut = run_in_slices(width, ids, (reads, experts, others), region.num_experts, body)
+                if all(map(_is_close, expected, with_gradients(cut))):
+                    return replace(region.body, width=_with_kept(graph, region, width))
+    return region.body
+
+
+def _with_kept(graph: Graph, region: _Region, width: InnerWidth) -> InnerWidth:
+    """The width with what autograd keeps of it: what a slice keeps less than the whole."""
+    op = region.write("members")[1]
+    whole = [graph.types[name] for name in op.operands[:-1]] + [TensorType((region.num_experts,), "int64")]
+    cut, first = list(whole), 1 + len(region.lists["reads"])
+    for place, dim, _ in width.cuts:
+        shape = list(cut[first + place].shape)
+        shape[dim] //= NUM_SLICES
+        cut[first + place] = replace(cut[first + place], shape=tuple(shape))
+    result = (graph.types[region.end.results[0]],)
+    kept, less = (
+        SavesMeter().saved(op, tuple(kinds), result, tuple(kind.is_floating for kind in kinds))[1]
+        for kinds in (whole, cut)
+    )
+    num_rows = max(1, whole[0].shape[0])
+    return replace(width, kept_bytes=(kept - less) * NUM_SLICES / (NUM_SLICES - 1) / num_rows)
 
 
 def _gradients(result: Tensor, wanted: Sequence[Tensor], seed: Tensor) -> list[Tensor]:

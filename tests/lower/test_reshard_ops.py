@@ -35,7 +35,10 @@ from tests.ranks import run_ranks
 PLACEMENTS = (REPLICATE, shard(0), shard(1), PARTIAL, BROADCAST)
 PAIRS = tuple(itertools.product(PLACEMENTS, PLACEMENTS))
 GRADIENT = {"R": REPLICATE, "P": REPLICATE, "B": PARTIAL}  # the form of the gradient; S stays S
-SHAPE = (8, 12)
+SHAPE = (8, 24)
+PARTED = tuple(
+    pair for pair in itertools.product((REPLICATE, shard(0), shard(1), shard(1, 2)), repeat=2) if shard(1, 2) in pair
+)
 
 
 def split(whole: Tensor, layout: Layout, mesh: tuple[int, ...]) -> list[Tensor]:
@@ -52,7 +55,8 @@ def split(whole: Tensor, layout: Layout, mesh: tuple[int, ...]) -> list[Tensor]:
 
 def _split_axis(part: Tensor, placement, size: int) -> list[Tensor]:
     if placement.is_shard:
-        return list(part.chunk(size, placement.dim))
+        slices = [piece.chunk(size, placement.dim) for piece in part.chunk(placement.parts, placement.dim)]
+        return [torch.cat(own, placement.dim) for own in zip(*slices, strict=True)]
     if placement == PARTIAL:
         terms = [torch.randn_like(part) for _ in range(size - 1)]
         return [*terms, part - sum(terms)]
@@ -69,7 +73,8 @@ def join(parts: list[Tensor], layout: Layout, mesh: tuple[int, ...]) -> Tensor:
 
 def _join_axis(group: list[Tensor], placement) -> Tensor:
     if placement.is_shard:
-        return torch.cat(group, placement.dim)
+        slices = [part.chunk(placement.parts, placement.dim) for part in group]
+        return torch.cat([piece for own in zip(*slices, strict=True) for piece in own], placement.dim)
     if placement == PARTIAL:
         return torch.stack(group).sum(0)
     for other in group[1:]:
@@ -102,7 +107,7 @@ def check_reshard(src: Layout, dst: Layout, mesh: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("mesh", [(2,), (4,)], ids=str)
 def test_every_pair_on_one_axis(mesh: tuple[int, ...]):
-    for src, dst in PAIRS:
+    for src, dst in itertools.product((*PLACEMENTS, shard(1, 2), shard(1, 3)), repeat=2):
         check_reshard((src,), (dst,), mesh)
 
 
@@ -110,6 +115,18 @@ def test_every_pair_on_one_axis(mesh: tuple[int, ...]):
 def test_every_pair_on_two_axes(src: Layout):
     for dst in PAIRS:
         check_reshard(src, dst, (2, 2))
+
+
+@pytest.mark.parametrize("parted", PARTED, ids=format_layout)
+def test_slices_of_each_part_on_two_axes(parted: Layout):
+    for other in (*PARTED, (shard(0), shard(0)), (BROADCAST, shard(0)), (PARTIAL, PARTIAL)):
+        check_reshard(parted, other, (2, 2))
+        check_reshard(other, parted, (2, 2))
+
+
+def test_what_is_stored_in_slices_of_another_dim_is_exchanged_once():
+    steps = reshard((shard(0),), (shard(1, 2),), (4,))
+    assert [(step.forward, step.backward, step.fraction) for step in steps] == [("all_to_all", "all_to_all", 0.25)]
 
 
 def test_a_wrong_backward_would_be_seen():
@@ -125,7 +142,7 @@ def test_a_wrong_backward_would_be_seen():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
 def test_integers_move_without_gradient(dtype: torch.dtype):
-    whole = (torch.arange(96).view(SHAPE) % 5).to(dtype)
+    whole = (torch.arange(192).view(SHAPE) % 5).to(dtype)
     steps = reshard((shard(0),), (shard(1),), (4,))
     results = simulate(4, lambda c: reshard_tensor(whole.chunk(4, 0)[c.rank], steps, c))
     assert torch.equal(torch.cat(results, 1), whole)
@@ -183,6 +200,7 @@ STORED: tuple[tuple[tuple[int, ...], Layout, Layout, torch.dtype], ...] = (
     ((8, 4), (shard(1), shard(0)), (BROADCAST, BROADCAST), torch.bfloat16),
     ((), (REPLICATE, REPLICATE), (BROADCAST, REPLICATE), torch.float32),
     ((2, 2), (REPLICATE, shard(0)), (REPLICATE, shard(0)), torch.float32),
+    ((4, 16), (shard(1), shard(0)), (BROADCAST, shard(1, 2)), torch.float32),
 )
 
 

@@ -140,9 +140,10 @@ def check_options(sample: Sample, found: RuleMatch | None = None) -> int:
 def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[torch.Tensor]:
     """`whole` as the devices of one axis hold it."""
     if placement.kind == "S":
-        if whole.shape[placement.dim] % num_slices:
+        if whole.shape[placement.dim] % (num_slices * placement.parts):
             raise RuleViolationError(f"dim {placement.dim} of {tuple(whole.shape)} has no {num_slices} equal slices")
-        return [part.contiguous() for part in whole.chunk(num_slices, placement.dim)]
+        slices = [part.chunk(num_slices, placement.dim) for part in whole.chunk(placement.parts, placement.dim)]
+        return [torch.cat(own, placement.dim).contiguous() for own in zip(*slices, strict=True)]
     if placement.kind == "P":
         terms = [_random_like(whole) for _ in range(num_slices - 1)]
         return [*terms, whole - sum(terms)]
@@ -151,13 +152,18 @@ def split(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[to
 
 def split_gradient(whole: torch.Tensor, placement: Placement, num_slices: int) -> list[torch.Tensor]:
     """The gradient `whole` in the form that a value with this placement has it: see `autopar.placement`."""
-    return split(whole, Placement({"B": "P", "P": "R"}.get(placement.kind, placement.kind), placement.dim), num_slices)
+    return split(whole, _of_gradient(placement), num_slices)
+
+
+def _of_gradient(placement: Placement) -> Placement:
+    return placement._replace(kind={"B": "P", "P": "R"}.get(placement.kind, placement.kind))
 
 
 def join(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float = TOLERANCE) -> torch.Tensor:
     """The whole value from what the devices hold."""
     if placement.kind == "S":
-        return torch.cat(parts, placement.dim)
+        slices = [part.chunk(placement.parts, placement.dim) for part in parts]
+        return torch.cat([piece for own in zip(*slices, strict=True) for piece in own], placement.dim)
     if placement.kind == "P":
         return torch.stack(parts).sum(0) if parts[0].dtype != torch.bool else torch.stack(parts).any(0)
     for part in parts[1:]:
@@ -167,8 +173,7 @@ def join(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: 
 
 def join_gradient(parts: list[torch.Tensor], placement: Placement, what: str, tolerance: float) -> torch.Tensor:
     """The whole gradient from those of the devices."""
-    kind = {"B": "P", "P": "R"}.get(placement.kind, placement.kind)
-    return join(parts, Placement(kind, placement.dim), what, tolerance)
+    return join(parts, _of_gradient(placement), what, tolerance)
 
 
 def has_gradient(tensor: torch.Tensor) -> bool:

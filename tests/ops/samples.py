@@ -8,7 +8,7 @@ import torch
 
 import autopar.trace  # noqa: F401  (registers ops)
 from autopar.ops import pointwise, random_ops
-from autopar.ops.experts import ENDS, EXPERTS, IDS, PRODUCT, Body
+from autopar.ops.experts import ENDS, EXPERTS, IDS, PRODUCT, TRANSPOSE, Body, InnerWidth
 from autopar.program import Op, Ref, TensorType
 from tests.ops.harness import Sample, sample
 
@@ -67,6 +67,28 @@ def _experts() -> Sample:
     kinds = {"reads0": TensorType((4,), "float64"), "reads1": scalar, **dict.fromkeys(["v0", "v1", "v2", "v3"], row)}
     body = Body(ops, "v5", {**kinds, "v4": TensorType((1,), "float64"), "v5": row}, 100.0)
     lists = ([x(12, 4), x(24)], [x(5, 4, 6), x(5, 6)], [x(6)])
+    return sample(EXPERTS, ids(4, 24), *lists, torch.arange(4), 4, body.text())
+
+
+def _shared_experts() -> Sample:
+    """A gate and an up projection that are halves of one matrix, stored transposed, and biases inside and behind."""
+    wide, inner, row = (TensorType((size,), "float64") for size in (24, 12, 4))
+    ops = (
+        Op("t", TRANSPOSE, (Ref("experts0"), 1, 2), (), ("turned0",)),
+        Op("v0", PRODUCT, (Ref("reads0"), Ref("turned0"), Ref(ENDS)), (), ("v0",)),
+        Op("v1", "aten.index.Tensor", (Ref("experts1"), (Ref(IDS),)), (), ("v1",)),
+        Op("v2", "aten.add.Tensor", (Ref("v0"), Ref("v1")), (), ("v2",)),
+        Op("v3", "aten.chunk.default", (Ref("v2"), 2, -1), (), ("v3", "v4")),
+        Op("v5", "aten.mul.Tensor", (Ref("v3"), Ref("v4")), (), ("v5",)),
+        Op("v6", PRODUCT, (Ref("v5"), Ref("experts2"), Ref(ENDS)), (), ("v6",)),
+        Op("v7", "aten.index.Tensor", (Ref("experts3"), (Ref(IDS),)), (), ("v7",)),
+        Op("v8", "aten.add.Tensor", (Ref("v6"), Ref("v7")), (), ("v8",)),
+    )
+    narrow = dict.fromkeys(["v0", "v1", "v2"], wide) | dict.fromkeys(["v3", "v4", "v5"], inner)
+    types = {"reads0": row, **narrow, **dict.fromkeys(["v6", "v7", "v8"], row)}
+    width = InnerWidth(12, ((2, 1, 1), (0, 1, 2), (1, 1, 2)), (3,), tuple(narrow), 50.0)
+    body = Body(ops, "v8", types, 100.0, width=width)
+    lists = ([x(12, 4)], [x(4, 24, 4), x(4, 24), x(4, 12, 4), x(4, 4)], [])
     return sample(EXPERTS, ids(4, 24), *lists, torch.arange(4), 4, body.text())
 
 
@@ -703,7 +725,7 @@ def _special() -> list[Sample]:
                 sample("autopar.cross_entropy", logits, target, None, 1, -100, smoothing, reduction),
                 sample("autopar.cross_entropy", flat, labels, weight, -1, -100, smoothing, reduction, fixed=(2,)),
             ]
-    found.append(_experts())
+    found += [_experts(), _shared_experts()]
     lengths = (torch.tensor([12, 9, 7, 12]), torch.tensor([4, 3, 2, 1]))
     log_probs = x(12, 4, 6).log_softmax(-1)
     for targets in (ids(5, 4, 4) + 1, ids(5, 10) + 1):

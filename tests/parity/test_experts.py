@@ -18,12 +18,15 @@ from autopar.api import trace_model
 from autopar.errors import ConstraintError
 from autopar.lower import ParallelModule
 from autopar.lower.observe.step_report import StepReport
+from autopar.ops import family_of
 from autopar.ops.experts import EXPERTS
+from autopar.placement import local_shape
 from autopar.plan import Plan
 from autopar.planning.imbalance import read_imbalance
-from autopar.program import Op, Program
+from autopar.program import Op, Program, TensorType
 from autopar.search import SearchRequest, search
 from autopar.search.labels import degrees
+from autopar.trace.saves import SavesMeter
 from autopar.verify.rehearsal import Run, join_runs, loss_of, run_ranks
 from tests.models import make_mixtral, tokens, unevenly_masked
 from tests.random_plans import random_plan
@@ -128,7 +131,7 @@ def by_model(*cases: tuple[str, Any]) -> list[Any]:
 def test_experts_of_a_model_are_one_op(name: str, count: int):
     who = subject(name)
     assert len(regions(who)) == count
-    assert {"tokens", "experts", "dispatch"} <= {option.factor for option in regions(who)[0].options}
+    assert {"tokens", "experts", "dispatch", "ffn"} <= {option.factor for option in regions(who)[0].options}
     assert not [op for layer in who.traced.program.layers for op in layer.ops if "sort" in op.target]
 
 
@@ -219,7 +222,58 @@ def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
         if new - used:
             used |= new
             assert_parity(who, plan, priced=False)
-    assert {"tokens", "experts", "dispatch"} <= used
+    assert {"tokens", "experts", "dispatch", "ffn"} <= used
+
+
+@pytest.mark.parametrize(("name", "world_size", "constraints"), [
+    ("mixtral", 2, ("tensor=2",)), ("mixtral", 4, ("tensor=2", "expert=2")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("mixtral", 4, ("tensor=4", "zero=3")), ("deepseek", 4, ("tensor=2", "data=2", "microbatches=2")),
+        ("gpt-oss", 4, ("tensor=2", "expert=2", "zero=3")), ("qwen", 4, ("tensor=2", "data=2", "zero=2")),
+    )),
+])  # fmt: skip
+def test_tensor_shares_each_expert(name: str, world_size: int, constraints: tuple[str, ...]):
+    """Gate and up projection are halves of one matrix, or alternate (GPT-OSS): each device has matching slices."""
+    who = subject(name)
+    plan = searched(who, world_size, *constraints)
+    assert "ffn" in _factors(who.traced.program, plan)
+    assert ("dispatch" in _factors(who.traced.program, plan)) == ("expert=2" in constraints)
+    assert_parity(who, plan, priced=False)
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+def test_a_slice_of_experts_takes_its_part_of_work_and_memory(name: str):
+    op, program = regions(subject(name))[0], subject(name).traced.program
+    option = next(option for option in op.options if option.factor == "ffn")
+    whole, results = ([program.type_of(value) for value in names] for names in (op.operands, op.results))
+    cut = [TensorType(local_shape(k.shape, (p,), (4,)), k.dtype) for k, p in zip(whole, option.operands, strict=True)]
+    family = family_of(op.target)
+    given = tuple(results)
+    one, part = (family.count_work(op, tuple(kinds), given) for kinds in (whole, cut))
+    assert part.flops == one.flops / 4
+    assert one.write_bytes / 4 < part.write_bytes < one.write_bytes
+    trains = tuple(kind.is_floating for kind in whole)
+    of_all, of_slice = (SavesMeter().saved(op, tuple(kinds), given, trains)[1] for kinds in (whole, cut))
+    assert of_all + family.buffers(op, tuple(cut), given, trains, False).kept == pytest.approx(of_slice)
+    assert of_slice < 0.8 * of_all
+
+
+class Meeting(Routed):
+    """Between its products each column depends on all others."""
+
+    def experts(self, hidden: Tensor, flat: Tensor, weights: Tensor) -> Tensor:
+        in_order, order = torch.sort(flat)
+        ends = torch.histc(in_order.float(), NUM_EXPERTS, 0, NUM_EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        rows = grouped(hidden[order // weights.shape[1]], self.up, ends)
+        made = grouped(rows.softmax(-1), self.down, ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        return made[torch.argsort(order)].view(*weights.shape, -1).sum(1)
+
+
+def test_experts_whose_columns_meet_are_not_shared():
+    inputs = {"x": torch.randn(16, 8), "ids": routing("random"), "weights": torch.rand(16, 2)}
+    ops = [op for layer in trace_model(Meeting(), inputs).program.layers for op in layer.ops]
+    (op,) = [op for op in ops if op.target == EXPERTS]
+    assert "ffn" not in {option.factor for option in op.options}
 
 
 class Compared(Routed):

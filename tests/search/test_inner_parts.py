@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.ops import is_cheap
@@ -93,32 +93,48 @@ def test_an_axis_of_one_device_has_one_policy() -> None:
     ("B,B", (3, 8), (0, 1), "S(1),S(1)"),
     ("B,B", (2, 3), (0, 1), "S(0),R"),
     ("B,R", (3, 5), (0, 1), "R,R"),
+    ("B,S(0/2)", (16, 8), (), "R,S(1)"),  # slices of parts are stored as slices of another dim
+    ("B,S(0/2)", (16, 8), (0, 1), "S(0),S(1)"),
+    ("S(0/2),B", (16, 8), (0, 1), "S(1),S(0)"),
+    ("S(1),S(0/2)", (16, 8), (), "S(1),S(1)"),
+    ("S(1/2),S(0)", (16, 8), (), "R,S(0)"),  # neither dim can be cut outside of an inner axis
 ])  # fmt: skip
 def test_storage_follows_from_the_copy(copy: str, shape: tuple[int, ...], axes: tuple[int, ...], expected: str) -> None:
     assert storage_layout(parse_layout(copy), TensorType(shape, "float32"), (2, 4), axes) == parse_layout(expected)
 
 
-placements = st.sampled_from([REPLICATE, BROADCAST, shard(0), shard(1)])
+placements = st.sampled_from([REPLICATE, BROADCAST, shard(0), shard(1), shard(1, 2)])
 
 
 @given(st.tuples(placements, placements), st.sampled_from([(), (0,), (1,), (0, 1)]))
-def test_storage_is_reached_by_gathers_alone(copy: Layout, axes: tuple[int, ...]) -> None:
+def test_storage_is_reached_by_gathers_alone_but_for_slices_of_parts(copy: Layout, axes: tuple[int, ...]) -> None:
     tensor, mesh = TensorType((16, 16), "float32"), (2, 4)
+    assume({shard(1), shard(1, 2)} - set(copy))  # no op reads a dim as one part and as several
     stored = storage_layout(copy, tensor, mesh, axes)
     local_shape(tensor.shape, stored, mesh)
+    assert all(placement.parts == 1 for placement in stored)
+    exchanged = 0
     for step in reshard(stored, copy, mesh):
-        assert step.forward in ("all_gather", "none")
-        assert step.backward in ("reduce_scatter", "all_reduce", "slice", "mask")
+        exchanged += step.forward == "all_to_all"
+        if step.dst.parts == 1:
+            assert step.forward in ("all_gather", "none")
+            assert step.backward in ("reduce_scatter", "all_reduce", "slice", "mask")
+        else:
+            assert step.forward in ("all_to_all", "slice")
+            assert step.src == REPLICATE or step.forward == "all_to_all"
+    assert exchanged <= 1
 
 
-every = [REPLICATE, BROADCAST, PARTIAL, shard(0), shard(1)]
+every = [REPLICATE, BROADCAST, PARTIAL, shard(0), shard(1), shard(1, 2)]
 
 
 @pytest.mark.parametrize("mesh", [(1,), (8,), (8, 2), (2, 1, 3), (2, 2, 2)])
 def test_reshard_tables_price_exactly_what_reshard_lists(mesh: tuple[int, ...]) -> None:
     prices = TablePrices()
     active = [axis for axis, size in enumerate(mesh) if size > 1]
-    layouts = tuple(itertools.product(every if len(active) < 3 else every[2:4], repeat=len(active)))
+    layouts = tuple(
+        itertools.product(every if len(active) < 3 else (PARTIAL, shard(0), shard(1, 2)), repeat=len(active))
+    )
     table = collective_counts(layouts)
     forward, backward = reshard_tables(table, mesh, 1000.0, prices.collective_s)
     for (i, src), (j, dst) in itertools.product(enumerate(layouts), repeat=2):

@@ -59,11 +59,12 @@ def test_layout_text_round_trip(layout: Layout):
 def test_layout_text_is_as_documented():
     assert format_layout((S0, R, P, B)) == "S(0),R,P,B"
     assert parse_layout(" S(0) , R") == (S0, R)
+    assert parse_layout(format_layout((shard(1, 2), S0))) == (shard(1, 2), S0)
     assert format_layout(()) == ""
     assert Placement("S", 3) == shard(3)
 
 
-@pytest.mark.parametrize("text", ["X", "S", "S()", "S(-1)", "S(0)R", "r", "S(0),Q"])
+@pytest.mark.parametrize("text", ["X", "S", "S()", "S(-1)", "S(0)R", "r", "S(0),Q", "S(0/0)", "S(/2)"])
 def test_wrong_layout_text_is_quoted(text: str):
     with pytest.raises(PlanFormatError, match=r"is none of R, P, B, S\(<dim>\)"):
         parse_layout(text)

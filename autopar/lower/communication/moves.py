@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar.lower.communication.communicator import Communicator
-from autopar.placement import Axis, Step
+from autopar.placement import Axis, Placement, Step
 
 __all__ = ["COLLECTIVE_KINDS", "Move", "backward_moves", "forward_moves", "run_move"]
 
@@ -19,13 +19,15 @@ COLLECTIVE_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all
 class Move(NamedTuple):
     """A `forward` or `backward` of a `Step`, with its direction resolved.
 
-    `kind` is one of `Step`'s words; `from_dim` is sharded before, `to_dim` after; -1 for none.
+    `kind` is one of `Step`'s words; `from_dim` is sharded before, `to_dim` after; -1 for none.  Or it is ``"deal"``,
+    before a dim of several `parts` is cut: puts what each device gets side by side; or ``"collect"``, the inverse.
     """
 
     axis: Axis
     kind: str
     from_dim: int
     to_dim: int
+    parts: int = 1
 
     @property
     def dim(self) -> int:
@@ -35,12 +37,21 @@ class Move(NamedTuple):
 
 def forward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
     """What happens to the value."""
-    return tuple(Move(step.axis, step.forward, step.src.dim, step.dst.dim) for step in steps)
+    return tuple(move for step in steps for move in _moves(step.axis, step.forward, step.src, step.dst))
 
 
 def backward_moves(steps: Sequence[Step]) -> tuple[Move, ...]:
     """What happens to the gradient: from the last step to the first, from `dst` to `src`."""
-    return tuple(Move(step.axis, step.backward, step.dst.dim, step.src.dim) for step in reversed(steps))
+    return tuple(move for step in reversed(steps) for move in _moves(step.axis, step.backward, step.dst, step.src))
+
+
+def _moves(axis: Axis, kind: str, src: Placement, dst: Placement) -> Iterator[Move]:
+    """Slices are contiguous where they are cut and joined: what has parts is brought in that order before, or after."""
+    if dst.parts > 1:
+        yield Move(axis, "deal", dst.dim, dst.dim, dst.parts)
+    yield Move(axis, kind, src.dim, dst.dim)
+    if src.parts > 1:
+        yield Move(axis, "collect", src.dim, src.dim, src.parts)
 
 
 def run_move(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
@@ -71,10 +82,18 @@ def _mask(x: Tensor, move: Move, communicator: Communicator) -> Tensor:
     return x if move.axis.coordinate(communicator.rank) == 0 else torch.zeros_like(x)
 
 
+def _reorder(x: Tensor, dim: int, rows: int, columns: int) -> Tensor:
+    """`dim` is rows x columns x a rest; columns x rows x the rest then."""
+    cut = x.reshape(*x.shape[:dim], rows, columns, -1, *x.shape[dim + 1 :])
+    return cut.transpose(dim, dim + 1).reshape(x.shape)
+
+
 _MOVES: Mapping[str, Callable[[Tensor, Move, Communicator], Tensor]] = {
     "slice": _slice,
     "pad": _pad,
     "mask": _mask,
+    "deal": lambda x, move, communicator: _reorder(x, move.dim, move.parts, move.axis.size),
+    "collect": lambda x, move, communicator: _reorder(x, move.dim, move.axis.size, move.parts),
     "all_gather": lambda x, move, communicator: communicator.all_gather(x, move.axis, move.dim),
     "reduce_scatter": lambda x, move, communicator: communicator.reduce_scatter(x, move.axis, move.dim),
     "all_reduce": lambda x, move, communicator: communicator.all_reduce(x, move.axis),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from autopar.ops import own_families
-from autopar.placement import Layout, format_layout
+from autopar.placement import Layout, Placement, format_layout
 from autopar.program import TensorType
 
 __all__ = [
@@ -27,7 +27,13 @@ def node_name(value: str) -> str:
 
 def layout_suffix(layout: Layout) -> str:
     """``S0_R`` for ``S(0),R``."""
-    return "_".join(f"S{p.dim}" if p.is_shard else p.kind for p in layout) or "whole"
+    return "_".join(_word(p) for p in layout) or "whole"
+
+
+def _word(placement: Placement) -> str:
+    if not placement.is_shard:
+        return placement.kind
+    return f"S{placement.dim}" + (f"x{placement.parts}" if placement.parts > 1 else "")
 
 
 def type_comment(tensor: TensorType, layout: Layout) -> str:
