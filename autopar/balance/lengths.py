@@ -136,6 +136,22 @@ class Lengths:
         """The same with every longer sequence cut to `most` tokens."""
         return Lengths(self.quantiles, np.minimum(self.tokens, most))
 
+    def up_to(self, most: int) -> Lengths:
+        """The same without the sequences of more than `most` tokens.
+
+        Raises:
+            LengthError: all have more.
+        """
+        if self.tokens[0] > most:
+            raise LengthError(f"all sequences have more than {most:,} tokens: the shortest has {self.tokens[0]:,.0f}")
+        inside: np.ndarray = self.tokens <= most
+        longest = min(most, self.longest)
+        share = float(np.interp(longest, self.tokens, self.quantiles))
+        if not share:
+            return Lengths.of([longest])
+        quantiles: np.ndarray = np.concatenate([self.quantiles[inside], [share]])
+        return Lengths(quantiles / share, np.concatenate([self.tokens[inside], [longest]]))
+
     def draw(self, count: int, seed: int | np.random.Generator) -> np.ndarray:
         """``[count]`` lengths drawn at random; an equal seed gives equal lengths."""
         generator = np.random.default_rng(seed)

@@ -137,6 +137,7 @@ def _at(link: Link, gigabits: float, of: float, name: str, source: str) -> Link:
 
 _AS_INFINIBAND = "estimate: as InfiniBand of the same rate; calibrated: published runs on RoCE are priced within 6 % so"
 
+_QUARTER = "estimate: a quarter of 200 Gb/s, 2 NICs for 8 devices; 64 devices' all-to-alls as FlexSP's solver has them"
 LINKS: Mapping[str, Link] = {
     "nvlink3": _NVLINK3,
     "nvlink4": _NVLINK4,
@@ -149,6 +150,7 @@ LINKS: Mapping[str, Link] = {
     "pcie5": _pcie(5, 55e9, "published: HW-0249, HW-0250"),
     "infiniband-200": _HDR,
     "infiniband-400": _NDR,
+    "infiniband-50": _at(_HDR, 50, 200, "50 Gb/s per device, InfiniBand", _QUARTER),
     "roce-50": _at(_HDR, 50, 200, "50 Gb/s per device, RoCE", _AS_INFINIBAND),
     "roce-200": _at(_HDR, 200, 200, "200 Gb/s per device, RoCE", _AS_INFINIBAND),
     "roce-600": _at(_NDR, 600, 400, "600 Gb/s per device, RoCE", _AS_INFINIBAND),

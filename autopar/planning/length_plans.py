@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from torch import nn
 
-from autopar.balance import Lengths
+from autopar.balance import Clip, Lengths
 from autopar.balance.expectation import draw_batches, expected_step, rows_worth_planning
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, LengthError, TraceError
 from autopar.lower.compat import map_leaves
@@ -44,8 +44,8 @@ __all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution"
 # Times as long without groups: lowering a program of each size on every rank must pay, and prices are estimates.
 _WORTH_GROUPS = 1.01
 
-ExpectedLengths = Lengths | str | Path | Mapping[int, float] | None
-"""What users pass as ``lengths``: a distribution, a file of it (`Lengths.read`), or length -> how many have it."""
+ExpectedLengths = Lengths | str | Path | Mapping[int, float] | Mapping[Clip, float] | None
+"""What users pass as ``lengths``: a distribution, a file of it (`Lengths.read`), or length or clip -> how many."""
 
 
 def read_distribution(given: object) -> Lengths | None:
@@ -59,10 +59,13 @@ def read_distribution(given: object) -> Lengths | None:
     if isinstance(given, str | Path):
         return Lengths.read(given)
     if isinstance(given, Mapping):
-        return Lengths.histogram(cast("Mapping[int, float]", given))
+        counts = cast("Mapping[Any, float]", given)
+        if counts and all(isinstance(key, Clip) for key in counts):
+            return Lengths.clips(counts)
+        return Lengths.histogram(counts)
     raise LengthError(
         f"lengths is a {type(given).__name__}: pass autopar.balance.Lengths, such as Lengths.of(list_of_lengths), the "
-        "path of a file with one length a line, or {length: how many}"
+        "path of a file with one length a line, or {length: how many}, or {autopar.balance.Clip(...): how many}"
     )
 
 

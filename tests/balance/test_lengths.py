@@ -40,6 +40,12 @@ def test_files_hold_lengths_or_quantiles(tmp_path: Path):
     read = Lengths.read(path)
     assert (read.quantile(0.75), read.longest, read.clipped(30).longest) == (60, 100, 30)
     assert read.mean == pytest.approx(0.5 * 15 + 0.5 * 60)
+    drawn = read.up_to(60).draw(10_000, 0)  # half of what is above 20 is left
+    assert drawn.max() == 60
+    assert (drawn <= 20).mean() == pytest.approx(2 / 3, abs=0.02)
+    assert read.up_to(100).quantile(0.9) == read.quantile(0.9)
+    with pytest.raises(LengthError, match="all sequences have more than 9 tokens"):
+        read.up_to(9)
     assert "p50 20" in str(read)
 
 

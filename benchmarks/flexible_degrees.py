@@ -1,0 +1,163 @@
+"""FlexSP's setting (arXiv 2412.01523), which `lengths.py --models` prints: unlike groups of devices in one step.
+
+LLaMA of GPT's sizes on 64 A100s with 40 GB in 8 nodes with two 200 Gb/s InfiniBand adapters each, batches of 512
+sequences of Wikipedia, those of more than 192k or 384k tokens left out.  Step time of groups of several degrees in one
+step, predicted, against one degree for all batches (which must hold the longest sequence: the best such degree, and 64,
+which FlexSP's baseline has on these lengths) and against the best degree for each batch.
+
+Twice: by our prices, of the plans that the search finds for each degree (rows of `DEVICE_TOKENS` tokens a device,
+ZeRO-3), and by FlexSP's own prices (the solver of its repository, branch flexsp: fits of compute, all-to-alls
+measured on its cluster), which say what our assignments gain there.  A group computes its sequences one after the
+other; what is once a step is that of the slowest degree.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar.balance import Lengths
+from autopar.balance.costs import GroupCost
+from autopar.balance.groups import best_groups
+from autopar.errors import AutoparError
+
+DEVICES = 64
+DRAWS = 20  # batches, whose mean is shown
+CONTEXTS = (196608, 393216)
+DEVICE_TOKENS = 6144  # of a microbatch: 192k tokens are then a row of 32 devices, 384k of 64, as FlexSP's memory allows
+# Hidden size, that of the feed-forward, layers; all with the 64 heads that FlexSP's configurations have.
+SIZES = {"6.7B": (4096, 11008, 32), "13B": (5120, 13824, 40), "30B": (6656, 17920, 60)}
+HEADS = 64
+# Speedup over DeepSpeed's static degree, and that of the best degree for each batch: README.md beside lengths.csv.
+PUBLISHED = {
+    ("6.7B", 196608): (1.72, 1.34), ("6.7B", 393216): (1.46, 1.32), ("13B", 196608): (1.59, 1.31),
+    ("13B", 393216): (1.43, 1.21), ("30B", 196608): (1.64, 1.23), ("30B", 393216): (1.53, 1.18),
+}  # fmt: skip
+# FlexSP's: milliseconds per squared token, per token, and per microbatch, of one device.
+FITS = {
+    "6.7B": (5.128e-6, 0.1839576, 629.3563), "13B": (9.2852e-6, 0.3060189, 1132.5632),
+    "30B": (15.4262e-6, 0.8035742, 2789.3644),
+}  # fmt: skip
+EXCHANGE_GIB_PER_S = {1: np.inf, 2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}  # all-to-all of a degree
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What each number of devices that share a sequence costs, and what is spent once a step."""
+
+    costs: Sequence[GroupCost]
+    once_s: Mapping[int, float]
+
+    def flexible_s(self, tokens: np.ndarray) -> float:
+        """Of a step whose groups have several degrees."""
+        degrees, packed, _, _ = best_groups(self.costs, DEVICES, tokens)
+        return float(packed.load.max()) + max(self.once_s[int(degree)] for degree in degrees)
+
+    def alone_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
+        """Of a step whose groups all have the degree of `cost`."""
+        if tokens.max() > cost.tokens:
+            return np.inf
+        return float(best_groups([cost], DEVICES, tokens)[1].load.max()) + self.once_s[cost.degree]
+
+    def by_room_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
+        """As `alone_s`, with sequences packed as FlexSP's baselines do: best fit into as few groups as have room, so
+        many of which are a microbatch, and wait for each other.
+        """
+        if tokens.max() > cost.tokens:
+            return np.inf
+        room = max(0.9 * cost.tokens, float(tokens.max()))
+        left, load = np.full(len(tokens), room), np.zeros(len(tokens))
+        for length in np.sort(tokens)[::-1]:
+            place = int(np.where(left >= length, left, np.inf).argmin())
+            left[place] -= length
+            load[place] += cost.seconds(np.array([length]))[0]
+        groups = DEVICES // cost.degree
+        load = np.append(load, np.zeros(-len(load) % groups))
+        return float(load.reshape(-1, groups).max(axis=1).sum()) + self.once_s[cost.degree]
+
+
+def found_degrees(name: str) -> Degrees:
+    """By the plans that the search finds."""
+    costs: list[GroupCost] = []
+    once_s: dict[int, float] = {}
+    for degree, plan in _plans(name):
+        row = plan.prediction.row
+        costs.append(GroupCost(degree, row.token_s, row.pair_s, row.tokens))
+        once_s[degree] = row.step_s
+    return Degrees(costs, once_s)
+
+
+def _plans(name: str) -> Iterator[tuple[int, autopar.Plan]]:
+    hidden, ffn, layers = SIZES[name]
+    cluster = autopar.Cluster.of("a100-40gb", devices_per_node=8, nodes=8, between="infiniband-50")
+    for degree in EXCHANGE_GIB_PER_S:
+        tokens, rows = DEVICE_TOKENS * degree, DEVICES // degree
+        config = LlamaConfig(hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, use_cache=False,
+                             num_attention_heads=HEADS, vocab_size=50304, max_position_embeddings=tokens)  # fmt: skip
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        ids = torch.zeros(rows, tokens, dtype=torch.int64, device="meta")
+        constraints = ("zero=3", f"data={rows}") if rows > 1 else ("zero=3",)
+        try:
+            plan = autopar.plan(model, cluster, {"input_ids": ids, "labels": ids}, precision="bf16", compile=False,
+                                constraints=constraints)  # fmt: skip
+        except AutoparError as error:
+            print(f"{name}, {degree} devices a sequence: {error}", file=sys.stderr)
+            continue
+        print(f"{name}, {degree} devices a sequence: {plan.headline}", file=sys.stderr, flush=True)
+        if plan.prediction.row.ranks == rows:  # else attention is split otherwise than asked for
+            yield degree, plan
+
+
+def published_degrees(name: str) -> Degrees:
+    """By FlexSP's prices: Ulysses exchanges four tensors of a layer in bfloat16, forward and backward."""
+    hidden, _, layers = SIZES[name]
+    pair_ms, token_ms, once_ms = FITS[name]
+    exchanged = 4 * 2 * 2 * layers * hidden
+    costs = [
+        GroupCost(
+            degree, (token_ms / 1e3 + exchanged / (rate * 2**30)) / degree, pair_ms / 1e3 / degree,
+            DEVICE_TOKENS * degree,
+        )
+        for degree, rate in EXCHANGE_GIB_PER_S.items()
+    ]  # fmt: skip
+    return Degrees(costs, dict.fromkeys(EXCHANGE_GIB_PER_S, once_ms / 1e3))
+
+
+def speedups(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, float]:
+    """Of groups of several degrees; means over batches of up to `context` tokens a sequence."""
+    random = np.random.default_rng(0)
+    batches = [lengths.up_to(context).draw(512, random) for _ in range(DRAWS)]
+    flexible_s = np.mean([degrees.flexible_s(tokens) for tokens in batches])
+    even, by_room = (
+        np.array([[seconds(cost, tokens) for cost in degrees.costs] for tokens in batches])
+        for seconds in (degrees.alone_s, degrees.by_room_s)
+    )
+    static = {cost.degree: even[:, place].mean() for place, cost in enumerate(degrees.costs) if cost.tokens >= context}
+    best = min(static, key=lambda degree: static[degree])
+    return {
+        "s of a step": float(flexible_s),
+        f"/ best static degree ({best})": static[best] / flexible_s,
+        f"/ FlexSP's static degree ({DEVICES})": static[DEVICES] / flexible_s,
+        "/ one degree a batch": even.min(axis=1).mean() / flexible_s,
+        "/ one degree a batch, filled for room": by_room.min(axis=1).mean() / flexible_s,
+    }
+
+
+def measure(name: str, lengths: Lengths) -> Iterator[tuple[str, dict[str, float]]]:
+    """What is shown of a model, for each context."""
+    ours, theirs = found_degrees(name), published_degrees(name)
+    for context in CONTEXTS:
+        title = f"unlike groups in one step: {name}, up to {context:,} tokens"
+        over_static, each_over_static = PUBLISHED[name, context]
+        yield f"{title}, by our prices", speedups(ours, lengths, context)
+        yield f"{title}, by FlexSP's prices", speedups(theirs, lengths, context)
+        yield f"{title}, published", {
+            "/ static degree": over_static, "/ one degree a batch": over_static / each_over_static
+        }  # fmt: skip
