@@ -482,8 +482,8 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 def _groups(expected: LengthPrediction) -> str:
     rows = ", ".join(f"{each.tokens:,} tokens on {each.degree} ({each.axes})" for each in expected.groups)
     return (
-        f"groups of unlike size: {expected.group_share:.0%} of steps, {_format_seconds(expected.group_step_s)}, of it "
-        f"{_format_seconds(expected.coupling_s)} for parameters of all devices; rows of {rows}"
+        f"groups of unlike size: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)}, of it "
+        f"{format_seconds(expected.coupling_s)} for parameters of all devices; rows of {rows}"
     )
 
 
