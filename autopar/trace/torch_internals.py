@@ -237,7 +237,9 @@ def intercept_autograd_functions(
 
     original = torch.autograd.Function.__dict__["apply"]
     module: Any = checkpoint
-    original_frame = module._checkpoint_without_reentrant_generator
+    frames = "_checkpoint_without_reentrant_generator"
+    frames = f"{frames}_impl" if hasattr(module, f"{frames}_impl") else frames  # since torch 2.15
+    original_frame = getattr(module, frames)
 
     def frame(*args: Any, **kwargs: Any) -> Any:
         on_checkpoint()
@@ -255,7 +257,7 @@ def intercept_autograd_functions(
 
     with (
         patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-        patch.object(module, "_checkpoint_without_reentrant_generator", frame),
+        patch.object(module, frames, frame),
     ):
         yield
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests.docs.printed import assert_prints, read_commands, read_files, run_as_printed
 from tests.ranks import REPOSITORY
 

@@ -22,6 +22,7 @@ MADE_OF_OTHERS = {
     "_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "chain_matmul", "einsum",
     "linalg_multi_dot", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", "_thnn_fused_gru_cell",
     "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention",
+    "_cudnn_rnn",  # in CUDA builds only; no rule is for it
 }  # fmt: skip
 
 
