@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
 from autopar.headline import describe_usual
@@ -31,6 +30,8 @@ from autopar.step.training import TrainingSpec
 
 __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
+_NO_STAGES = "pipeline=1"
+_FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
 _MOST_DEGREES = 4  # each takes a trace and a search, and a lowered program on every rank
 
 
@@ -51,8 +52,8 @@ def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
         return "parameters are stored in the host's memory"
     if program.updates:
         return "the model updates buffers"
-    if request.constraints:
-        return "constraints are of all devices"
+    if set(request.constraints) - {_NO_STAGES}:
+        return f"constraints are of all devices (groups keep {_NO_STAGES!r})"
     return "" if counting_ops(program) else "the loss is no mean over targets of a cross entropy"
 
 
@@ -75,38 +76,44 @@ def plan_groups(
         request: what is asked of all plans.
     """
     row = plan.prediction.row
-    degree = _largest_degree(plan.world_size, max(2, plan.world_size // row.ranks), row.tokens / batch_tokens)
+    asked = _request(program, plan, request)
     plans: list[GroupPlan] = []
     rows: list[GroupRow] = []
-    asked = _request(program, plan, request)
-    tokens = row.tokens
+    degree, tokens = _largest_degree(plan.world_size, row.tokens / batch_tokens), row.tokens
     while degree and len(plans) < _MOST_DEGREES:
         try:
             one = in_pieces(trace(1, tokens), plan.piece_tokens)
             found = search(one, degree, prices, asked)
-        except (InfeasibleError, ConstraintError, ExampleInputsError, TraceError):
-            break  # what holds the longest sequence does without smaller groups
+        except (ExampleInputsError, TraceError):
+            break
+        except (InfeasibleError, ConstraintError):
+            if plans:
+                break  # what holds the longest sequence does without smaller groups
+            degree = degree * 2 if plan.world_size % (degree * 2) == 0 else 0
+            continue
         cost = found.prediction.row
         plans.append(GroupPlan(tokens, found.decisions))
         rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, describe_usual(found.decisions)))
         if degree == 1 or tokens % 2:
             break
         degree, tokens = degree // 2, tokens // 2
-    if len(plans) < 2 or any(a.degree <= b.degree for a, b in pairwise(rows)):
+    if len(plans) < 2:
         return PlannedGroups()
     return PlannedGroups(tuple(plans), tuple(rows), coupling_seconds(program, plan, prices, asked.training))
 
 
-def _largest_degree(world: int, least: int, share: float) -> int:
-    """The least power of two, `least` or more, of devices to which a row of this share of a step's tokens is no more
-    work than others have; 0 if there are not so many that divide all.
+def _largest_degree(world: int, share: float) -> int:
+    """The least power of two of devices, 2 or more and beside others if that can be, to which a row of this share of a
+    step's tokens is no more work than others have; 0 if there are too few, or no two divide all.
     """
-    degree = 1
-    while degree < max(least, world * share):
+    if world < _FEWEST_DEVICES:
+        return 0
+    degree = 2
+    while degree < world * share and degree * 2 < world:
         degree *= 2
-    while degree > least and world % degree:
+    while world % degree:
         degree //= 2
-    return degree if degree >= least and world % degree == 0 and degree <= world else 0
+    return degree if degree > 1 else 0
 
 
 def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequest:

@@ -1,0 +1,67 @@
+"""Plans for groups: what they may take of memory, and what a step of them costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.groups.coupling import Coupling
+from autopar.planning.group_plans import coupling_seconds, plan_groups, why_no_groups
+from autopar.program import Program
+from autopar.search import SearchRequest, search
+from tests.data.test_balanced import rows_of_tokens, small_llama
+from tests.lower.runs import build
+from tests.zoo import quick_prices
+
+TOKENS = 16
+
+
+@pytest.mark.parametrize("asked", ["data=4 zero=0", "data=4 zero=1", "data=2 tensor=2 zero=3"])
+def test_what_couples_groups_is_priced_as_it_runs(asked: str) -> None:
+    model, prices = small_llama(), quick_prices(4)
+    traced = autopar.api.trace_model(model, rows_of_tokens(4, TOKENS))
+    request = SearchRequest(constraints=tuple(asked.split()))
+    plan = search(traced.program, 4, prices, request)
+
+    def rank(talk: Communicator) -> float:
+        made = build(model, traced, plan, talk)
+        coupling = Coupling(traced.program, made._store, talk)
+        with talk.recording() as record:
+            whole = dict(coupling.gather())
+            found = coupling.reduce(lambda name: torch.ones_like(whole[name]))
+        for name, gradient in found.items():
+            assert torch.equal(made._whole(name, gradient), torch.full_like(whole[name], 4.0))
+            assert torch.equal(whole[name], model.get_parameter(name))
+        return sum(prices.collective_s(each.kind, each.axis, each.num_bytes) for each in record)
+
+    priced_s = coupling_seconds(traced.program, plan, prices, request.training)
+    updates_s = sum(cost.optimizer_s for cost in plan.costs)
+    assert simulate(4, rank) == pytest.approx([priced_s - updates_s] * 4)
+
+
+def test_groups_get_the_memory_that_is_left() -> None:
+    model, prices = small_llama(), quick_prices(4)
+
+    def trace(rows: int, tokens: int) -> Program:
+        return autopar.api.trace_model(model, rows_of_tokens(rows, tokens)).program
+
+    program = trace(4, TOKENS)
+    request = SearchRequest(constraints=("pipeline=1",))
+    plan = search(program, 4, prices, request)
+    assert not why_no_groups(program, plan, request)
+    assert "constraints" in why_no_groups(program, plan, replace(request, constraints=("data=4",)))
+    assert "no mean over targets" in why_no_groups(replace(program, loss=""), plan, request)
+    found = plan_groups(program, plan, 4 * TOKENS, trace, prices, request)
+    assert [(each.degree, each.tokens) for each in found.rows] == [(2, TOKENS), (1, TOKENS // 2)]
+    assert [each.decisions.world_size for each in found.plans] == [2, 1]
+    assert {strategy.zero for each in found.plans for strategy in each.decisions.strategies} == {0}
+    held_bytes = sum(cost.static_bytes for cost in plan.costs)
+    small = replace(plan, memory_limit_bytes=1.5 * held_bytes)
+    assert not plan_groups(program, small, 4 * TOKENS, trace, prices, request).plans
+    assert not plan_groups(program, replace(plan, decisions=replace(plan.decisions, world_size=2)), 4 * TOKENS, trace,
+                           prices, request).plans  # fmt: skip
