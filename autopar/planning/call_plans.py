@@ -146,8 +146,9 @@ class CallPlanner:
         ids = {id(x): tensors[f"{part}.{name}"] for name, x in named}
         return copy_with(original, [x for _, x in named], lambda x: ids[id(x)])
 
-    def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Executable, ...]:
-        """What the groups of the plan run, each a row, in steps that come with calls as this one in training.
+    def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: tuple[int, int]) -> tuple[Executable, ...]:
+        """What the groups of the plan run, each a row, in steps that come with calls as this one in training, which has
+        rows and tokens of `size`.
 
         Raises:
             PlanMismatchError: the plan was made for groups of another model.
@@ -156,10 +157,9 @@ class CallPlanner:
         if self._groups or not plan.groups:
             return self._groups
         mode: _Mode = (True, "", None)
-        before = self._traced[mode][0].flatten_inputs(args, kwargs)[0].shape
         made: list[Executable] = []
         for group in plan.groups:
-            call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), before[:2], (1, group.tokens))
+            call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), size, (1, group.tokens))
             traced = self._trace(*call, mode)
             own = replace(plan, decisions=group.decisions, prediction=Prediction(), other_calls=(), groups=())
             check_fit(own, traced.program, group.decisions.world_size)

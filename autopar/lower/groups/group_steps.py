@@ -64,7 +64,7 @@ class GroupSteps:
         self,
         first: Executor,
         degrees: Mapping[int, int],
-        executables: Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Executable]],
+        executables: Callable[[Sequence[Any], Mapping[str, Any], tuple[int, int]], Sequence[Executable]],
         *,
         compile_layers: bool,
     ) -> None:
@@ -73,7 +73,7 @@ class GroupSteps:
         Args:
             first: of the steps that all ranks run alike; it says where parameters are.
             degrees: tokens of a row -> how many ranks compute it together.
-            executables: for a call, what such groups run, in the order of `degrees`; they hold a row.
+            executables: for a call, and its rows and tokens, what such groups run, in the order of `degrees`: a row.
             compile_layers: as in `Executor`.
         """
         self._first = first
@@ -94,7 +94,7 @@ class GroupSteps:
         opened, groups = self._read(kind, inputs, call)
         if not groups:
             return None
-        self._lower(kind, inputs, call)
+        self._lower(kind, call, (opened.rows, opened.tokens))
         own = next(group for group in groups if self._first.communicator.rank in group.ranks)
         program = self._programs[own.degree]
         shares: list[_Share] = []
@@ -136,14 +136,14 @@ class GroupSteps:
         _check_rows(groups, [rows for _, rows, _ in known])
         return found[0], groups
 
-    def _lower(self, kind: str, inputs: CallInputs, call: Call) -> None:
+    def _lower(self, kind: str, call: Call, size: tuple[int, int]) -> None:
         """Make what groups run, of every degree on every rank, when it is first needed."""
         if self._programs:
             return
         first = self._first
 
         def make() -> None:
-            made = self._executables(*call)
+            made = self._executables(*call, size)
             self._coupling = Coupling(first.executable.program, first.store, first.communicator)
             self._programs = {
                 degree: GroupProgram(each, first.store, first.communicator, compile_layers=self._compile_layers)

@@ -39,8 +39,8 @@ class ExecutablePlanner(Protocol):
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
         ...
 
-    def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Executable]:
-        """What each of `Plan.groups` runs in steps that come with such calls: one row."""
+    def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: tuple[int, int]) -> Sequence[Executable]:
+        """What each of `Plan.groups` runs in steps that come with such calls, of rows and tokens of `size`: one row."""
         ...
 
 

@@ -41,8 +41,9 @@ class Family:
     @cached_property
     def planner(self) -> CallPlanner:
         """What has planned for groups before simulated ranks ask, which can't trace."""
-        made = planner_for(self.model, self.traced, self.plan, [], keep_double_program, training=True)
-        made.groups((), self.example)
+        others = [rows_of_tokens(2 * self.world, TOKENS // 2)]
+        made = planner_for(self.model, self.traced, self.plan, others, keep_double_program, training=True)
+        made.groups((), self.example, (self.world, TOKENS))
         return made
 
     def build(self, talk: Communicator) -> Any:
