@@ -1,6 +1,7 @@
 """Loaders of data for parallel models: each rank loads its own rows of the batches that one device would load."""
 
 from autopar.data.balanced import balanced
+from autopar.data.buckets import BucketSampler, nearest_bucket
 from autopar.data.loaders import shard_dataloader
 
-__all__ = ["balanced", "shard_dataloader"]
+__all__ = ["BucketSampler", "balanced", "nearest_bucket", "shard_dataloader"]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from autopar.balance import Assignment, BatchPlanner
 from autopar.balance.costs import check_lengths
 from autopar.data.batch_rows import own_rows
+from autopar.data.buckets import EvenSteps
 from autopar.data.loaders import WithEpochs, remade, unsharded_parts
 from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
@@ -39,12 +40,13 @@ def balanced(
     packs: bool = True,
     shifts: str | Sequence[str] | None = None,
     padding: Mapping[str, float] | None = None,
+    across_steps: int = 1,
 ) -> L:
     """The loader that gives this rank its share of the batches of `loader`, in rows of one length; every rank calls it.
 
     For a model of ``autopar.parallelize(..., inputs="local")`` with example inputs ``[rows, tokens]``.  A batch is the
-    samples of a batch of `loader`, as on one device: a step never has others.  `BatchPlanner` says which rank gets
-    which, in as few rows as hold them; steps with more samples or longer ones have more rows.
+    samples of a batch of `loader`, as on one device: a step has no others, but for `across_steps`.  `BatchPlanner` says
+    which rank gets which, in as few rows as hold them; steps with more samples or longer ones have more rows.
 
     Packed, a row has several sequences, and ``position_ids`` that begin at 0 in each: the model must take these, and
     let no place attend to another sequence (as causal language models of transformers do).  Padded, a row has one
@@ -62,6 +64,8 @@ def balanced(
             language models of transformers; ``()`` if there are none.
         padding: name of an entry -> what it has in places without a token; by default 0 for ``input_ids`` and -100
             for ``labels``.
+        across_steps: with `length_index`: the samples of so many batches are dealt out anew to as many steps, for like
+            work in each.  Training then differs from that on one device by which samples a step has.
 
     Returns:
         A loader of the same class, with ``set_epoch``, which passes the epoch on to sampler and dataset.
@@ -79,6 +83,10 @@ def balanced(
     given: Any = loader
     is_stream = isinstance(given.dataset, IterableDataset)
     _check_arguments(given, length, length_index, shifts if packs else (), is_stream=is_stream)
+    if across_steps < 1 or (across_steps > 1 and length_index is None):
+        raise LoaderError(
+            f"across_steps={across_steps} deals out samples before they are read: pass 1 or more, and length_index="
+        )
     planner = BatchPlanner(model.plan, packs=packs)
     shifted = (shifts,) if isinstance(shifts, str) else tuple(shifts or ())
     packing = RowPacking(
@@ -98,6 +106,8 @@ def balanced(
         attributes["dataset"] = _RowsOfSamples(given.dataset)
         made.collate_fn = _CollateRows(packing, given.dataset)
         take = _TakeShare(share, known)
+        if across_steps > 1:
+            attributes["batch_sampler"] = EvenSteps(attributes["batch_sampler"], known, planner, across_steps)
     if not is_stream:
         attributes["batch_sampler"] = sampled(attributes["batch_sampler"], Draws(inputs, sampler), take)
     return made

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from autopar.data.batch_rows import count_rows, cut_rows, own_rows
+from autopar.data.buckets import BucketSampler
 from autopar.data.sampling import Draws, sampled
 from autopar.errors import LoaderError
 from autopar.lower import ParallelModule
@@ -62,11 +63,15 @@ def shard_dataloader(loader: L, model: ParallelModule, *, collate: Literal["rows
     if batch_sampler is None or collate == "batch":
         made.collate_fn = _CutBatch(given.collate_fn, share)
         share = _Share(0, 1)
+    elif isinstance(batch_sampler, BucketSampler):  # a rank without rows has the shape of this batch, not of any
+        attributes["dataset"] = _SamplesOrForm(given.dataset)
+        made.collate_fn = _CollateSamples(given.collate_fn)
     else:
         made.collate_fn = _CollateOwn(given.collate_fn, given.dataset)
     name = "sampler" if batch_sampler is None else "batch_sampler"
     base = attributes[name]
-    attributes[name] = sampled(base, draws, None if batch_sampler is None else share.take)
+    take = share.take_or_form if isinstance(batch_sampler, BucketSampler) else share.take
+    attributes[name] = sampled(base, draws, None if batch_sampler is None else take)
     return made
 
 
@@ -124,6 +129,9 @@ class _Share:
     def take(self, items: list[Any]) -> list[Any]:
         return items[self.of(len(items))]
 
+    def take_or_form(self, items: list[Any]) -> list[Any]:
+        return self.take(items) or _Form(items[:1])
+
 
 # --- collating
 
@@ -140,6 +148,39 @@ class _CollateOwn:
             return self.base(items)
         one = self.base([self.dataset[0]])  # for the other dims
         return cut_rows(one, slice(0, 0), 1)
+
+
+class _Form(list[Any]):
+    """One index, or sample, that shows the form of rows, of which a rank has none."""
+
+
+@dataclass(frozen=True)
+class _SamplesOrForm:
+    """A dataset that is asked for the samples of a batch at once."""
+
+    base: Any
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.base[index]
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        many = getattr(self.base, "__getitems__", None)
+        samples = [self.base[index] for index in indices] if many is None else many(indices)
+        return _Form(samples) if isinstance(indices, _Form) else samples
+
+
+@dataclass(frozen=True)
+class _CollateSamples:
+    """Collates what `_SamplesOrForm` gives."""
+
+    base: Callable[[Any], Any]
+
+    def __call__(self, items: Any) -> Any:
+        batch = self.base(items)
+        return cut_rows(batch, slice(0, 0), 1) if isinstance(items, _Form) else batch
 
 
 @dataclass(frozen=True)
