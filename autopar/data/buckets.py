@@ -74,10 +74,11 @@ class BucketSampler(Sampler[list[int]]):
         self.members: dict[Any, list[int]] = {}
         for index, bucket in enumerate(buckets):
             self.members.setdefault(bucket, []).append(index)
-        sizes = batch_size.get if isinstance(batch_size, Mapping) else batch_size
-        self.sizes = {bucket: sizes(bucket) for bucket in self.members}
-        for bucket, size in self.sizes.items():
-            if not isinstance(size, int) or size < 1:
+        self.sizes: dict[Any, int] = {}
+        for bucket in self.members:
+            size = batch_size(bucket) if callable(batch_size) else batch_size.get(bucket, 0)
+            self.sizes[bucket] = size
+            if size < 1:
                 raise LoaderError(
                     f"batch_size says {size!r} for {bucket}: a batch has at least one sample, so let it say 1 or more"
                 )
@@ -109,7 +110,7 @@ class BucketSampler(Sampler[list[int]]):
 
 
 def _shuffled(count: int, generator: torch.Generator) -> list[int]:
-    return torch.randperm(count, generator=generator).tolist()
+    return [int(place) for place in torch.randperm(count, generator=generator)]
 
 
 class EvenSteps:

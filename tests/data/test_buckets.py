@@ -52,7 +52,7 @@ def test_a_batch_has_one_bucket_and_each_sample_comes_once(seed: int | None) -> 
     assert (epochs[0] == epochs[1]) == (seed is None)
     full = BucketSampler(KINDS, SIZES.__getitem__, seed=seed, drop_last=True)
     assert [len(batch) == SIZES[KINDS[batch[0]]] for batch in full] == [True] * len(full)
-    with pytest.raises(LoaderError, match=r"batch_size says None for Clip\(frames=5"):
+    with pytest.raises(LoaderError, match=r"batch_size says 0 for Clip\(frames=5"):
         BucketSampler(KINDS, {IMAGE: 1})
 
 
