@@ -11,7 +11,7 @@ from autopar.ops.memory_order import followed
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import KernelCollective, Op, itemsize_bytes
 
-__all__ = ["DOCUMENTS", "FAMILIES"]
+__all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS"]
 
 DOCUMENTS = "autopar.document_attention"
 """``(query, key, value, ids, scale, is_causal, is_sorted, length)``: tokens see those of their row that have the same
@@ -22,6 +22,11 @@ the row.
 
 _MOST_CUDNN_HEAD = 128
 """Head size up to which cuDNN has a backward in all its versions; for larger heads flash attention is assumed."""
+
+WINDOWS = "autopar.window_attention"
+"""``(query, key, value, scale, window, is_causal)``: tokens see those of their row that are less than `window` places
+away; with `is_causal` none behind them.
+"""
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -46,6 +51,19 @@ def _documents(op: Op, operand_types: Types, result_types: Types) -> str:
     """Whose documents a row has does not matter to slices of the batch and of heads; slices of rows need a kernel."""
     ids = "_" if len(operand_types[3].shape) == 1 else "b _"
     return f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
+
+
+def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
+    """Slices of rows see columns near to them: with ``q`` all are at hand, with ``r`` those of a device and of the
+    one before it.
+    """
+    gathered = "b h q _, b h _ _, b h _ _ -> b h q _ | by q context_windows"
+    near = "b h r _, b h r _, b h r _ -> b h r _ | by r neighbour_windows"
+    return (gathered, near) if op.args[5] else (gathered,)
+
+
+def _window(op: Op) -> int:
+    return cast("int", op.args[4])
 
 
 def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
@@ -116,6 +134,27 @@ def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[
     return Buffers(forward=read + result, backward=2.0 * (read + result))
 
 
+def _window_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """Rows of keys and values to the next device, and their gradients back."""
+    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    count = (_window(op) - 1) * both
+    moves = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
+    return tuple(moves) if count else ()
+
+
+def _window_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
+    """Copies by tile of what is read: columns are in two tiles; backward of the gradients as well.
+
+    Slices of columns are kept together with the rows that come from the device before.
+    """
+    query, result, columns = operands[0].num_bytes, results[0].num_bytes, sum_bytes(operands[1:3])
+    rows, kept = operands[1].shape[2], 0.0
+    if has_kernel and rows == operands[0].shape[2]:
+        more = columns * (_window(op) - 1) / rows
+        columns, kept = columns + more, query + more
+    return Buffers(forward=query + 2.0 * columns + result, backward=2.0 * (query + 2.0 * columns + result), kept=kept)
+
+
 def _flash(op: Op, operand_types: Types, result_types: Types) -> str:
     """(q, k, v, dropout_p, scale, causal, window, window, softcap, alibi_slopes, ...).
 
@@ -170,6 +209,8 @@ def _work(
         length = key.shape[sequence]
         if op.target == DOCUMENTS:  # tokens meet those of their own document only
             length = cast("int", argument(op, 7, "length", length))
+        if op.target == WINDOWS and _window(op) < length:  # as if causal rows had so many columns, half of them seen
+            length = round(2 * _window(op) - _window(op) ** 2 / length)
         is_causal = argument(op, 5, "is_causal") is True or argument(op, 5, "causal") is True
         flops = 2.0 * heads_and_batch * query.shape[sequence] * length * (query.shape[-1] + value.shape[-1])
         flops *= 0.5 if is_causal else 1.0
@@ -225,6 +266,21 @@ FAMILIES = (
         buffers=_document_buffers,
         count_work=_work(-2),
         function="document_attention",
+        saves=_saves,
+        place=followed,
+        is_attention=True,
+        runs_apart=True,
+    ),
+    OpFamily(
+        {WINDOWS: _windows},
+        is_cheap=False,
+        kernels={
+            "context_windows": Kernel(),
+            "neighbour_windows": Kernel(_window_moves, least=lambda op: _window(op) - 1, travelling=(1, 2)),
+        },
+        buffers=_window_buffers,
+        count_work=_work(-2),
+        function="window_attention",
         saves=_saves,
         place=followed,
         is_attention=True,

@@ -41,6 +41,7 @@ class Kernel:
         uses_statistics: the op computes statistics of the whole batch, and could take a part of the batch for all of
             it where a user allows that.
         unit: the size of a slice divides by it.
+        least: the size of a slice of a call is at least this.
         travelling: the operands whose slices travel round a ring, on one axis: a device computes with one after the
             other, while the next one is under way (those of its collectives that are `is_ring`).
     """
@@ -49,6 +50,7 @@ class Kernel:
     cuts_vocabulary: bool = False
     uses_statistics: bool = False
     unit: int = 1
+    least: Callable[[Op], int] = lambda op: 1
     travelling: tuple[int, ...] = ()
 
 

@@ -132,7 +132,7 @@ def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch 
         )
         if options is None:
             return None
-        fitting = (_in_units(option, family) for option in options)
+        fitting = (_in_units(op, option, family) for option in options)
         found.update((option.factor, option) for option in fitting if option is not None)
     return RuleMatch(tuple(found.values()), family.size_args, family.is_view, family.draws(op))
 
@@ -144,14 +144,17 @@ def with_rule(op: Op, operand_types: Types, result_types: Types) -> Op:
     return replace(op, options=match.options, size_args=match.size_args, is_view=match.is_view)
 
 
-def _in_units(option: Option, family: OpFamily) -> Option | None:
+def _in_units(op: Op, option: Option, family: OpFamily) -> Option | None:
     """The option as its kernel runs it, with slices that this takes; None if there are none."""
     if not option.kernel:
         return option
     kernel = family.kernels[option.kernel]
     option, unit = replace(option, travelling=kernel.travelling), kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
-    return option if unit == 1 else replace(option, extent=extent) if extent > 1 else None
+    most = option.extent // max(1, kernel.least(op))
+    if extent > most:  # any number that divides the extent may be asked for
+        extent = max((each for each in range(1, most + 1) if extent % each == 0), default=1)
+    return option if extent == option.extent else replace(option, extent=extent) if extent > 1 else None
 
 
 def is_cheap(op: Op) -> bool:

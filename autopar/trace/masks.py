@@ -1,20 +1,23 @@
 """Attention masks that need not be computed: causal ones, and those that hide nothing.
 
 A causal mask that a model builds from positions becomes attention's own ``is_causal``, and a mask that hides nothing
-disappears, so that attention keeps its fast kernels.  A mask too big to hold is proven row block by row block.
+disappears, so that attention keeps its fast kernels.  A mask that hides what is far away becomes attention that knows
+its window (`WINDOWS`).  A mask too big to hold is proven row block by row block.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from autopar.ops.attention import WINDOWS
 from autopar.ops.family import argument
 from autopar.program import Op, Ref, TensorType
+from autopar.trace.cleanup import drop_dead_ops
 from autopar.trace.constants import NEUTRAL, Evaluator, constant_cone
 from autopar.trace.graph import Graph
 
@@ -23,11 +26,22 @@ __all__ = ["ATTENTION", "decisive_operand", "restore_attention_masks", "visibili
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Each row sees what is less than `window` places away, 0: everything; with `is_causal` nothing behind it."""
+
+    is_causal: bool
+    window: int = 0
+
+
 def restore_attention_masks(graph: Graph) -> Graph:
-    """Let attention make its own causal mask where the given one is causal, and none where it hides nothing."""
+    """Let attention make its own causal mask where the given one is causal, and none where it hides nothing.
+
+    Where tokens see those that are near to them, it becomes attention that knows its window.
+    """
     cone = constant_cone(graph)
     evaluator = Evaluator(graph)
-    forms: dict[str, str] = {}
+    forms: dict[str, _Form | None] = {}
 
     def step(op: Op) -> Iterable[Op] | None:
         mask = argument(op, 3, "attn_mask", None) if op.target == ATTENTION else None
@@ -37,11 +51,14 @@ def restore_attention_masks(graph: Graph) -> Graph:
             return None
         if mask.name not in forms:
             forms[mask.name] = _mask_form(evaluator, mask.name, graph.types[mask.name])
-        if forms[mask.name] == "other":
+        form = forms[mask.name]
+        if form is None:
             return None
-        return [_with_attention_mask(op, is_causal=forms[mask.name] == "causal")]
+        return _with_window(op, form, graph) if form.window else [_with_attention_mask(op, is_causal=form.is_causal)]
 
-    return graph.rewrite(step)
+    made = graph.rewrite(step)
+    is_smaller = any(form is not None and form.window for form in forms.values())
+    return drop_dead_ops(made) if is_smaller else made  # masks may be too big for what follows to look at
 
 
 def _with_attention_mask(op: Op, *, is_causal: bool) -> Op:
@@ -50,51 +67,96 @@ def _with_attention_mask(op: Op, *, is_causal: bool) -> Op:
     return replace(op, args=(*op.args[:3], None, dropout, is_causal), kwargs=rest)
 
 
-def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> str:
-    """ "causal": each row sees the columns up to its own; "full": every row sees all; "other"."""
+def _with_window(op: Op, form: _Form, graph: Graph) -> list[Op] | None:
+    shapes = [graph.types[name].shape for name in op.operands[:3]]
+    if argument(op, 4, "dropout_p", 0.0) or any(len(shape) != 4 or shape[::2] != shapes[0][::2] for shape in shapes):
+        return None
+    args = (*op.args[:3], argument(op, 6, "scale", None), form.window, form.is_causal)
+    return [replace(op, target=WINDOWS, args=args, kwargs=())]
+
+
+def _mask_form(evaluator: Evaluator, name: str, kind: TensorType) -> _Form | None:
     if len(kind.shape) < 2 or kind.dtype.startswith(("int", "uint", "complex")):
-        return "other"
+        return None
     name = _without_repeats(evaluator, name)
     num_rows, num_columns = kind.shape[-2:]
-    proven = _form_of_comparison(evaluator, name, kind)
-    if proven:
-        return proven
-    # One row for all can't be causal.
-    forms = {"causal", "full"} if len(shape := evaluator.core_shape(name)) > 1 and shape[-2] == num_rows else {"full"}
-    for start, stop, part in evaluator.blocks(name):
-        visible, hidden = visibility(part)
-        if not bool((visible | hidden).all()):
-            return "other"  # a bias, not a mask
-        causal = torch.arange(num_columns) <= torch.arange(start, stop)[:, None]
-        if not bool((visible == causal).all()):
-            forms.discard("causal")
-        if not bool(visible.all()):
-            forms.discard("full")
-        if not forms:
-            return "other"
-    if "full" in forms:
-        return "full"
-    return "causal" if num_rows > 1 else "other"  # one row stands for all rows
+    shape = evaluator.core_shape(name)
+    if len(shape) < 2 or shape[-2] != num_rows:  # one row for all can't be causal
+        is_full = all(bool(visibility(part)[0].all()) for *_, part in evaluator.blocks(name))
+        return _Form(is_causal=False) if is_full else None
+    found = _intervals_of_comparisons(evaluator, name, (num_rows, num_columns))
+    if found is None:
+        parts: list[tuple[Tensor, Tensor]] = []
+        for *_, part in evaluator.blocks(name):
+            each = _intervals(part)
+            if each is None:
+                return None
+            parts.append(each)
+        found = torch.cat([first for first, _ in parts]), torch.cat([stop for _, stop in parts])
+    return _form_of(found[0], found[1], num_columns)
 
 
-def _form_of_comparison(evaluator: Evaluator, name: str, kind: TensorType) -> str:
-    """The form of a mask that compares column numbers with row numbers, found without computing it; else ""."""
+def _form_of(first: Tensor, stop: Tensor, columns: int) -> _Form | None:
+    """The form of a mask whose rows see the columns from `first` to `stop` (exclusive)."""
+    rows = len(first)
+    places = torch.arange(rows)
+    if bool((first == 0).all() & (stop == columns).all()):
+        return _Form(is_causal=False)
+    window = int((places - first).max()) + 1
+    is_causal = bool((stop == (places + 1).clamp(max=columns)).all())
+    if rows == 1 or bool((first != (places - window + 1).clamp(min=0)).any()):
+        return None
+    if is_causal and window >= rows:
+        return _Form(is_causal=True)
+    ahead = bool((stop == (places + window).clamp(max=columns)).all())
+    return _Form(is_causal, window) if rows == columns and (is_causal or ahead) else None
+
+
+def _intervals(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The columns that each row of ``[..., rows, columns]`` sees, from and to; None if that isn't one run for all."""
+    visible, hidden = visibility(mask)
+    if not bool((visible | hidden).all()):
+        return None  # a bias, not a mask
+    every = visible.reshape(-1, *visible.shape[-2:]) if visible.ndim > 1 else visible.view(1, 1, -1)
+    one = every[0]
+    first = one.int().argmax(-1)
+    stop = first + one.sum(-1)
+    columns = torch.arange(one.shape[-1])
+    run = (columns >= first[:, None]) & (columns < stop[:, None])
+    return (first, stop) if bool((every == run).all()) and bool(one.any(-1).all()) else None
+
+
+_COMPARISONS = {  # of columns with rows -> (whether a row sees columns to the left, whether equal ones are there)
+    "aten.le.Tensor": (True, True), "aten.lt.Tensor": (True, False),
+    "aten.ge.Tensor": (False, False), "aten.gt.Tensor": (False, True),
+}  # fmt: skip
+
+
+def _intervals_of_comparisons(evaluator: Evaluator, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """`_intervals` of a mask that compares column numbers with row numbers, found without computing it."""
+    name = _without_repeats(evaluator, name)
     op = evaluator.producers.get(name)
-    if op is None or op.target != "aten.le.Tensor" or len(op.operands) != 2:
-        return ""
-    wanted = ((1, kind.shape[-1]), (kind.shape[-2], 1))
+    if op is None or len(op.operands) != 2:
+        return None
+    if NEUTRAL.get(op.target):  # an "and"
+        parts = [_intervals_of_comparisons(evaluator, operand, shape) for operand in op.operands]
+        if parts[0] is None or parts[1] is None:
+            return None
+        return torch.maximum(parts[0][0], parts[1][0]), torch.minimum(parts[0][1], parts[1][1])
+    wanted = ((1, shape[1]), (shape[0], 1))
     cores = [evaluator.core_shape(operand) for operand in op.operands]
-    if any(core[-2:] != want or math.prod(core) != math.prod(want) for core, want in zip(cores, wanted, strict=True)):
-        return ""
+    if op.target not in _COMPARISONS or any(
+        core[-2:] != want or math.prod(core) != math.prod(want) for core, want in zip(cores, wanted, strict=True)
+    ):
+        return None
     columns, rows = (next(evaluator.blocks(operand))[2].reshape(-1) for operand in op.operands)
     if not bool((columns[1:] >= columns[:-1]).all()):
-        return ""
-    # Sorted, so a row sees a prefix of the columns, and its length says all.
-    visible = torch.searchsorted(columns, rows, right=True)
-    if bool((visible == len(columns)).all()):
-        return "full"
-    causal = torch.arange(1, len(rows) + 1).clamp(max=len(columns))
-    return "causal" if len(rows) > 1 and bool((visible == causal).all()) else "other"
+        return None
+    # Sorted, so a row sees a run from one end, and its length says all.
+    is_left, counts_equal = _COMPARISONS[op.target]
+    place = torch.searchsorted(columns, rows, right=counts_equal)
+    whole = torch.zeros_like(place), torch.full_like(place, len(columns))
+    return (whole[0], place) if is_left else (place, whole[1])
 
 
 def _without_repeats(evaluator: Evaluator, name: str) -> str:

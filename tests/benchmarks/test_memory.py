@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
         Case("bert", 2, ("data=2", "zero=3", "recompute=full"), "bf16"),
         Case("t5", 2, ("data=2", "zero=3", "recompute=selective")),  # attention without a fast kernel
         Case("unet", 2, ("data=2", "zero=3", "recompute=full")),
+        Case("llama", 4, ("context=4", "zero=3", "recompute=full")),  # a ring, or gathered keys and values
+        Case("masked", 2, ("tensor=2", "logits=100")),
         Case("perceptron", 2, ("tensor=2", "recompute=full")),  # layers gather what the one before put out in slices
     ],
     ids=lambda case: case.title,

@@ -634,6 +634,8 @@ def _special() -> list[Sample]:
             "autopar.document_attention", x(2, 4, 8, 6), x(2, 2, 8, 6), x(2, 2, 8, 6), ids(3, 2, 8), None, True, False
         ),
         sample("autopar.document_attention", x(2, 4, 8, 6), x(2, 4, 8, 6), x(2, 4, 8, 4), ids(3, 8), 0.3, False, False),
+        sample("autopar.window_attention", x(2, 4, 8, 6), x(2, 2, 8, 6), x(2, 2, 8, 6), None, 3, True),
+        sample("autopar.window_attention", x(2, 4, 8, 6), x(2, 4, 8, 6), x(2, 4, 8, 4), 0.3, 5, False),
         sample("autopar.dropout", x(4, 6), 0.5, shapes_only=True),
         sample("autopar.cross_entropy_denominator", target, None, -100, 12),
         sample("autopar.cross_entropy_denominator", target, weight, -100, 12),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.errors import ConstraintError
+from autopar.ops.attention import WINDOWS
 from autopar.plan import Plan
 from autopar.program import Op, Program
 from autopar.search import SearchRequest, search
@@ -169,6 +171,7 @@ def test_a_degree_that_divides_no_tokens_is_refused():
     plan_of(trained_alone(model, {"input_ids": ids, "labels": labels}), "context=4")
 
 
+@cache
 def windowed() -> Subject:
     """Layers that see 5 tokens back, and layers that see all."""
     torch.manual_seed(0)
@@ -180,11 +183,25 @@ def windowed() -> Subject:
     return trained_alone(transformers.Gemma3ForCausalLM(config).double().train(), {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.slow
-def test_alternating_windows():
+@pytest.mark.parametrize(
+    ("world", "constraints"),
+    [
+        (2, ("context=2",)),
+        *(pytest.param(world, texts, marks=pytest.mark.slow) for world, texts in (
+            (4, ("context=4",)), (4, ("context=2", "sequence=2")), (4, ("context=2", "tensor=2", "microbatches=2")),
+            (8, ("context=4", "data=2", "zero=3", "recompute=full")), (8, ("context=8",)),
+        )),
+    ],
+)  # fmt: skip
+def test_alternating_windows(world: int, constraints: tuple[str, ...]):
+    """Keys and values of the device before are enough where the window reaches no further; else all are gathered."""
     who = windowed()
-    for constraints in (("context=4",), ("context=2", "sequence=2")):
-        plan = plan_of(who, *constraints)
-        labels = {plan.strategies[layer.strategy].labels[0] for layer in plan.layers}
-        assert labels == {"sequence", "context"}, plan.notes
-        assert_parity(who, plan)
+    windows = [op for layer in who.traced.program.layers for op in layer.ops if op.target == WINDOWS]
+    assert [option.extent for op in windows for option in op.options if option.factor == "r"] == [4]
+    degree = max(int(each) for each in re.findall(r"context=(\d)", " ".join(constraints)))
+    for kernel in ("context_windows", "neighbour_windows")[: 2 if degree <= 4 else 1]:
+        other = "neighbour_windows" if kernel == "context_windows" else "context_windows"
+        one = replace(who, traced=replace(who.traced, program=without(who.traced.program, other)))
+        plan = search(one.traced.program, world, quick_prices(world), SearchRequest(constraints=constraints))
+        assert "context" in {label for layer in plan.layers for label in plan.strategies[layer.strategy].labels}
+        assert_parity(one, plan)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from autopar.ops.attention import WINDOWS
 from autopar.trace import constants
 from tests.trace.interpreter import check_equals_model
 
@@ -228,8 +229,27 @@ def test_a_mask_that_hides_nothing_disappears():
 
 
 @pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(("mask", "is_causal"), [
+    (lambda row: (row[None, :] <= row[:, None]) & (row[None, :] > row[:, None] - 3), True),
+    (lambda row: (row[:, None] >= row[None, :]) & (row[:, None] - row[None, :] < 3), True),
+    (lambda row: (row[None, :] < row[:, None] + 3) & (row[None, :] >= row[:, None] - 2), False),
+    (lambda row: X.new_full((8, 8), -torch.inf).masked_fill((row[:, None] - row).abs() < 3, 0), False),
+])  # fmt: skip
+def test_a_window_is_known(mask, is_causal):
+    def function(h, y):
+        q = h.view(4, 1, 8, 1)
+        return F.scaled_dot_product_attention(q, q, q, mask(torch.arange(8)).expand(4, 1, -1, 8), scale=0.5)
+
+    traced = run(function)
+    (op,) = [op for layer in traced.program.layers for op in layer.ops if "attention" in op.target]
+    assert (op.target, op.args[3:]) == (WINDOWS, (0.5, 3, is_causal))
+    assert not traced.constants
+
+
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("mask", [
-    lambda row: (row[None, :] <= row[:, None]) & (row[None, :] > row[:, None] - 3),  # a sliding window
+    lambda row: (row[None, :] <= row[:, None]) & (row[None, :] != row[:, None] - 3),  # a hole
+    lambda row: (row[None, :] < row[:, None] + 3) & (row[None, :] > row[:, None] - 4),  # further back than ahead
     lambda row: row[None, :] < row[:, None] + 2,
     lambda row: (row[None, :] <= row[:, None]).double() * 0.5,  # a bias
     lambda row: row[None, :] <= 3 + 0 * row[:, None],

@@ -1,0 +1,218 @@
+"""Attention in which a token sees only those of its row that are near to it: whole, and with rows cut into slices.
+
+No mask is made.  A band along the diagonal is made of squares, of which corners are causal from the other end, so that
+all of it is ordinary attention of tiles; on CUDA devices, in 16 bits, it is one call of torch's attention of variable
+lengths.  A slice of the rows needs only the columns next to it: those of the devices before it that are as near, which
+one exchange between neighbours brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
+
+from autopar.lower.autograd import call_function
+from autopar.lower.communication.shards import Shards
+from autopar.lower.kernels.attention_blocks import score_scale
+from autopar.lower.kernels.attention_tiles import Tiles, attend_tiles, joined_tiles, takes_varlen, tokens_of
+
+__all__ = ["context_windows", "neighbour_windows", "window_attention"]
+
+
+def window_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int, is_causal: bool
+) -> Tensor:
+    """Attention in which a token sees those of its row that are less than `window` places away.
+
+    Args:
+        query: ``[batch, heads, tokens, size]``.
+        key: ``[batch, heads or fewer, tokens, size]``.
+        value: likewise.
+        scale: of the scores, by default one over the root of the size of a head.
+        window: at least 1, which is the token itself.
+        is_causal: whether tokens see none that come after them.
+    """
+    return _attend(query, key, value, scale, _Band(query.shape[2], window, is_causal))
+
+
+def context_windows(
+    shards: Shards, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int, is_causal: bool
+) -> Tensor:
+    """`window_attention` of this device's rows of `query` to all columns.
+
+    Communicates nothing.  The gradients of `key` and `value` are terms (``B``).
+
+    Args:
+        shards: of the rows of `query`.
+        query: ``[batch, heads, rows, size]``, this device's slice.
+        key: see `window_attention`; likewise all others.
+        value: see `key`.
+        scale: see `key`.
+        window: see `key`.
+        is_causal: see `key`.
+    """
+    rows, tokens = query.shape[2], key.shape[2]
+    first = shards.index * rows
+    low = max(0, first - window + 1)
+    high = first + rows if is_causal else min(tokens, first + rows + window - 1)
+    band = _Band(tokens, window, is_causal, first, low)
+    return _attend(query, key[:, :, low:high], value[:, :, low:high], scale, band)
+
+
+def neighbour_windows(
+    shards: Shards, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int, is_causal: bool
+) -> Tensor:
+    """`window_attention`, causal, of slices of the rows of all operands.
+
+    Communicates forward the last ``window - 1`` rows of `key` and `value`, which the next device gets, and backward
+    their gradients, which come back, on the one axis of `shards`.
+
+    Args:
+        shards: of the rows.
+        query: ``[batch, heads, rows, size]``, this device's slice; at least ``window - 1`` rows.
+        key: ``[batch, heads or fewer, rows, size]``, likewise.
+        value: see `key`.
+        scale: see `window_attention`.
+        window: see `scale`.
+        is_causal: True.
+    """
+    rows = query.shape[2]
+    if len(shards.axes) > 1 or not is_causal or window - 1 > rows:
+        raise ValueError("neighbour_windows is causal, on one axis, with a window that reaches no further than a slice")
+    first = shards.index * rows
+    if shards.axes and window > 1:
+        key, value = call_function(_FromPrevious, key, value, shards, window - 1)
+    low = first + rows - key.shape[2]
+    return _attend(query, key, value, scale, _Band(shards.count * rows, window, is_causal, first, low))
+
+
+class _FromPrevious(torch.autograd.Function):
+    """Keys and values behind the last rows of those of the previous device; the first device gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, shards: Shards, count: int) -> tuple[Tensor, Tensor]:
+        ctx.shards, ctx.count = shards, count
+        coming = _passed([x[:, :, -count:] for x in (key, value)], shards, 1)
+        if not shards.index:
+            return key.clone(), value.clone()
+        joined = (torch.cat(pair, 2) for pair in zip(coming, (key, value), strict=True))
+        return next(joined), next(joined)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        shards, count = ctx.shards, ctx.count
+        is_first, is_last = not shards.index, shards.index == shards.count - 1
+        coming = _passed([x[:, :, :count] for x in gradients], shards, -1)
+        own = [x.clone() if is_first else x[:, :, count:].clone() for x in gradients]
+        for total, terms in zip(own, coming, strict=True):
+            if not is_last:  # nobody has seen the last one's rows
+                total[:, :, -count:] += terms
+        return own[0], own[1], None, None
+
+
+def _passed(parts: list[Tensor], shards: Shards, step: int) -> list[Tensor]:
+    """What the device `step` places before this one has for these; round the ring, so that all send as much."""
+    (axis,), place = shards.axes, shards.index
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    target, source = (place + step) % axis.size, (place - step) % axis.size
+    found = shards.communicator.start_permute(flat, axis, target, source).wait()
+    first, second = parts
+    return [found[: first.numel()].view(first.shape), found[first.numel() :].view(second.shape)]
+
+
+class _Band(NamedTuple):
+    """What is seen in rows of `tokens`: of the rows from number `first` on, the columns from `low` on are at hand."""
+
+    tokens: int
+    window: int
+    is_causal: bool
+    first: int = 0
+    low: int = 0
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, band: _Band) -> Tensor:
+    scale = score_scale(query, scale)
+    if takes_varlen(query, value):
+        return _varlen(query, key, value, scale, band)
+    return attend_tiles(query, key, value, _tiles(query, key, band), scale)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, band: _Band) -> Tensor:
+    """All rows of the batch in one call, in which the last row of each is next to its last column."""
+    batch, heads, rows, _ = query.shape
+    columns = key.shape[2]
+    behind = band.low + columns - band.first - rows  # columns after the last row
+    reach = band.window - 1
+    sides = (reach + behind, -behind if band.is_causal else reach - behind)
+    q, k, v = map(tokens_of, (query, key, value))
+    ends = [torch.arange(batch + 1, device=query.device, dtype=torch.int32) * n for n in (rows, columns)]
+    out = varlen_attn(
+        q, k, v, ends[0], ends[1], rows, columns, scale=scale, enable_gqa=key.shape[1] != heads, window_size=sides
+    )
+    assert isinstance(out, Tensor)
+    return out.view(batch, rows, heads, -1).transpose(1, 2)
+
+
+def _tiles(query: Tensor, key: Tensor, band: _Band) -> list[Tiles]:
+    """Of all rows of the batch."""
+    batch, num_rows, num_columns = query.shape[0], query.shape[2], key.shape[2]
+    found: list[Tiles] = []
+    for parts in _parts(band, num_rows):
+        numbered = (
+            (_numbers(own, entry * num_rows - band.first), _numbers(seen, entry * num_columns - band.low), is_causal)
+            for own, seen, is_causal in parts for entry in range(batch)
+        )  # fmt: skip
+        found += joined_tiles(numbered)
+    return [Tiles(rows.to(query.device), columns.to(query.device), is_causal) for rows, columns, is_causal in found]
+
+
+def _numbers(places: range, shift: int) -> Tensor:
+    return torch.arange(places.start, places.stop, places.step) + shift
+
+
+_Part = tuple[range, range, bool]
+
+
+def _parts(band: _Band, rows: int) -> Iterator[list[_Part]]:
+    """Rows, columns and whether causal, of tiles; no row is twice in one list."""
+    stop, last = band.first + rows, band.tokens - 1
+    yield from _before(band.first, stop, band.window, is_strict=False)
+    if not band.is_causal:  # what comes after is what comes before, seen from the other end
+        for parts in _before(band.tokens - stop, band.tokens - band.first, band.window, is_strict=True):
+            yield [(_mirrored(own, last), _mirrored(seen, last), is_causal) for own, seen, is_causal in parts]
+
+
+def _mirrored(places: range, last: int) -> range:
+    return range(last - places.start, last - places.stop, -places.step)
+
+
+def _before(start: int, stop: int, window: int, *, is_strict: bool) -> tuple[list[_Part], list[_Part], list[_Part]]:
+    """Rows from `start` to `stop` and the columns up to each that are less than `window` away; `is_strict`: before it.
+
+    Rows are cut where a window would reach over the beginning: each part has its own square, causal; columns before it
+    that all its rows see; and before these a corner, causal from the other end.
+    """
+    squares: list[_Part] = []
+    shared: list[_Part] = []
+    corners: list[_Part] = []
+    cuts = [start, *range((start // window + 1) * window, stop, window), stop]
+    for low, high in pairwise(cuts):
+        count, shift = high - low, int(is_strict)
+        if count > shift:
+            squares.append((range(low + shift, high), range(low, high - shift), True))
+        first = max(0, low - window + 1)
+        seen_by_all = first + count - 1 if high > window else first
+        if seen_by_all < low:
+            shared.append((range(low, high), range(seen_by_all, low), False))
+        if high > window and count > 1:
+            corners.append((range(high - 2, low - 1, -1), range(first + count - 2, first - 1, -1), True))
+    return squares, shared, corners
