@@ -16,6 +16,7 @@ from autopar.errors import ExampleInputsError, InputShapeError, OutputError, Tra
 from autopar.garbage import collected_seldom
 from autopar.lower.compat import map_leaves
 from autopar.lower.parameters.store import storage_layouts
+from autopar.lower.run.attributes import Settings
 from autopar.lower.run.call_executors import MOST_FORMS
 from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
@@ -129,7 +130,7 @@ class CallPlanner:
         """
         self._twin = on_meta(model)
         self._first = traced.program, plan
-        self._traced: dict[_Mode, list[Traced]] = {(traced.program.training, "", None): [traced]}
+        self._traced: dict[_Mode, list[tuple[Settings, Traced]]] = {(traced.program.training, "", None): [((), traced)]}
         self._prices = prices
         self._request = request
         self._dtype = dtype
@@ -138,6 +139,9 @@ class CallPlanner:
         self._no_lengths: set[tuple[tuple[str, ...], int, torch.dtype | None]] = set()
         self._made: dict[_Mode, list[Executable]] = {}
         self._groups: tuple[Executable, ...] = ()
+        self._reads = traced.reads
+        self._settings: Settings = ()  # of the twin
+        self._before: dict[tuple[str, str], Any] = {}  # the twin's attributes that settings replaced
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
         """The submodule as it was, with these parameters and buffers, by their names in the model."""
@@ -177,10 +181,12 @@ class CallPlanner:
         is_training: bool,
         part: str = "",
         autocast: torch.dtype | None = None,
+        settings: Settings = (),
     ) -> Executable:
         """What runs calls as this one, of the model or of its submodule `part`.
 
-        Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes.
+        Calls inside of ``torch.autocast`` to a dtype are programs with the casts that it makes, and calls with
+        attributes other than those of the first program (`settings`) what the model does with these.
 
         Raises:
             InputShapeError: the model takes no such arguments.
@@ -188,8 +194,11 @@ class CallPlanner:
             InfeasibleError: no plan fits with the parameters stored as they are.
         """
         made = self._made.setdefault((is_training, part, autocast), [])
+        self._set(settings)
         for executable in made:
             with suppress(InputShapeError):
+                if executable.settings != self._read(settings):
+                    continue
                 executable.read_inputs(args, kwargs)
                 return executable
         traced = self._trace(args, kwargs, (is_training, part, autocast))
@@ -197,9 +206,9 @@ class CallPlanner:
         if not is_training and not part and not traced.program.carried and is_growing(traced.program, made):
             executable = self._of_any_length(traced, (args, kwargs), autocast)
         executable = executable or self._of_this_form(traced, (args, kwargs), is_training, part, autocast)
-        made.insert(0, executable)
+        made.insert(0, executable._replace(settings=self._read(settings)))
         del made[MOST_FORMS:]
-        return executable
+        return made[0]
 
     def _of_this_form(
         self, traced: Traced, call: Call, is_training: bool, part: str, autocast: torch.dtype | None
@@ -225,7 +234,9 @@ class CallPlanner:
         model = as_model(self._twin, part)
         positional, named = map_leaves(shape_of, (tuple(args), dict(kwargs)))
         known = self._traced.setdefault(mode, [])
-        for traced in known:
+        for settings, traced in known:
+            if settings != self._settings:
+                continue
             with suppress(InputShapeError):
                 given = zip(traced.program.inputs, traced.flatten_inputs(positional, named), strict=True)
                 if all(x.requires_grad == traced.program.values[name].requires_grad for name, x in given):
@@ -240,9 +251,30 @@ class CallPlanner:
                 device_type=self._device_type,
             )  # fmt: skip
         traced = traced.in_pieces(self._first[0].piece_tokens)
-        known.insert(0, self._finish(require_target(model, traced) if is_training else traced))
+        traced = self._finish(require_target(model, traced) if is_training else traced)
+        known.insert(0, (self._settings, traced))
         del known[_MOST_TRACES:]
-        return known[0]
+        self._reads |= traced.reads
+        return traced
+
+    def _set(self, settings: Settings) -> None:
+        """Have the twin's attributes be the model's."""
+        for path, name, _ in self._settings:
+            vars(self._twin.get_submodule(path))[name] = self._before[path, name]
+        for path, name, value in settings:
+            own = vars(self._twin.get_submodule(path))
+            self._before.setdefault((path, name), own.get(name))
+            own[name] = value
+        self._settings = settings
+
+    def _read(self, settings: Settings) -> Settings:
+        """Those that some program was made with."""
+        return tuple(entry for entry in settings if entry[:2] in self._reads)
+
+    @property
+    def reads(self) -> frozenset[tuple[str, str]]:
+        """See `ExecutablePlanner.reads`."""
+        return self._reads
 
     def _of_mode(self, is_training: bool) -> SearchRequest:
         if is_training:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ExampleInputsError, OutputError, TraceError
 from autopar.references import redirect
 from autopar.trace import torch_internals, torch_recording
+from autopar.trace.attribute_reads import recorded_reads
 from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
@@ -40,6 +42,8 @@ _FLEX_ATTENTION = (
     "flex_attention runs as plain ops, not as its fused kernel: scaled_dot_product_attention with a mask, or with a "
     "score_mod the products and a softmax, which hold all scores in memory"
 )
+# Lists of sizes, crops or scales are shorter; what is computed from longer constants stays in the graph alone.
+_MOST_ENTRIES = 64
 WRAPPED = "wrapped"  # the attribute under which the wrapper holds the user's module
 
 
@@ -54,6 +58,7 @@ class Captured:
         names: every name of a parameter or buffer -> the first name of the same tensor.
         tensors: that first name -> the user's own tensor.
         notes: what the user should know.
+        reads: attributes that the forward read, numbers and the like: path of the module, name.
     """
 
     exported: Functional
@@ -62,6 +67,7 @@ class Captured:
     names: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
+    reads: frozenset[tuple[str, str]] = frozenset()
 
 
 class _Wrapper(nn.Module):
@@ -140,11 +146,12 @@ def capture(
     if model.training != training:
         wrapper.train(training)  # else parts keep their own modes: a norm may be frozen in a model that trains
     inputs = [torch_internals.fake_tensor(mode, t, _cast(t, dtype)) for t in tensors]
-    exported = _export(wrapper, inputs, form)
+    with recorded_reads(wrapper.get_submodule(WRAPPED)) as reads:
+        exported = _export(wrapper, inputs, form)
     assert wrapper.records.outputs is not None
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     classes = {name: type(module).__qualname__ for name, module in modules}
-    return Captured(exported, wrapper.records.outputs, classes, names, own, wrapper.records.notes)
+    return Captured(exported, wrapper.records.outputs, classes, names, own, wrapper.records.notes, frozenset(reads))
 
 
 def _tensor_names(model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -202,6 +209,8 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(refuse_host_draws())
                 patches.enter_context(torch_internals.unchecked_values())
                 patches.enter_context(torch_internals.unread_masks())
+                patches.enter_context(torch_internals.known_constants(_MOST_ENTRIES))
+                patches.enter_context(_unlogged())
                 patches.enter_context(written_instance_norms())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
@@ -214,6 +223,20 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
         raise
     except Exception as error:
         raise _explain(error, form, wrapper.get_submodule(WRAPPED)) from error
+
+
+@contextmanager
+def _unlogged() -> Generator[None]:
+    """Inside, torch doesn't print failures of its own: they are raised, or show only that something is not possible."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "export", "_export")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _explain(error: BaseException, form: CallForm, model: nn.Module) -> AutoparError:

@@ -20,11 +20,13 @@ from torch import Tensor, fx, nn
 from torch._decomp import _should_decompose_because_unsafe_op, decomposition_table
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op, _materialize_cpp_cia_ops
 from torch._higher_order_ops.wrap import WrapWithAutocast
+from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -341,6 +343,16 @@ def unchecked_values() -> Iterator[None]:
     with (
         patch.object(torch.distributions.Distribution, "_validate_args", False),
         patch.object(nn.functional, "gaussian_nll_loss", gaussian_nll_loss),
+    ):
+        yield
+
+
+@contextlib.contextmanager  # pyright: ignore[reportDeprecated]
+def known_constants(most_entries: int) -> Iterator[None]:
+    """Inside, Python may ask for what is computed from tensors of so few entries that a forward writes down."""
+    with (
+        patch.object(fake_tensors, "CONSTANT_NUMEL_LIMIT", most_entries),
+        patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", most_entries),
     ):
         yield
 

@@ -42,12 +42,14 @@ class Traced:
             the trace's dtype; raises InputShapeError if the call differs from the example in structure,
             shape, dtype or in an argument that is no tensor.
         unflatten_outputs: one entry per ``program.outputs`` -> what the model itself would return.
+        reads: attributes with whose values it was traced: path of the module, name.
     """
 
     program: Program
     constants: Mapping[str, Tensor] = field(hash=False)
     flatten_inputs: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor]]
     unflatten_outputs: Callable[[Sequence[Any]], Any]
+    reads: frozenset[tuple[str, str]] = frozenset()
 
     def in_pieces(self, tokens: int) -> Traced:
         """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
@@ -138,7 +140,7 @@ def trace(
         carried=frozenset() if is_training else _carried(graph, values, form.structure, captured.outputs),
     )
     unflatten = _Unflatten(captured.outputs)
-    return Traced(program, graph.constants, make_flatten(form), unflatten)
+    return Traced(program, graph.constants, make_flatten(form), unflatten, captured.reads)
 
 
 def normalise(graph: Graph) -> Graph:

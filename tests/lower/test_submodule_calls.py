@@ -67,6 +67,8 @@ def fresh(state: dict[str, Tensor]) -> AutoEncoder:
 class NoPlan:
     """A planner for a submodule that lies in one stage."""
 
+    reads = frozenset[tuple[str, str]]()
+
     def __call__(self, *_: Any) -> Executable:
         raise ConstraintError("a stage would have none")
 

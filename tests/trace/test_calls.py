@@ -1,6 +1,7 @@
 """Inputs and outputs of every structure, and the errors for those that don't fit."""
 
 import dataclasses
+import logging
 import random
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -181,6 +182,33 @@ def test_control_flow_on_data_names_the_users_line():
         match=rf"test_calls\.py:{line_of('# the line at fault')}: .*so the model is not one graph.*torch\.where",
     ):
         trace(Branch(), (X,), {})
+
+
+def test_python_may_ask_for_what_follows_from_sizes():
+    """As DINO finds out which of its crops are of one size."""
+
+    class Crops(Module):
+        def forward(self, *crops):
+            sizes = torch.tensor([len(x) for x in crops])
+            ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+            starts = [0, *ends.tolist()[:-1]]
+            return [self.linear(torch.cat(crops[start:end])) for start, end in zip(starts, ends, strict=True)]
+
+    crops = (X, X, X[:1], X[:1], X[:1])
+    model = Crops()
+    found, _ = interpret(trace(model, crops, {}), model, crops)
+    for mine, wanted in zip(found, model(*crops), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_torch_prints_no_failure_of_its_own(caplog):
+    class Joined(Module):
+        def forward(self, x, y):
+            return torch.cat([self.linear(x), y], 1)
+
+    with pytest.raises(ExampleInputsError, match="Sizes of tensors must match"):
+        trace(Joined(), (X, X[:1]), {})
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 def test_numbers_from_data_name_the_users_line():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, InputShapeError, PlanMismatchError, SubmoduleError
 from autopar.lower.autograd import ambient_autocast
+from autopar.lower.run.attributes import Attributes, Settings, settings_text
 from autopar.lower.run.execution import Executor
 from autopar.lower.run.lowering import Executable
 from autopar.lower.run.stage_map import StageMap
@@ -31,8 +32,12 @@ class ExecutablePlanner(Protocol):
         is_training: bool,
         part: str = "",
         autocast: torch.dtype | None = None,
+        settings: Settings = (),
     ) -> Executable:
-        """For calls of the model, or of its submodule `part`, inside of ``torch.autocast`` to that dtype."""
+        """For calls of the model, or of its submodule `part`, inside of ``torch.autocast`` to that dtype.
+
+        `settings` are all attributes that differ from when the model was parallelized.
+        """
         ...
 
     def submodule(self, part: str, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -41,6 +46,11 @@ class ExecutablePlanner(Protocol):
 
     def groups(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: tuple[int, int]) -> Sequence[Executable]:
         """What each of `Plan.groups` runs in steps that come with such calls, of rows and tokens of `size`: one row."""
+        ...
+
+    @property
+    def reads(self) -> Collection[tuple[str, str]]:
+        """The attributes that any program was made with: path of the module, name."""
         ...
 
 
@@ -77,13 +87,18 @@ class CallExecutors:
     Attributes:
         first: that of the calls that the module was parallelized for.
         compile_layers: whether layers are compiled.
+        attributes: of the module's submodules; calls run programs that were made with the values that these have.
     """
 
-    def __init__(self, first: Executor, planner: ExecutablePlanner | None, compile_layers: bool) -> None:
+    def __init__(
+        self, first: Executor, planner: ExecutablePlanner | None, compile_layers: bool, attributes: Attributes
+    ) -> None:
         """`planner` is asked for what is not known; None: other calls are refused."""
         self.first = first
         self._planner = planner
         self.compile_layers = compile_layers
+        self.attributes = attributes
+        attributes.watch(planner.reads if planner is not None else ())
         # By mode, submodule and autocast's dtype, the one that was used last in front.
         self._known: dict[tuple[bool, str, torch.dtype | None], list[tuple[PlannedCall, Executor]]] = {}
         mode = first.executable.program.training
@@ -120,7 +135,9 @@ class CallExecutors:
         Raises:
             LossError: the target is missing, in training.
             InputShapeError: the inputs are others than planned for, and there is no planner.
+            ModelError: an attribute that forward reads is an object now.
         """
+        self.attributes.check()
         found = self._look_up(args, kwargs, is_training=is_training, part=part)
         if found is None:
             return None
@@ -132,7 +149,10 @@ class CallExecutors:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_training: bool, part: str
     ) -> tuple[PlannedCall, Executor, Sequence[Tensor]] | None:
         known = self._known.setdefault((self._mode(is_training), part, self.autocast), [])
+        settings = self.attributes.changed()
         for place, (call, executor) in enumerate(known):
+            if executor.executable.settings != settings:
+                continue
             try:
                 tensors = executor.executable.read_inputs(args, kwargs)
             except InputShapeError:
@@ -188,6 +208,7 @@ class CallExecutors:
         )
         text += ", keys and values" if len(plain) < len(program.inputs) else ""
         text += f", autocast to {self.autocast}" if self.autocast else ""
+        text += f", {settings_text(executor.executable.settings)}" if executor.executable.settings else ""
         known = self._known.setdefault((mode, part, self.autocast), [])
         known.insert(0, (PlannedCall(text, mode, plan, planning_s, part=part), executor))
         return known
@@ -203,7 +224,8 @@ class CallExecutors:
                     "buffers, so eval() needs a planner"
                 )
             return first
-        executable = self._planner(args, kwargs, mode, part, self.autocast)
+        executable = self._planner(args, kwargs, mode, part, self.autocast, self.attributes.changed(everywhere=True))
+        self.attributes.watch(self._planner.reads)
         self._check_places(executable, "training" if mode else "eval")
         return Executor(executable, first.store, first.communicator, self.compile_layers)
 

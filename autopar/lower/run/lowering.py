@@ -18,6 +18,7 @@ from autopar.lower.parameters.store import ParameterStore
 from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import LayerProgram, layer_program
 from autopar.lower.program.recompute import KeepingProgram, keeping_program
+from autopar.lower.run.attributes import Settings
 from autopar.lower.run.hoisted import HoistedValues
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.stage_map import StageMap
@@ -51,6 +52,7 @@ class Executable(NamedTuple):
         cuts: ``(args, kwargs)`` of a call that `flatten_inputs` pads -> the outputs that are longer than the caller's:
             dim -> length.
         form: name, shape and dtype of each tensor of those calls; ``""``: they are the program's inputs.
+        settings: the attributes that it was traced with and that differ from those of the first program.
     """
 
     program: Program
@@ -61,6 +63,7 @@ class Executable(NamedTuple):
     keeps_copies: bool = False
     cuts: Callable[[Sequence[Any], Mapping[str, Any]], Cuts] = no_cuts
     form: str = ""
+    settings: Settings = ()
 
     def read_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in the order of `Program.inputs`.

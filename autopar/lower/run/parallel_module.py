@@ -31,6 +31,7 @@ from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
 from autopar.lower.program.program_text import LoweredProgram
+from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
 from autopar.lower.run.call_inputs import Call, CallInputs
 from autopar.lower.run.caller_outputs import caller_outputs, cut_outputs, do_outputs_fit
@@ -117,9 +118,10 @@ class ParallelModule(ModuleInspection):
         super().__init__()
         stages = StageMap(executable.program, executable.plan, communicator.rank)
         store = make_store(self, module, draws, stages, communicator, mesh)
-        self._bind(executable, store, communicator, planner, compile_layers, predictions)
         bind_submodules(self)
         carry_attributes(module, self)
+        self._attributes = Attributes.of(self)
+        self._bind(executable, store, communicator, planner, compile_layers, predictions)
         self._note_modes()
 
     def _bind(
@@ -139,7 +141,7 @@ class ParallelModule(ModuleInspection):
         self._optimizer_service = OptimizerService(store, communicator)
         self._bound = (communicator, planner, compile_layers, predictions)
         self._executor = Executor(executable, store, communicator, compile_layers)
-        self._executors = CallExecutors(self._executor, planner, compile_layers)
+        self._executors = CallExecutors(self._executor, planner, compile_layers, self._attributes)
         self._make_nothing()
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
@@ -159,6 +161,7 @@ class ParallelModule(ModuleInspection):
             self, made, lambda _, p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad), Tensor.clone
         )
         bind_submodules(made)
+        made._attributes = Attributes.of(made, self._attributes)
         made._bind(self._executor.executable, replace(self._store, module=made), *self._bound)
         made.whole_outputs, made.call_inputs = self.whole_outputs, self.call_inputs
         carry_attributes(self, made, memo)
@@ -222,6 +225,8 @@ class ParallelModule(ModuleInspection):
         kind += f" of {part!r}{_ALIKE}" if part else ""
         autocast = self._executors.autocast
         kind += f" with autocast to {autocast}" if autocast else ""
+        changed = self._attributes.changed()
+        kind += f" with {settings_text(changed)}" if changed else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
         if not part and autocast is None and self._group_steps is not None and self._takes_groups():
@@ -264,6 +269,8 @@ class ParallelModule(ModuleInspection):
 
     def _plan_call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> PlannedCall:
         """Begin `kind` on all ranks, compare the inputs' shapes, and only then plan."""
+        changed = settings_text(self._attributes.changed(everywhere=True))
+        kind += f" ({changed})" if changed else ""
         compared = [
             (name, x) for name, x in named_tensors(args, kwargs) if not (x.is_meta or isinstance(x, CarriedTensor))
         ]

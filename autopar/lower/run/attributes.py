@@ -1,0 +1,107 @@
+"""Attributes that a model's forward reads and a script may set: with other values the model is traced again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import ModelError
+
+__all__ = ["Attributes", "Settings", "settings_text"]
+
+Settings = tuple[tuple[str, str, Any], ...]
+"""What differs from when the model was parallelized: path of a module, attribute, value."""
+
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype})  # compared, and never written to
+_NEVER = frozenset({*vars(nn.Module()), "training"})  # modes are part of a call
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A value that a trace can't be made with."""
+
+    kind: str
+
+
+@dataclass
+class Attributes:
+    """The attributes of a parallel module and its submodules that are plain values or tensors.
+
+    Attributes:
+        owners: path -> module.
+        before: path -> attributes as they were when the model was parallelized.
+        watched: those that some program was made with: path -> names.
+    """
+
+    owners: Mapping[str, nn.Module]
+    before: Mapping[str, Mapping[str, Any]]
+    watched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    @classmethod
+    def of(cls, root: nn.Module, like: Attributes | None = None) -> Attributes:
+        """As they are now, or were in the module that `root` is a copy of."""
+        owners = dict(cast("Iterable[tuple[str, nn.Module]]", root.named_modules()))
+        if like is not None:
+            return cls(owners, like.before, dict(like.watched))
+        before = {
+            path: {name: x for name, x in vars(module).items() if name not in _NEVER and _is_kept(x)}
+            for path, module in owners.items()
+        }
+        return cls(owners, before)
+
+    def watch(self, reads: Iterable[tuple[str, str]]) -> None:
+        """Programs were made with these."""
+        names: dict[str, list[str]] = {}
+        for path, name in sorted(reads):
+            if name in self.before.get(path, {}):
+                names.setdefault(path, []).append(name)
+        self.watched = {path: tuple(some) for path, some in names.items()}
+
+    def changed(self, *, everywhere: bool = False) -> Settings:
+        """Those with other values than before, of those that programs were made with, or of all that can be used."""
+        found: list[tuple[str, str, Any]] = []
+        for path, names in (self.before if everywhere else self.watched).items():
+            own, before = vars(self.owners[path]), self.before[path]
+            for name in names:
+                value = own.get(name)
+                if value is not before[name] and not _is_equal(value, before[name]):
+                    found.append((path, name, value if _is_plain(value) else _Other(type(value).__name__)))
+        kept = found if not everywhere else [each for each in found if not isinstance(each[2], _Other)]
+        return tuple(sorted(kept, key=lambda each: each[:2]))
+
+    def check(self) -> None:
+        """Raise ModelError if one that programs were made with is something that none can be made with now."""
+        for path, name, value in self.changed():
+            if isinstance(value, _Other):
+                before = self.before[path][name]
+                was = "another tensor" if isinstance(before, Tensor) else repr(before)
+                raise ModelError(
+                    f"forward reads the attribute {_full(path, name)!r}, which was {was} when the model was "
+                    f"parallelized and is a {value.kind} now. Only numbers, flags and text may change: pass it to the "
+                    "call, or register it with register_buffer before autopar.parallelize"
+                )
+
+
+def settings_text(settings: Settings) -> str:
+    """For people and for ranks to compare."""
+    return ", ".join(f"{_full(path, name)} = {value!r}" for path, name, value in settings)
+
+
+def _full(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, cast("tuple[Any, ...]", value))) if type(value) is tuple else type(value) in _PLAIN
+
+
+def _is_kept(value: Any) -> bool:
+    return _is_plain(value) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+def _is_equal(value: Any, before: Any) -> bool:
+    return type(value) is type(before) and not isinstance(value, Tensor) and bool(value == before)

@@ -1,0 +1,125 @@
+"""Attributes that a forward reads may change after `parallelize`: calls then do what one device does with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.api import call_planner
+from autopar.errors import ModelError
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.trace import Traced, trace
+from tests.lower.runs import build
+from tests.random_plans import random_plan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.fc(x).tanh()
+
+
+class Chunked(nn.Module):
+    """Gives its result in as many chunks as it was told to, whole for 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.num_chunks, self.temperature, self.calls = 2, None, 0
+        self.gain = torch.ones(8, dtype=torch.float64)
+
+    def set_num_chunks(self, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        x = x * self.gain if self.training else x if self.temperature is None else x / self.temperature
+        return list(x.chunk(self.num_chunks)) if self.num_chunks else x
+
+
+X = torch.arange(32, dtype=torch.float64).view(4, 8) / 16
+
+
+@cache
+def traced_model() -> tuple[Chunked, Traced]:
+    torch.manual_seed(0)
+    model = Chunked().double()
+    return model, trace(model, (X,), {}, training=True)
+
+
+def on_ranks(action: Any) -> list[Any]:
+    """What `action` of the model gives on each of two ranks."""
+    model, traced = traced_model()
+    plan = random_plan(traced.program, 2, 0)
+    planner = call_planner(model, traced, plan)
+    scale, chunks, sharp = ("blocks.1", "scale", 3.0), ("", "num_chunks", 0), ("", "temperature", 0.5)
+    for mode, settings in ((True, (scale,)), (True, (chunks,)), (True, ()), (False, (chunks, sharp)), (False, ())):
+        planner((X,), {}, mode, "", None, settings)  # ranks are threads, and tracing is for one at a time
+    return simulate(2, lambda communicator: action(build(model, traced, plan, communicator, planner=planner)))
+
+
+def results(model: Any) -> list[Any]:
+    """Outputs and a gradient, with attributes changed and set back, by methods and by hand."""
+
+    def call() -> Tensor:
+        given = model(X)
+        return torch.cat([x + 0 for x in given]) if isinstance(given, list) else 10 + given
+
+    found: list[Any] = [call().detach()]
+    model.blocks[1].scale = 3.0
+    call().sum().backward()
+    gradient = model.blocks[1].fc.weight.grad
+    found.append(getattr(gradient, "full_tensor", lambda: gradient)().clone())
+    model.blocks[1].scale = 1.0
+    model.set_num_chunks(0)
+    found.append(call().detach())
+    model.eval()
+    with torch.no_grad():
+        model.temperature = 0.5
+        found.append(call())
+        model.temperature = None
+        model.set_num_chunks(2)
+        model.calls = 7  # nobody reads it
+        found.append(call())
+    model.train()
+    model.zero_grad(set_to_none=True)
+    return [*found, call().detach()]
+
+
+def test_calls_do_what_one_device_does_with_the_present_values() -> None:
+    model, _ = traced_model()
+
+    def on_rank(parallel: Any) -> tuple[list[Any], int, list[str]]:
+        found = results(parallel)
+        return found, len(parallel.plans), [call.inputs for call in parallel.plans]
+
+    expected = results(model)
+    for found, count, texts in on_ranks(on_rank):
+        for mine, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+        assert count == 5, texts  # coming back to values that were seen plans nothing, nor does what nobody reads
+        assert any("blocks.1.scale = 3.0" in text for text in texts)
+
+
+def test_an_object_in_place_of_a_number_is_refused() -> None:
+    def on_rank(model: Any) -> None:
+        model.temperature = torch.ones(8)
+        with pytest.raises(ModelError, match=r"'temperature', which was None .* and is a Tensor now"):
+            model(X)
+        model.temperature = None
+        model.gain = 2 * model.gain
+        with pytest.raises(
+            ModelError, match=r"'gain', which was another tensor .* Only numbers, flags and text may change"
+        ):
+            model(X)
+
+    on_ranks(on_rank)
