@@ -161,6 +161,7 @@ class CallPlanner:
         if self._groups or not plan.groups:
             return self._groups
         mode: _Mode = (True, "", None)
+        self._set(())
         made: list[Executable] = []
         for group in plan.groups:
             call: Call = with_rows(map_leaves(shape_of, (tuple(args), dict(kwargs))), size, (1, group.tokens))

@@ -73,6 +73,13 @@ class Attributes:
         kept = found if not everywhere else [each for each in found if not isinstance(each[2], _Other)]
         return tuple(sorted(kept, key=lambda each: each[:2]))
 
+    def give(self, part: str, made: nn.Module) -> None:
+        """Set those of `made`, which runs in place of the submodule `part`, as they are now."""
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", made.named_modules()):
+            full = _full(part, path) if path else part
+            own = vars(self.owners[full])
+            vars(module).update({name: own[name] for name in self.before[full] if name in own})
+
     def check(self) -> None:
         """Raise ModelError if one that programs were made with is something that none can be made with now."""
         for path, name, value in self.changed():

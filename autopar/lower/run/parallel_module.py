@@ -218,6 +218,7 @@ class ParallelModule(ModuleInspection):
         made = self._executors.submodule(part, whole | {f"{part}.{n}": x for n, x in like.named_buffers()})
         for module, own in zip(made.modules(), like.modules(), strict=True):
             module.training = own.training
+        self._attributes.give(part, made)
         return made(*args, **kwargs)
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> Any:
@@ -229,7 +230,8 @@ class ParallelModule(ModuleInspection):
         kind += f" with {settings_text(changed)}" if changed else ""
         kind += "" if kwargs.get("target") is None else " with a target"
         kind += "" if torch.is_grad_enabled() else " without gradients"
-        if not part and autocast is None and self._group_steps is not None and self._takes_groups():
+        is_usual = not part and autocast is None and not changed
+        if is_usual and self._group_steps is not None and self._takes_groups():
             assert self.call_inputs is not None
             outputs = self._group_steps.run(kind, self.call_inputs, (args, kwargs))
             if outputs is not None:
