@@ -40,6 +40,7 @@ __all__ = [
     "functional_reduce_scatter",
     "functional_wait",
     "is_random",
+    "item_by",
     "leaves_of",
     "local_part_of",
     "local_tensor",
@@ -324,6 +325,16 @@ def keeps_graph() -> bool:
 def is_random(function: Any) -> bool:
     """Whether an op draws from a generator."""
     return torch.Tag.nondeterministic_seeded in function.tags
+
+
+def item_by(read: Callable[[DTensor], Tensor]) -> None:
+    """From now on ``item()`` of a DTensor is that of the plain tensor that `read` makes of it."""
+
+    def item(op: Callable[[Tensor], Any], args: Sequence[Any], _: Mapping[str, Any]) -> Any:
+        return op(read(args[0]))
+
+    untyped: Any = DTensor
+    untyped._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
 
 
 def takes_device(function: Any) -> bool:

@@ -30,6 +30,7 @@ from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
+from autopar.lower.parameters.whole_numbers import give_whole_numbers
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
@@ -143,6 +144,9 @@ class ParallelModule(ModuleInspection):
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = CallExecutors(self._executor, planner, compile_layers, self._attributes)
         self._make_nothing()
+        if communicator.calls is not None:
+            is_whole = not self._executor.stages.is_pipeline
+            give_whole_numbers(store.device_mesh, communicator.calls, is_whole_world=is_whole)
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
         self.call_inputs = None
