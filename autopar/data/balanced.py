@@ -20,6 +20,7 @@ from autopar.data.packed_rows import RowPacking
 from autopar.data.sampling import Draws, sampled
 from autopar.errors import LengthError, LoaderError
 from autopar.lower import ParallelModule
+from autopar.lower.observe.balance import Dealt
 from autopar.lower.run.call_inputs import CallInputs
 
 __all__ = ["balanced"]
@@ -144,17 +145,21 @@ class _Share:
     ranks: int
     device: int  # this rank among all
 
-    def of(self, lengths: np.ndarray) -> tuple[int, int, list[list[int]]]:
-        """A digest of the whole assignment, the tokens of a row, and this rank's rows, each the numbers of its
-        sequences.
+    def of(self, lengths: np.ndarray) -> tuple[Dealt, int, list[list[int]]]:
+        """What is predicted of the whole assignment and a digest of it, the tokens of a row, and this rank's rows, each
+        the numbers of its sequences.
         """
         assignment = self.planner.assign(lengths)
         digest = zlib.crc32(assignment.degrees.tobytes(), assignment.row_cost.tokens)
         digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
+        row = assignment.row_cost
+        alike_s = row.token_s * assignment.rows * row.tokens  # of rows, whatever is in them
+        mean_s = alike_s + float(assignment.work_s.mean())
+        dealt = Dealt(digest, assignment.step_time_s, (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0)
         if assignment.unlike:
             group = assignment.group_of(self.device)
-            return digest, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
-        return digest, assignment.row_cost.tokens, rank_rows(assignment, self.rank, self.ranks)
+            return dealt, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
+        return dealt, row.tokens, rank_rows(assignment, self.rank, self.ranks)
 
 
 def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
@@ -179,7 +184,7 @@ def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
 class _Row(NamedTuple):
     """What stands for an index where a dataset is asked for a row of samples."""
 
-    digest: int
+    dealt: Dealt
     tokens: int
     indices: list[int] | None  # None: this rank has no rows
 
@@ -192,10 +197,10 @@ class _TakeShare:
     lengths: np.ndarray
 
     def __call__(self, indices: Sequence[int]) -> list[_Row]:
-        digest, tokens, rows = self.share.of(self.lengths[np.asarray(indices, dtype=np.int64)])
-        digest = zlib.crc32(np.asarray(indices, dtype=np.int64).tobytes(), digest)
-        own = [_Row(digest, tokens, [indices[number] for number in row]) for row in rows]
-        return own or [_Row(digest, tokens, None)]
+        dealt, tokens, rows = self.share.of(self.lengths[np.asarray(indices, dtype=np.int64)])
+        dealt = dealt._replace(digest=zlib.crc32(np.asarray(indices, dtype=np.int64).tobytes(), dealt.digest))
+        own = [_Row(dealt, tokens, [indices[number] for number in row]) for row in rows]
+        return own or [_Row(dealt, tokens, None)]
 
 
 class _RowsOfSamples:
@@ -223,11 +228,11 @@ class _CollateRows:
     packing: RowPacking
     dataset: Any
 
-    def __call__(self, items: Sequence[tuple[_Row, list[Any]]]) -> tuple[int, dict[str, Tensor]]:
-        digest, tokens, _ = items[0][0]
+    def __call__(self, items: Sequence[tuple[_Row, list[Any]]]) -> tuple[Dealt, dict[str, Tensor]]:
+        dealt, tokens, _ = items[0][0]
         rows = [samples for row, samples in items if row.indices is not None]
         like = next((sample for row in rows for sample in row), None)
-        return digest, self.packing.rows(rows, tokens, self.dataset[0] if like is None else like)
+        return dealt, self.packing.rows(rows, tokens, self.dataset[0] if like is None else like)
 
 
 @dataclass(frozen=True)
@@ -238,9 +243,9 @@ class _CollateShare:
     packing: RowPacking
     length: Callable[[Any], int]
 
-    def __call__(self, samples: Sequence[Any]) -> tuple[int, dict[str, Tensor]]:
-        digest, tokens, rows = self.share.of(np.array([self.length(sample) for sample in samples]))
-        return digest, self.packing.rows([[samples[number] for number in row] for row in rows], tokens, samples[0])
+    def __call__(self, samples: Sequence[Any]) -> tuple[Dealt, dict[str, Tensor]]:
+        dealt, tokens, rows = self.share.of(np.array([self.length(sample) for sample in samples]))
+        return dealt, self.packing.rows([[samples[number] for number in row] for row in rows], tokens, samples[0])
 
 
 class _Balanced(WithEpochs):
@@ -256,7 +261,7 @@ class _Balanced(WithEpochs):
 class _Compared:
     """Batches of a loader, of which all ranks are to have their shares."""
 
-    def __init__(self, base: Iterator[tuple[int, Any]], inputs: CallInputs) -> None:
+    def __init__(self, base: Iterator[tuple[Dealt, Any]], inputs: CallInputs) -> None:
         self._base = base
         self._inputs = inputs
         self._number = 0
@@ -266,9 +271,9 @@ class _Compared:
 
     def __next__(self) -> Any:
         failed: Exception | None = None
-        digest, batch = _END, None
+        dealt, batch = Dealt(_END), None
         try:
-            digest, batch = next(self._base)
+            dealt, batch = next(self._base)
         except StopIteration:
             pass
         except Exception as error:  # noqa: BLE001  (raised below, where other ranks hear of it)
@@ -277,13 +282,14 @@ class _Compared:
         def find() -> tuple[int]:
             if failed is not None:
                 raise failed
-            return (digest,)
+            return (dealt.digest,)
 
         known = [digest for (digest,) in self._inputs.numbers_of_ranks("batch {} of a balanced loader", find)]
         self._number += 1
         _check_alike(known, self._number)
-        if digest == _END:
+        if dealt.digest == _END:
             raise StopIteration
+        self._inputs.dealt = dealt
         return batch
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopar.errors import QuestionError
+from autopar.lower.observe.balance import Balance
 from autopar.lower.observe.kernel_profile import KernelTime
 from autopar.pages.html import Section, render_page
 from autopar.pages.shapes import Cell, Number, Table, digits, milliseconds
@@ -42,6 +43,7 @@ class StepReport:
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
             experts that run as one op, and of the layers that this rank's device group runs.  ``imbalance=`` takes it.
         headline: the plan and its measured rate in one line (`autopar.headline`).
+        balance: of steps whose batches `autopar.balanced` gave; None: of no step.
     """
 
     measured: StepTimeline
@@ -53,6 +55,7 @@ class StepReport:
     kernels: tuple[KernelTime, ...] = ()
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
     headline: str = ""
+    balance: Balance | None = None
 
     def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
         """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
@@ -105,6 +108,7 @@ class StepReport:
         text = self.headline + "\n" * bool(self.headline) + text
         text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'ratio'], *streams])}\n{count}"
         text += f"\n{self._expert_text()}" if self.expert_rows else ""
+        text += f"\n{self.balance}" if self.balance else ""
         return f"{text}\n\n{self._kernel_text()}" if self.kernels else text
 
     def _expert_text(self) -> str:

@@ -86,6 +86,7 @@ class CallExecutors:
 
     Attributes:
         first: that of the calls that the module was parallelized for.
+        last_trained: that of the last training call of the model; before it the first.
         compile_layers: whether layers are compiled.
         attributes: of the module's submodules; calls run programs that were made with the values that these have.
     """
@@ -95,6 +96,7 @@ class CallExecutors:
     ) -> None:
         """`planner` is asked for what is not known; None: other calls are refused."""
         self.first = first
+        self.last_trained = first
         self._planner = planner
         self.compile_layers = compile_layers
         self.attributes = attributes
@@ -143,6 +145,8 @@ class CallExecutors:
             return None
         call, executor, tensors = found
         call.calls += 1
+        if is_training and not part:
+            self.last_trained = executor
         return executor, tensors
 
     def _look_up(

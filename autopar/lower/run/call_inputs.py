@@ -25,6 +25,7 @@ from autopar.lower.communication.held_rows import HeldRows, Spans, dtensor_spans
 from autopar.lower.communication.late_tensor import LateTensor
 from autopar.lower.communication.reshard_ops import reshard_tensor
 from autopar.lower.compat import leaves_of
+from autopar.lower.observe.balance import Dealt
 from autopar.placement import REPLICATE, reshard
 from autopar.step.data_split import DataSplit
 
@@ -89,6 +90,7 @@ class CallInputs:
 
     Attributes:
         is_local: whether ranks pass their own rows.
+        dealt: the batch that a balanced loader gave last; None: there was none.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class CallInputs:
         if example is not None:
             self._has_rows = {name: x.shape[:1] == (rows,) for name, x in open_call(*example).named.items()}
         self._has_compared = False
+        self.dealt: Dealt | None = None
         self._counts: list[int] = []  # in the last call, the rows of each data rank
         if self.is_local and communicator.calls is not None:
             communicator.calls.compares_draws = False  # whoever augments other rows draws other numbers

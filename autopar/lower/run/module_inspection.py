@@ -13,6 +13,7 @@ from autopar.lower.observe.reporting import report_steps
 from autopar.lower.observe.step_report import StepReport
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.call_executors import CallExecutors, PlannedCall
+from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.module_state import ModuleState
 from autopar.plan import Plan
@@ -24,6 +25,7 @@ __all__ = ["ModuleInspection"]
 class ModuleInspection(ModuleState):
     """The base of `ParallelModule` that only reads."""
 
+    call_inputs: CallInputs | None
     _executors: CallExecutors
     _predictions: Predictions | None
     _data_split: DataSplit
@@ -106,12 +108,11 @@ class ModuleInspection(ModuleState):
             kernels: run one more under `torch.profiler`, to list what each kind of layer spends its time on.
 
         Raises:
-            QuestionError: the step runs no layer of `plan`, as with inputs of another form.
+            QuestionError: no measured step runs by the plan that the last step before ran by.
 
         Example:
             >>> report = model.report(lambda: train_step(model, optimizer, batch))
             >>> print(report)
             >>> report.trace("trace.json")  # and report.html("report.html")
         """
-        predicted = None if self._predictions is None else self._predictions.timeline()
-        return report_steps(self._executor, predicted, step, steps, warmup, kernels=kernels)
+        return report_steps(self._executors, self._predictions, self.call_inputs, step, steps, warmup, kernels=kernels)

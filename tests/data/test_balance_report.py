@@ -1,0 +1,66 @@
+"""`model.report` of balanced batches: which plan ran them, how even ranks were, and steps beside their prices."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import autopar
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.communication.simulated_ranks import simulate
+from autopar.lower.observe.balance import Dealt, compare_balance, computing_s
+from autopar.lower.observe.step_report import StepReport
+from autopar.planning.caller_inputs import call_inputs
+from autopar.search import SearchRequest, search
+from autopar.timeline import Event, StepTimeline
+from autopar.verify.rehearsal import planner_for
+from tests.data.test_balanced import TOKENS, Documents, rows_of_tokens, size, small_llama
+from tests.lower.runs import build, loss_of
+from tests.zoo import quick_prices
+
+
+def event(stream: str, category: str, start_s: float, stop_s: float, layer: int = 0) -> Event:
+    return Event(0, stream, "layer", category, start_s, stop_s, layer)
+
+
+def test_computing_leaves_out_collectives_that_are_under_way() -> None:
+    moved = [("gather", 1.0, 2.0), ("gather", 1.5, 3.0), ("reduce", 5.5, 9.0)]
+    timeline = StepTimeline(10.0, (
+        event("compute", "forward", 0.0, 4.0), event("compute", "backward", 4.0, 6.0),
+        event("compute", "optimizer", 6.0, 7.0, layer=-1),
+        *(event("communication", category, *when) for category, *when in moved),
+    ))  # fmt: skip
+    assert computing_s(timeline, 0) == (4 - 2) + (2 - 0.5)
+    dealt = Dealt(0, step_time_s=8.0, imbalance=1.2)
+    balance = compare_balance([(dealt, timeline)], 0, lambda own: [list(own), [2 * n for n in own]])
+    assert balance is not None
+    assert (balance.assigned, balance.measured, balance.ratios) == (1.2, pytest.approx(4 / 3), (1.25,))
+    assert "1.33, 1.20 was assigned" in str(balance)
+    assert compare_balance([], 0, lambda own: [list(own)]) is None
+
+
+def test_a_report_follows_the_plan_that_ran_and_says_how_even_it_was() -> None:
+    model, example = small_llama(), rows_of_tokens(2, TOKENS)
+    traced = autopar.api.trace_model(model, example)
+    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+    planner = planner_for(model, traced, plan, [rows_of_tokens(4, TOKENS)], training=True)
+
+    def rank(talk: Communicator) -> StepReport:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        loader = DataLoader(Documents([16, 9, 12, 8]), batch_size=4)  # two rows for each rank: not the first plan
+        batches = cycle(autopar.balanced(loader, made, length=size, shifts="labels"))
+        return made.report(lambda: loss_of(made(**next(batches))).backward(), steps=2)
+
+    reports = simulate(2, rank)
+    for report in reports:
+        balance = report.balance
+        assert balance is not None
+        assert report.predicted is None  # what is simulated is the first plan
+        assert len(balance.ratios) == len(report.steps_s) == 2
+        assert balance.measured >= 1 <= balance.assigned
+        assert "was assigned" in str(report)
+    assert reports[0].balance.measured == reports[1].balance.measured  # type: ignore[union-attr]
