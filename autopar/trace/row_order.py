@@ -1,19 +1,20 @@
-"""What a graph computes from the order of rows that are sorted by expert alone, found out on random ids."""
+"""What ops do with rows: which work row by row, and what is computed from the order of sorted rows alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autopar.ops import family_of
-from autopar.program import Arg, Op
+from autopar.ops import family_of, options_for
+from autopar.placement import shard
+from autopar.program import Arg, Op, TensorType
 from autopar.trace.evaluation import run_op
 from autopar.trace.graph import Graph
 
-__all__ = ["RowOrder", "divisor_to", "random_ids", "with_sizes"]
+__all__ = ["RowOrder", "divisor_to", "is_rowwise", "random_ids", "with_sizes", "without_rows"]
 
 _MOST_EXPERTS_OF_A_TOKEN = 64  # published models have up to 22
 
@@ -120,3 +121,29 @@ def _kinds(values: Mapping[str, Tensor], ids: Tensor, order: Tensor, num_experts
             if not value.is_floating_point() and value.shape == form.shape and bool((value == form).all()):
                 yield name, kind
                 break
+
+
+def is_rowwise(op: Op, types: Mapping[str, TensorType], rows: Iterable[str]) -> bool:
+    """Whether a factor of the op cuts the rows of its operands and results, all else whole, without a kernel."""
+    rows = set(rows)
+    operands, results = (tuple(types[name] for name in names) for names in (op.operands, op.results))
+    match = options_for(op, operands, results)
+    if match is None or match.is_random or family_of(op.target).is_uninitialized:
+        return False
+    return any(
+        not option.kernel
+        and all(placement == shard(0) for placement in option.results)
+        and all((name in rows) == (p == shard(0)) and (name in rows or not p.is_shard)
+                for name, p in zip(op.operands, option.operands, strict=True))
+        for option in match.options
+    )  # fmt: skip
+
+
+def without_rows(op: Op, num_rows: int) -> Op:
+    """The op with -1 for the number of rows among sizes that are arguments."""
+    args = list(op.args)
+    for place in family_of(op.target).size_args:
+        sizes = args[place]
+        if isinstance(sizes, tuple) and sizes[:1] == (num_rows,):
+            args[place] = (-1, *sizes[1:])
+    return replace(op, args=tuple(args))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from autopar.errors import PlanFormatError, PlanMismatchError
-from autopar.placement import PARTIAL, REPLICATE
+from autopar.placement import PARTIAL, REPLICATE, shard
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.step.plan_check import check_fit
@@ -67,6 +68,14 @@ def test_what_ran_with_wrong_numbers_is_refused() -> None:
     refused(with_strategy(mesh=(-2, -2)), "does not hold the 4 devices")
     sums = tuple(tuple(PARTIAL for _ in layout) for layout in first.storage)
     refused(with_strategy(storage=sums), "stored whole")
+    shapes = [program.type_of(name).shape for name in program.layers[0].state]
+    can_part = [shape[:1] and shape[0] % (2 * math.prod(first.mesh)) == 0 for shape in shapes]
+    assert any(can_part)
+    parted = tuple(
+        tuple(shard(0, 2) for _ in layout) if can else layout
+        for layout, can in zip(first.storage, can_part, strict=True)
+    )
+    refused(with_strategy(storage=parted), "know contiguous slices only")
 
 
 def test_microbatches_must_give_terms_of_the_loss() -> None:

@@ -37,27 +37,27 @@ grouped: Any = torch.ops.transformers.grouped_mm_fallback  # torch's own product
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-    "experts_implementation": "grouped_mm",
 }  # fmt: skip
 
 
-def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def make(name: str, products: str = "grouped_mm") -> tuple[nn.Module, dict[str, Tensor]]:
     """A small language model with experts."""
     torch.manual_seed(0)
     if name == "mixtral":
-        return make_mixtral(layers=1, products="grouped_mm")
+        return make_mixtral(layers=1, products=products)
+    sizes = {**SIZES, "experts_implementation": products}
     ids = tokens(8, 8, 64)
     inputs = {"input_ids": ids, "labels": unevenly_masked(ids)}
     if name == "qwen":  # its balance loss is of the whole batch
         config: Any = transformers.Qwen3MoeConfig(
-            **SIZES, moe_intermediate_size=8, head_dim=4, num_experts=8, norm_topk_prob=True, output_router_logits=True
+            **sizes, moe_intermediate_size=8, head_dim=4, num_experts=8, norm_topk_prob=True, output_router_logits=True
         )
         return transformers.Qwen3MoeForCausalLM(config), inputs
     if name == "gpt-oss":  # biases, and a gate whose halves alternate
-        config = transformers.GptOssConfig(**SIZES, head_dim=4, num_local_experts=4, sliding_window=4)
+        config = transformers.GptOssConfig(**sizes, head_dim=4, num_local_experts=4, sliding_window=4)
         return transformers.GptOssForCausalLM(config), inputs
     config = transformers.DeepseekV3Config(  # sigmoid scores in groups, a shared expert, a layer without experts
-        **{**SIZES, "num_key_value_heads": 4}, moe_intermediate_size=8, n_routed_experts=8, n_group=4, topk_group=2,
+        **{**sizes, "num_key_value_heads": 4}, moe_intermediate_size=8, n_routed_experts=8, n_group=4, topk_group=2,
         first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4,
     )  # fmt: skip
     return transformers.DeepseekV3ForCausalLM(config), inputs
@@ -94,6 +94,8 @@ def routing(name: str) -> Tensor:
         return torch.where(torch.rand(16, 2, generator=generator) < 0.9, 3, drawn % 4)
     if name == "all to one":
         return torch.full((16, 2), 6)
+    if name == "one each":
+        return torch.arange(NUM_EXPERTS).view(4, 2)
     return torch.arange(32).view(16, 2) % NUM_EXPERTS if name == "even" else drawn
 
 
@@ -101,7 +103,7 @@ def routing(name: str) -> Tensor:
 def routed(name: str) -> Subject:
     torch.manual_seed(0)
     ids = routing(name)
-    inputs = {"x": torch.randn(16, 8).double(), "ids": ids, "weights": torch.rand(16, 2).double()}
+    inputs = {"x": torch.randn(len(ids), 8).double(), "ids": ids, "weights": torch.rand(ids.shape).double()}
     return trained_alone(Routed().double(), inputs)
 
 
@@ -208,7 +210,7 @@ def test_a_loss_that_is_no_sum_over_tokens_needs_the_whole_batch():
 
 
 @pytest.mark.parametrize(("name", "world_size"), [
-    ("random", 2), ("skewed", 4),
+    ("one each", 2), ("skewed", 4), pytest.param("random", 2, marks=pytest.mark.slow),
     pytest.param("even", 2, marks=pytest.mark.slow), pytest.param("all to one", 4, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_any_routing_by_tokens_and_by_experts(name: str, world_size: int):
