@@ -59,7 +59,9 @@ def test_lengths_of_a_file_make_a_family(capsys: pytest.CaptureFixture[str], tmp
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(["8"] * 95 + ["900"]))
     asked = ("--cluster", "2xh100", *QUICK, "--constraint", "data=2", "--no-compile", "--lengths", str(path))
-    text = ask(capsys, "tests.models:make_llama", *asked)
+    page = tmp_path / "page.html"
+    text = ask(capsys, "tests.models:make_llama", *asked, "--html", str(page))
+    assert 'id="worst-batch-figure"' in page.read_text()
     joined = " ".join(text.split())
     assert "expected step time" in joined
     assert "the best plan for all of them" in joined

@@ -18,6 +18,7 @@ from autopar.explain.report.costs import (
     seconds_figure,
 )
 from autopar.explain.report.layer_strip import layer_strip, layer_table
+from autopar.explain.report.length_section import length_sections
 from autopar.explain.tables import (
     forced_table,
     kind_table,
@@ -113,6 +114,7 @@ def sections(findings: Findings) -> Iterator[Section]:
     )
     yield _step_section(findings)
     yield _memory_section(findings)
+    yield from length_sections(answer)
     yield Section(
         "time-section",
         "Where time and bytes go",
