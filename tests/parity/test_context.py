@@ -98,6 +98,8 @@ RINGS = {
         (2, ("context=2",)),
         (4, ("context=4", "zero=3", "recompute=full")),
         (4, ("context=2", "tensor=2", "microbatches=4")),
+        (4, ("context=2", "sequence=2")),  # heads on the other axis
+        (8, ("context=4", "sequence=2")),
         (8, ("context=4", "data=2", "recompute=selective")),
     ),
     "gpt2": ((4, ("context=4",)),),
