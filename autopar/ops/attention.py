@@ -14,10 +14,10 @@ from autopar.program import KernelCollective, Op, itemsize_bytes
 __all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS"]
 
 DOCUMENTS = "autopar.document_attention"
-"""``(query, key, value, ids, scale, is_causal, is_sorted, length)``: tokens see those of their row that have the same
-of `ids` (``[tokens]`` or ``[batch or 1, tokens]``); with `is_causal` none behind them; `is_sorted`: ids never fall
-along a row; `length`, which is for prices and may be left out: tokens of a token's document in the mean, by default
-the row.
+"""``(query, key, value, ids, scale, is_causal, is_sorted, length, window)``: tokens see those of their row that have
+the same of `ids` (``[tokens]`` or ``[batch or 1, tokens]``); with `is_causal` none behind them; `is_sorted`: ids never
+fall along a row; `length`, which is for prices and may be left out: tokens of a token's document in the mean, by
+default the row; `window`: they see those that are less than so many places away, by default all.
 """
 
 _MOST_CUDNN_HEAD = 128
@@ -63,7 +63,7 @@ def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ..
 
 
 def _window(op: Op) -> int:
-    return cast("int", op.args[4])
+    return cast("int", op.args[4] if op.target == WINDOWS else argument(op, 8, "window", 0))
 
 
 def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
@@ -209,7 +209,9 @@ def _work(
         length = key.shape[sequence]
         if op.target == DOCUMENTS:  # tokens meet those of their own document only
             length = cast("int", argument(op, 7, "length", length))
-        if op.target == WINDOWS and _window(op) < length:  # as if causal rows had so many columns, half of them seen
+        if (
+            op.target in (DOCUMENTS, WINDOWS) and 0 < _window(op) < length
+        ):  # as if causal rows had so many columns, half of them seen
             length = round(2 * _window(op) - _window(op) ** 2 / length)
         is_causal = argument(op, 5, "is_causal") is True or argument(op, 5, "causal") is True
         flops = 2.0 * heads_and_batch * query.shape[sequence] * length * (query.shape[-1] + value.shape[-1])

@@ -1,9 +1,10 @@
 """Attention whose mask keeps documents of one row apart becomes an op that knows the documents (`DOCUMENTS`).
 
 A mask is recognised by what it is: it lets tokens see those that have the same number, and with causal attention none
-behind them, for some integers that the model computes for each token (or gets).  Which integers is found by running the
-model's own ops on rows packed at random, and on numbers near those that the ops mention; long rows are shortened.
-Then attention by document must give the results and gradients of the model's attention, in float64.
+behind them, with a window none far away, for some integers that the model computes for each token (or gets).  Which
+integers is found by running the model's own ops on rows packed at random, and on numbers near those that the ops
+mention; long rows are shortened, and a long window with them.  Then attention by document must give the results and
+gradients of the model's attention, in float64.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _attend: Any = functional.scaled_dot_product_attention  # whose annotations are 
 _MOST_OPS = 200  # packed masks of transformers take about 20; more are looked at for nothing
 _SMALL = 64  # literals up to this may be numbers of dims or of a window: they stay as they are
 _SHORT = 160  # what long rows are shortened to: more than twice `_SMALL`, so that no small window covers a row
+_WINDOW = 37  # what a long window is shortened to: no size, and short enough to be seen in a row of `_SHORT`
+_NEAR = 2  # numbers of one window differ by so many: whether it counts the token itself, and where comparisons begin
 _LONGEST = 2048  # rows that are not shortened: their masks of 4 million entries take milliseconds an op
 _TRIALS = 12  # two of each form of `_drawn`
 _TOLERANCE = 1e-10  # relative, in float64; the order of sums differs
@@ -56,7 +59,8 @@ def restore_documents(graph: Graph) -> Graph:
             return None
         scale = argument(op, 6, "scale", None)
         args = (*op.args[:3], Ref(found.ids), scale, found.is_causal, found.is_sorted)
-        return [replace(op, target=DOCUMENTS, args=args, kwargs=())]
+        window = (("window", found.window),) if found.window else ()
+        return [replace(op, target=DOCUMENTS, args=args, kwargs=window)]
 
     made = graph.rewrite(step)
     return drop_dead_ops(made) if any(known.values()) else graph  # masks may be too big for what follows to look at
@@ -69,6 +73,7 @@ class _Documents:
     ids: str
     is_causal: bool
     is_sorted: bool
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,19 @@ def _find(graph: Graph, mask: str, batch: int, tokens: int) -> _Documents | None
         return None
     for name in reversed(candidates):
         for is_causal in (True, False):
-            if all(_fits(trial, name, is_causal=is_causal) for trial in trials):
-                is_sorted = all(bool((trial.values[name].diff(dim=-1) >= 0).all()) for trial in trials)
-                documents = _Documents(name, is_causal, is_sorted)
-                return documents if all(_is_same(trial, documents) for trial in trials[:3]) else None
+            is_sorted = all(bool((trial.values[name].diff(dim=-1) >= 0).all()) for trial in trials)
+            # Places of a row are places of a document where documents are in order.
+            for window in (0, *([_reach(trials)] if is_sorted else [])):
+                documents = _Documents(name, is_causal, is_sorted, window)
+                if all(_fits(trial, documents) for trial in trials):
+                    is_same = all(_is_same(trial, documents) for trial in trials[:3])
+                    return short.at_length(documents) if is_same else None
     return None
+
+
+def _reach(trials: Sequence[_Trial]) -> int:
+    """The window of a mask, if it is one: no token sees another one as far away."""
+    return 1 + max(int((own - seen).abs().max()) for trial in trials for _, own, seen in [trial.visible.nonzero().T])
 
 
 def _is_integer(kind: TensorType) -> bool:
@@ -110,15 +123,16 @@ def _tells_documents(trial: _Trial) -> bool:
     return bool((trial.visible & below).any()) and bool((~trial.visible & below).any())
 
 
-def _fits(trial: _Trial, name: str, *, is_causal: bool) -> bool:
-    wanted, visible = _visible(trial.values[name], is_causal=is_causal), trial.visible
+def _fits(trial: _Trial, documents: _Documents) -> bool:
+    wanted, visible = _visible(trial.values[documents.ids], documents), trial.visible
     return bool((wanted == visible).all())  # one of them may stand for all rows of the batch
 
 
-def _visible(ids: Tensor, *, is_causal: bool) -> Tensor:
+def _visible(ids: Tensor, documents: _Documents) -> Tensor:
     ids = ids.view(-1, ids.shape[-1])
     same = ids[:, :, None] == ids[:, None, :]
-    return same.tril() if is_causal else same
+    same = same.tril(documents.window - 1).triu(1 - documents.window) if documents.window else same
+    return same.tril() if documents.is_causal else same
 
 
 # ---------------------------------------------------------------- what a mask is computed from
@@ -163,13 +177,18 @@ class _Cone:
     def shortened(self, batch: int, tokens: int) -> _ShortCone | None:
         """For rows that are short enough to look at whole masks; None where nothing says what else would change."""
         sizes: dict[int, int] = {}
+        shift = 0
         if tokens > _LONGEST or (tokens > _SMALL and batch * tokens * tokens > _LONGEST * _LONGEST):
-            # A literal that is no size could be a window, which no short row would show.
+            # A literal that is no size could be a window, which no short row would show: it becomes a short one.
             sizes = {tokens: _SHORT, batch * tokens: batch * _SHORT}
-            large = {n for op in self.ops for n in _integers(op) if _SMALL < n < tokens and not self._compares(op)}
-            if large or any(tokens in self.graph.constants[n].shape for n in self._constants):
+            every = (abs(n) for op in self.ops if not self._compares(op) for n in _integers(op))
+            large = sorted({n for n in every if _SMALL < n < tokens})
+            shift = large[0] - _WINDOW if large else 0
+            sizes |= {sign * n: sign * (n - shift) for n in large for sign in (1, -1)}
+            is_one = not large or large[-1] - large[0] <= _NEAR
+            if not is_one or any(tokens in self.graph.constants[name].shape for name in self._constants):
                 return None
-        return _ShortCone(self, sizes, batch, sizes.get(tokens, tokens))
+        return _ShortCone(self, sizes, shift, batch, sizes.get(tokens, tokens))
 
     @property
     def _constants(self) -> list[str]:
@@ -194,12 +213,23 @@ def _integers(op: Op) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _ShortCone:
-    """A cone whose rows have `tokens` tokens; `sizes` says what became of the sizes that it had."""
+    """A cone whose rows have `tokens` tokens; `sizes` says what became of the sizes that it had.
+
+    `shift`: by how much a long window is shorter; 0 where none is.
+    """
 
     cone: _Cone
     sizes: Mapping[int, int]
+    shift: int
     batch: int
     tokens: int
+
+    def at_length(self, documents: _Documents) -> _Documents | None:
+        """`documents` in rows as long as they were; None if nothing says how long a window was."""
+        if not self.shift:
+            return documents
+        is_it = abs(documents.window - _WINDOW) <= _NEAR
+        return replace(documents, window=documents.window + self.shift) if is_it else None
 
     def run(self, seed: int) -> _Trial | None:
         """On random inputs; None if they are such that the ops fail."""
@@ -288,7 +318,8 @@ def _is_same(trial: _Trial, documents: _Documents) -> bool:
         for document in set(every.tolist()):
             tokens: Tensor = (every == document).nonzero().view(-1)
             parts = [leaf[:, :, tokens] for leaf in leaves]
-            found = found.index_copy(2, tokens, _attend(*parts, is_causal=documents.is_causal))
+            seen = _visible(torch.zeros_like(tokens), documents)
+            found = found.index_copy(2, tokens, _attend(*parts, seen))
         pairs = [(expected, found)]
         ways = [torch.autograd.grad(result, leaves, incoming) for result in (expected, found)]
     pairs += zip(*ways, strict=True)

@@ -15,7 +15,7 @@ from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, OPS
-from autopar.lower.kernels.window_attention import _Band, _parts
+from autopar.lower.kernels.attention_tiles import Band, band_parts
 from autopar.ops.attention import WINDOWS
 from autopar.placement import Axis
 from tests.ranks import run_ranks
@@ -66,7 +66,7 @@ def test_slices_have_each_pair_once(is_causal: bool) -> None:
         for first in range(12):
             for stop in range(first + 1, 13):
                 seen = torch.zeros(12, 12, dtype=torch.int64)
-                for parts in _parts(_Band(12, window, is_causal, first), stop - first):
+                for parts in band_parts(Band(12, window, is_causal, first), stop - first):
                     rows = [row for own, *_ in parts for row in own]
                     assert len(rows) == len(set(rows))
                     for own, columns, causal in parts:

@@ -50,6 +50,8 @@ def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
     }  # fmt: skip
     if name == "llama":
         model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    elif name == "mistral":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=5))
     elif name == "qwen":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=8))
     else:
@@ -129,6 +131,22 @@ def test_any_packing(packing: str, constraints: tuple[str, ...]):
     assert_parity(who, searched(who, 2, *constraints))
 
 
+@pytest.mark.parametrize(
+    ("packing", "world_size", "constraints"),
+    [
+        ("some", 2, ("context=2",)),
+        *(pytest.param(packing, *split, marks=pytest.mark.slow)
+          for packing in ("one", "odd", "a document a token")
+          for split in ((2, ("data=2", "zero=3")), (4, ("context=2", "tensor=2")), (8, ("context=4", "data=2")))),
+    ],
+)  # fmt: skip
+def test_windows_beside_documents(packing: str, world_size: int, constraints: tuple[str, ...]):
+    who = subject("mistral", packing)
+    found = attentions(who.traced.program)
+    assert [(op.target, op.kwargs) for op in found] == [(DOCUMENTS, (("window", 5),))] * 2
+    assert_parity(who, searched(who, world_size, *constraints))
+
+
 def test_a_single_row_splits_by_context():
     """As DataCollatorWithFlattening makes it."""
     who = subject("llama", "odd", 1)
@@ -194,7 +212,9 @@ MASKS = {
     "both ways": (lambda ids, lower: same(ids), True),
     "additive": (lambda ids, lower: torch.where(same(ids) & lower, 0.0, -torch.inf), True),
     "after a token": (lambda ids, lower: same((ids == 2).cumsum(1)) & lower, True),
-    "window of 4": (lambda ids, lower: same(ids) & lower & ~lower.tril(-4), False),
+    "window of 4": (lambda ids, lower: same((ids == 2).cumsum(1)) & lower & ~lower.tril(-4), True),
+    "window to both sides": (lambda ids, lower: same((ids == 2).cumsum(1)) & ~lower.tril(-4) & ~lower.T.triu(4), True),
+    "window of what comes again": (lambda ids, lower: same(ids) & lower & ~lower.tril(-4), False),
     "padding": (lambda ids, lower: same(ids) & lower & (ids != 2)[:, None, None], False),
     "others": (lambda ids, lower: ~same(ids) | torch.eye(len(lower), dtype=torch.bool), False),
     "a bias": (lambda ids, lower: torch.where(same(ids) & lower, 0.5, -torch.inf), False),
@@ -234,6 +254,22 @@ def test_boundaries_in_one_tensor():
         assert_parity(who, searched(who, 2, *constraints))
 
 
+@pytest.mark.parametrize("window", [4096, 100])
+def test_long_windows_are_shortened_with_their_rows(window: int):
+    rows = 1 << 14
+    inputs = {
+        "x": torch.empty(1, rows, 8, device="meta"),
+        "ids": torch.empty(1, rows, dtype=torch.int64, device="meta"),
+    }
+
+    def near(ids: Tensor, lower: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])
+        return same((ids == 50256).cumsum(1)) & lower & (places > (places - window)[:, None])
+
+    (op,) = attentions(trace_model(Masked(near), inputs).program)
+    assert (op.target, op.kwargs) == (DOCUMENTS, (("window", window),))
+
+
 @pytest.mark.parametrize("rows", [4096, 131072])
 def test_long_rows_are_shortened_to_be_looked_at(rows: int):
     inputs = {
@@ -247,8 +283,9 @@ def test_long_rows_are_shortened_to_be_looked_at(rows: int):
 # ---------------------------------------------------------------- the kernels
 
 
-def by_mask(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: float | None, is_causal: bool) -> Tensor:
+def by_mask(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: float | None, is_causal: bool, window: int) -> Tensor:
     mask = same(ids) & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() if is_causal else same(ids)
+    mask = mask.tril(window - 1).triu(1 - window) if window else mask
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
@@ -257,19 +294,21 @@ def joined(gradients: tuple[Tensor, ...], are_slices: bool) -> Tensor:
     return torch.cat(gradients, 2) if are_slices else torch.stack(gradients).sum(0)
 
 
+@pytest.mark.parametrize("window", [0, 3, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("size", "scale"), [(4, None), (6, 0.3)])
 @pytest.mark.parametrize("axes", [(), (Axis(2, 1),), (Axis(3, 1),), (Axis(2, 2), Axis(2, 1))], ids=str)
-def test_kernels_against_a_mask(axes: tuple[Axis, ...], size: int, scale: float | None, is_causal: bool):
+def test_kernels_against_a_mask(axes: tuple[Axis, ...], size: int, scale: float | None, is_causal: bool, window: int):
     torch.manual_seed(1)
     shapes = ((2, 4, TOKENS, 4), (2, 2, TOKENS, 4), (2, 2, TOKENS, size))
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
     ids = torch.stack([torch.randint(0, 4, (TOKENS,)), torch.arange(TOKENS) // 9])
-    expected = by_mask(*leaves, ids, scale, is_causal)
+    ids = ids.sort(1).values if window else ids
+    expected = by_mask(*leaves, ids, scale, is_causal, window)
     incoming = torch.randn_like(expected)
     wanted = [expected, *torch.autograd.grad(expected, leaves, incoming)]
     if not axes:
-        out = resolve_target(DOCUMENTS)(*leaves, ids, scale, is_causal, False)
+        out = resolve_target(DOCUMENTS)(*leaves, ids, scale, is_causal, bool(window), window=window)
         found = [out, *torch.autograd.grad(out, leaves, incoming)]
     else:
         world_size = 1
@@ -280,7 +319,7 @@ def test_kernels_against_a_mask(axes: tuple[Axis, ...], size: int, scale: float 
             shards = Shards(c, axes)
             query = leaves[0].detach().chunk(shards.count, 2)[shards.index].clone().requires_grad_()
             own = [query, *(x.detach().clone().requires_grad_() for x in leaves[1:])]
-            out = KERNELS["context_documents"](shards, *own, ids, scale, is_causal, False)
+            out = KERNELS["context_documents"](shards, *own, ids, scale, is_causal, bool(window), window=window)
             grads = torch.autograd.grad(out, own, incoming.chunk(shards.count, 2)[shards.index])
             return [out.detach(), *grads]
 

@@ -6,6 +6,7 @@ Documents in one row and windows along it are made of such tiles; those of one s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function
 from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks, sum_dtype
 
-__all__ = ["Tiles", "attend_tiles", "joined_tiles", "takes_varlen", "tokens_of"]
+__all__ = ["Band", "Tiles", "attend_tiles", "band_parts", "joined_tiles", "takes_varlen", "tokens_of"]
 
 _VARLEN_MOST, _VARLEN_UNIT = 256, 8
 """The largest head that torch's attention of variable lengths takes, and what its size divides by."""
@@ -54,6 +55,56 @@ def joined_tiles(parts: Iterable[tuple[Tensor, Tensor, bool]]) -> list[Tiles]:
         Tiles(torch.stack([rows for rows, _ in each]), torch.stack([columns for _, columns in each]), causal)
         for (*_, causal), each in found.items()
     ]
+
+
+class Band(NamedTuple):
+    """What is seen in rows of `tokens`: of the rows from number `first` on, the columns from `low` on are at hand."""
+
+    tokens: int
+    window: int
+    is_causal: bool
+    first: int = 0
+    low: int = 0
+
+
+_Part = tuple[range, range, bool]
+
+
+def band_parts(band: Band, rows: int) -> list[list[_Part]]:
+    """Rows, columns and whether causal, of tiles; no row is twice in one list."""
+    stop, last = band.first + rows, band.tokens - 1
+    found = [*_before(band.first, stop, band.window, is_strict=False)]
+    if not band.is_causal:  # what comes after is what comes before, seen from the other end
+        for parts in _before(band.tokens - stop, band.tokens - band.first, band.window, is_strict=True):
+            found.append([(_mirrored(own, last), _mirrored(seen, last), is_causal) for own, seen, is_causal in parts])
+    return found
+
+
+def _mirrored(places: range, last: int) -> range:
+    return range(last - places.start, last - places.stop, -places.step)
+
+
+def _before(start: int, stop: int, window: int, *, is_strict: bool) -> tuple[list[_Part], list[_Part], list[_Part]]:
+    """Rows from `start` to `stop` and the columns up to each that are less than `window` away; `is_strict`: before it.
+
+    Rows are cut where a window would reach over the beginning: each part has its own square, causal; columns before it
+    that all its rows see; and before these a corner, causal from the other end.
+    """
+    squares: list[_Part] = []
+    shared: list[_Part] = []
+    corners: list[_Part] = []
+    cuts = [start, *range((start // window + 1) * window, stop, window), stop]
+    for low, high in pairwise(cuts):
+        count, shift = high - low, int(is_strict)
+        if count > shift:
+            squares.append((range(low + shift, high), range(low, high - shift), True))
+        first = max(0, low - window + 1)
+        seen_by_all = first + count - 1 if high > window else first
+        if seen_by_all < low:
+            shared.append((range(low, high), range(seen_by_all, low), False))
+        if high > window and count > 1:
+            corners.append((range(high - 2, low - 1, -1), range(first + count - 2, first - 1, -1), True))
+    return squares, shared, corners
 
 
 def takes_varlen(query: Tensor, value: Tensor) -> bool:

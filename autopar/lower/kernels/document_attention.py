@@ -18,12 +18,20 @@ from torch.nn.attention.varlen import varlen_attn
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels.attention_blocks import score_scale
-from autopar.lower.kernels.attention_tiles import Tiles, attend_tiles, joined_tiles, takes_varlen, tokens_of
+from autopar.lower.kernels.attention_tiles import (
+    Band,
+    Tiles,
+    attend_tiles,
+    band_parts,
+    joined_tiles,
+    takes_varlen,
+    tokens_of,
+)
 
 __all__ = ["context_documents", "document_attention"]
 
 
-def document_attention(
+def document_attention(  # noqa: PLR0913  (its arguments)
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -32,6 +40,7 @@ def document_attention(
     is_causal: bool,
     is_sorted: bool,
     length: float = 0.0,
+    window: int = 0,
 ) -> Tensor:
     """Attention in which a token sees the tokens of its row that have its id, with `is_causal` those up to itself.
 
@@ -46,14 +55,15 @@ def document_attention(
         is_causal: whether tokens see none that come after them.
         is_sorted: ids never fall along a row.
         length: for prices only.
+        window: tokens see those that are less than so many places away, 0: all; documents are then in order.
     """
     del length
     scale = score_scale(query, scale)
     order, lengths = _documents(ids, query, is_sorted=is_sorted)
     if takes_varlen(query, value):
         moved = None if is_sorted else order
-        return _varlen(query, key, value, moved, lengths, scale, is_causal=is_causal)
-    tiles = [Tiles(tokens, tokens, is_causal) for tokens in _by_length(order, lengths)]
+        return _varlen(query, key, value, moved, lengths, scale, is_causal=is_causal, window=window)
+    tiles = [each for tokens in _by_length(order, lengths) for each in _tiles(tokens, window, is_causal=is_causal)]
     return attend_tiles(query, key, value, tiles, scale)
 
 
@@ -67,6 +77,7 @@ def context_documents(  # noqa: PLR0913  (its arguments)
     is_causal: bool,
     is_sorted: bool,
     length: float = 0.0,
+    window: int = 0,
 ) -> Tensor:
     """`document_attention` of this device's rows of `query` to all columns.
 
@@ -83,6 +94,7 @@ def context_documents(  # noqa: PLR0913  (its arguments)
         is_causal: see `key`.
         is_sorted: see `key`.
         length: for prices only.
+        window: see `key`.
     """
     del length
     scale = score_scale(query, scale)
@@ -91,7 +103,7 @@ def context_documents(  # noqa: PLR0913  (its arguments)
     half, mirrored = head.shape[2], shards.count - 1 - shards.index
     firsts = (2 * shards.index * half, (2 * mirrored + 1) * half)
     rows = torch.cat([head, _Mirrored.of(tail, shards)], 2)
-    tiles = _tiles_of_slices(order, lengths, key.shape[2], firsts, half, is_causal=is_causal)
+    tiles = _tiles_of_slices(order, lengths, key.shape[2], firsts, half, window, is_causal=is_causal)
     out = attend_tiles(rows, key, value, tiles, scale)
     first, second = out.chunk(2, 2)
     return torch.cat([first, _Mirrored.of(second, shards)], 2)
@@ -148,14 +160,43 @@ def _by_length(order: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     ]
 
 
+def _tiles(tokens: Tensor, window: int, *, is_causal: bool) -> list[Tiles]:
+    """Of documents ``[documents, length]`` of one length."""
+    length = tokens.shape[1]
+    if not window or window >= length:
+        return [Tiles(tokens, tokens, is_causal)]
+    parts = band_parts(Band(length, window, is_causal), length)
+    return [
+        tile
+        for part in parts
+        for tile in joined_tiles(
+            (document[_places(own)], document[_places(seen)], causal)
+            for own, seen, causal in part
+            for document in tokens
+        )
+    ]
+
+
+def _places(own: range) -> Tensor:
+    return torch.arange(own.start, own.stop, own.step)
+
+
 def _tiles_of_slices(
-    order: Tensor, lengths: Sequence[int], tokens: int, firsts: Iterable[int], half: int, *, is_causal: bool
+    order: Tensor,
+    lengths: Sequence[int],
+    tokens: int,
+    firsts: Iterable[int],
+    half: int,
+    window: int,
+    *,
+    is_causal: bool,
 ) -> list[Tiles]:
     """Tiles for two slices of `half` rows each, which begin at `firsts` in a row of so many `tokens`.
 
     What a slice has of a document are neighbours in it, as documents are in the order of their tokens.
     """
     found: list[tuple[Tensor, Tensor, bool]] = []
+    bands: dict[int, list[tuple[Tensor, Tensor, bool]]] = {}
     places = order % tokens
     for slice_number, first in enumerate(firsts):
         inside = (places >= first) & (places < first + half)
@@ -168,13 +209,19 @@ def _tiles_of_slices(
                 continue
             own = document[before : before + count]
             rows = own // tokens * (2 * half) + (own % tokens - first) + slice_number * half
+            if window:
+                for place, part in enumerate(band_parts(Band(length, window, is_causal, before), count)):
+                    bands.setdefault(place, []).extend(
+                        (rows[_places(each) - before], document[_places(seen)], causal) for each, seen, causal in part
+                    )
+                continue
             if not is_causal:
                 found.append((rows, document, False))
                 continue
             found.append((rows, own, True))
             if before:
                 found.append((rows, document[:before], False))
-    return joined_tiles(found)
+    return [tile for each in (found, *bands.values()) for tile in joined_tiles(each)]
 
 
 def _count(which: Tensor, lengths: Sequence[int]) -> list[int]:
@@ -196,6 +243,7 @@ def _varlen(
     scale: float,
     *,
     is_causal: bool,
+    window: int,
 ) -> Tensor:
     """All documents in one call; `order` as in `_documents`, None if that is how they are."""
     batch, heads, tokens, _ = query.shape
@@ -203,7 +251,7 @@ def _varlen(
     q, k, v = (tokens_of(x) if order is None else tokens_of(x).index_select(0, order) for x in (query, key, value))
     out = varlen_attn(
         q, k, v, ends, ends, max(lengths), max(lengths), scale=scale, enable_gqa=key.shape[1] != heads,
-        window_size=(-1, 0) if is_causal else (-1, -1),
+        window_size=(window - 1, 0 if is_causal else window - 1),
     )  # fmt: skip
     assert isinstance(out, Tensor)
     if order is not None:

@@ -8,9 +8,7 @@ one exchange between neighbours brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +18,15 @@ from torch.nn.attention.varlen import varlen_attn
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels.attention_blocks import score_scale
-from autopar.lower.kernels.attention_tiles import Tiles, attend_tiles, joined_tiles, takes_varlen, tokens_of
+from autopar.lower.kernels.attention_tiles import (
+    Band,
+    Tiles,
+    attend_tiles,
+    band_parts,
+    joined_tiles,
+    takes_varlen,
+    tokens_of,
+)
 
 __all__ = ["context_windows", "neighbour_windows", "window_attention"]
 
@@ -38,7 +44,7 @@ def window_attention(
         window: at least 1, which is the token itself.
         is_causal: whether tokens see none that come after them.
     """
-    return _attend(query, key, value, scale, _Band(query.shape[2], window, is_causal))
+    return _attend(query, key, value, scale, Band(query.shape[2], window, is_causal))
 
 
 def context_windows(
@@ -61,7 +67,7 @@ def context_windows(
     first = shards.index * rows
     low = max(0, first - window + 1)
     high = first + rows if is_causal else min(tokens, first + rows + window - 1)
-    band = _Band(tokens, window, is_causal, first, low)
+    band = Band(tokens, window, is_causal, first, low)
     return _attend(query, key[:, :, low:high], value[:, :, low:high], scale, band)
 
 
@@ -89,7 +95,7 @@ def neighbour_windows(
     if shards.axes and window > 1:
         key, value = call_function(_FromPrevious, key, value, shards, window - 1)
     low = first + rows - key.shape[2]
-    return _attend(query, key, value, scale, _Band(shards.count * rows, window, is_causal, first, low))
+    return _attend(query, key, value, scale, Band(shards.count * rows, window, is_causal, first, low))
 
 
 class _FromPrevious(torch.autograd.Function):
@@ -129,24 +135,14 @@ def _passed(parts: list[Tensor], shards: Shards, step: int) -> list[Tensor]:
     return [found[: first.numel()].view(first.shape), found[first.numel() :].view(second.shape)]
 
 
-class _Band(NamedTuple):
-    """What is seen in rows of `tokens`: of the rows from number `first` on, the columns from `low` on are at hand."""
-
-    tokens: int
-    window: int
-    is_causal: bool
-    first: int = 0
-    low: int = 0
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, band: _Band) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, band: Band) -> Tensor:
     scale = score_scale(query, scale)
     if takes_varlen(query, value):
         return _varlen(query, key, value, scale, band)
     return attend_tiles(query, key, value, _tiles(query, key, band), scale)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, band: _Band) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, band: Band) -> Tensor:
     """All rows of the batch in one call, in which the last row of each is next to its last column."""
     batch, heads, rows, _ = query.shape
     columns = key.shape[2]
@@ -162,11 +158,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, band: _Band
     return out.view(batch, rows, heads, -1).transpose(1, 2)
 
 
-def _tiles(query: Tensor, key: Tensor, band: _Band) -> list[Tiles]:
+def _tiles(query: Tensor, key: Tensor, band: Band) -> list[Tiles]:
     """Of all rows of the batch."""
     batch, num_rows, num_columns = query.shape[0], query.shape[2], key.shape[2]
     found: list[Tiles] = []
-    for parts in _parts(band, num_rows):
+    for parts in band_parts(band, num_rows):
         numbered = (
             (_numbers(own, entry * num_rows - band.first), _numbers(seen, entry * num_columns - band.low), is_causal)
             for own, seen, is_causal in parts for entry in range(batch)
@@ -177,42 +173,3 @@ def _tiles(query: Tensor, key: Tensor, band: _Band) -> list[Tiles]:
 
 def _numbers(places: range, shift: int) -> Tensor:
     return torch.arange(places.start, places.stop, places.step) + shift
-
-
-_Part = tuple[range, range, bool]
-
-
-def _parts(band: _Band, rows: int) -> Iterator[list[_Part]]:
-    """Rows, columns and whether causal, of tiles; no row is twice in one list."""
-    stop, last = band.first + rows, band.tokens - 1
-    yield from _before(band.first, stop, band.window, is_strict=False)
-    if not band.is_causal:  # what comes after is what comes before, seen from the other end
-        for parts in _before(band.tokens - stop, band.tokens - band.first, band.window, is_strict=True):
-            yield [(_mirrored(own, last), _mirrored(seen, last), is_causal) for own, seen, is_causal in parts]
-
-
-def _mirrored(places: range, last: int) -> range:
-    return range(last - places.start, last - places.stop, -places.step)
-
-
-def _before(start: int, stop: int, window: int, *, is_strict: bool) -> tuple[list[_Part], list[_Part], list[_Part]]:
-    """Rows from `start` to `stop` and the columns up to each that are less than `window` away; `is_strict`: before it.
-
-    Rows are cut where a window would reach over the beginning: each part has its own square, causal; columns before it
-    that all its rows see; and before these a corner, causal from the other end.
-    """
-    squares: list[_Part] = []
-    shared: list[_Part] = []
-    corners: list[_Part] = []
-    cuts = [start, *range((start // window + 1) * window, stop, window), stop]
-    for low, high in pairwise(cuts):
-        count, shift = high - low, int(is_strict)
-        if count > shift:
-            squares.append((range(low + shift, high), range(low, high - shift), True))
-        first = max(0, low - window + 1)
-        seen_by_all = first + count - 1 if high > window else first
-        if seen_by_all < low:
-            shared.append((range(low, high), range(seen_by_all, low), False))
-        if high > window and count > 1:
-            corners.append((range(high - 2, low - 1, -1), range(first + count - 2, first - 1, -1), True))
-    return squares, shared, corners
