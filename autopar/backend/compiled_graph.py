@@ -12,7 +12,7 @@ from autopar.backend.dynamo_graph import CapturedGraph
 from autopar.backend.options import Options, read_options
 from autopar.backend.planning import plan_graph
 from autopar.backend.running import RunningGraph
-from autopar.backend.session import session_of
+from autopar.backend.session import Session, session_of
 from autopar.backend.storage import with_whole_inputs
 from autopar.lower.communication.consensus import agree
 
@@ -43,6 +43,8 @@ class CompiledGraph:
             self._options = read_options(self._given, self._mode)
         if self._graph.is_distributed:
             return self._graph.code(*values)
+        session = session_of(self._options.mesh)
+        session.check_replaced()
         values = tuple(with_whole_inputs(self._graph, values))
         trains = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
         tensors = (values[place] for place in self._places)
@@ -51,18 +53,21 @@ class CompiledGraph:
             *self._graph.numbers(values).values(),
         )  # fmt: skip
         if key not in self._running:
-            self._running[key] = self._plan(values, self._options, trains)
+            self._running[key], values = self._plan(values, self._options, session, trains=trains)
         running = self._running[key]
         return self._graph.code(*values) if running is None else running(values)
 
-    def _plan(self, values: Sequence[Any], options: Options, trains: bool) -> RunningGraph | None:
-        session = session_of(options.mesh)
+    def _plan(
+        self, values: tuple[Any, ...], options: Options, session: Session, *, trains: bool
+    ) -> tuple[RunningGraph | None, tuple[Any, ...]]:
+        """What runs the graph, and the values that it runs on: parameters may have been sharded."""
 
-        def plan() -> RunningGraph | None:
+        def plan() -> tuple[RunningGraph | None, tuple[Any, ...]]:
             planned = plan_graph(self._graph, values, options, session, trains=trains)
             if planned is None:
-                return None
-            return agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
+                return None, values
+            running = agree(session.group, lambda: RunningGraph(self._graph, planned, options, session))
+            return running, tuple(planned.replaced.get(id(value), value) for value in values)
 
         names = [*self._graph.names("input"), *self._graph.names("parameter")]
         return session.together(f"of {len(self._graph.code.graph.nodes)} nodes on {', '.join(names[:3])} ...", plan)

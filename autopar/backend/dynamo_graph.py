@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from autopar.backend.sharding import whole_parameter
 from autopar.trace import argument_source, is_wrapped_number, run_captured
 
 __all__ = ["CapturedGraph", "Expected", "GraphArgument", "make_module", "read_graph", "readable_name"]
@@ -96,6 +97,9 @@ def read_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture
     copies: dict[fx.Node, fx.Node] = {}
     classes: dict[str, str] = {}
     for node in module.graph.nodes:
+        if node.target is whole_parameter and node.args[0] in holders:
+            copies[node] = copies[node.args[0]]
+            continue
         made = graph.node_copy(node, lambda operand: copies[operand])
         made.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
         if "nn_module_stack" in made.meta:

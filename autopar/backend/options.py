@@ -7,10 +7,12 @@ option          meaning
 ``memory``      bytes per device that plans may use, as in `autopar.parallelize`
 ``optimizer``   what will train the parameters, for the memory of its state, as in `autopar.parallelize`
 ``precision``   dtype to compute in, as in `autopar.parallelize`
-``constraints`` what the search must respect, such as ``["tensor=2"]``; nothing about pipelines, microbatches or ZeRO
+``constraints`` what the search must respect, such as ``["tensor=2"]``; nothing about pipelines, and without ``shard``
+                nothing about microbatches or ZeRO
 ``profile``     prices measured before; None: measure; False: estimate
 ``compile``     compile each distinct layer program with inductor, as in `autopar.parallelize`
 ``plans``       a folder of plans, one file per graph: what is there is run, what is not is searched for and saved
+``shard``       True: the first call that trains shards parameters and optimizer states in place, as the plan says
 ==============  ========================================================================================
 """
 
@@ -34,10 +36,11 @@ from autopar.suggestions import suggest
 
 __all__ = ["Options", "read_options"]
 
-# What a graph of Dynamo's can't have: nobody says where in it the loss is, and storage is not the plan's to choose.
+# What a graph of Dynamo's can't have: nobody calls its stages, and storage is the plan's to choose only with `shard`.
 _NOT_HERE = re.compile(
     r"\b(pipeline|stages|cuts|schedule|microbatches|gradients|zero|offload(?=\s*=\s*optimizer))\s*=\s*(\w+)"
 )
+_IF_SHARDED = ("microbatches", "zero")
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,15 @@ class Options:
     profile: Profile | Literal[False] | None = None
     compile: bool | None = None
     plans: Path | None = None
+    shard: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """What plans for one graph depend on."""
-        return self.memory, str(self.optimizer), str(self.precision), self.constraints, id(self.profile), self.compile
+        return (
+            self.memory, str(self.optimizer), str(self.precision), self.constraints, id(self.profile), self.compile,
+            self.shard,
+        )  # fmt: skip
 
 
 def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
@@ -82,15 +89,24 @@ def read_options(options: Mapping[str, Any] | None, mode: str = "") -> Options:
             "(from torch.distributed.device_mesh; 'cpu' without GPUs) and "
             "torch.compile(model, backend='autopar', options={'mesh': mesh})"
         )
+    if not isinstance(given.setdefault("shard", False), bool):
+        raise BackendError(f"options['shard'] is {given['shard']!r}: write True or False")
     given["constraints"] = read_constraints(given.get("constraints"))
     for text in given["constraints"]:
-        result = _NOT_HERE.search(" ".join(spell_out(text)))
-        if result and (result[1], result[2]) != ("zero", "0"):
-            raise BackendError(
-                f"constraint {text!r} can't be met by backend='autopar', where parameters stay whole and a graph runs "
-                f"in one piece: leave it out, or use autopar.parallelize(model, mesh, inputs, constraints=[{text!r}])"
-            )
+        _check_constraint(text, is_sharding=given["shard"])
     given["compile"] = check_compiler(read_compile(given.get("compile")), mesh.device_type)
     if given.get("plans") is not None:
         given["plans"] = Path(given["plans"])
     return Options(**given)
+
+
+def _check_constraint(text: str, *, is_sharding: bool) -> None:
+    for name, value in _NOT_HERE.findall(" ".join(spell_out(text))):
+        if (name, value) == ("zero", "0") or (is_sharding and name in _IF_SHARDED):
+            continue
+        helps = ", say options={'shard': True}" if name in _IF_SHARDED else ""
+        raise BackendError(
+            f"constraint {text!r} can't be met by backend='autopar', where a graph runs in one piece"
+            f"{'' if is_sharding else ' on parameters that stay whole'}: leave it out{helps}, or use "
+            f"autopar.parallelize(model, mesh, inputs, constraints=[{text!r}])"
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,22 +16,27 @@ from torch.distributed.tensor import DTensor
 from autopar.backend.dynamo_graph import CapturedGraph, make_module
 from autopar.backend.options import Options
 from autopar.backend.session import Session
+from autopar.backend.sharding import shard_in_place
 from autopar.backend.storage import Stored, stored_parameters
 from autopar.cost import ClusterPrices
 from autopar.errors import BackendError, TraceError
 from autopar.lower.communication.consensus import agree, agree_equal, share
 from autopar.lower.communication.digests import digest_tensors
+from autopar.lower.parameters.store import storage_layouts
 from autopar.placement import REPLICATE, refine_layout
 from autopar.plan import Plan
 from autopar.planning.arguments import read_bytes, read_dtype, training_spec
 from autopar.planning.compiling import search_compiled
 from autopar.program import Program
 from autopar.search import SearchRequest, search
+from autopar.search.constraints import spell_out
 from autopar.step.plan_check import check_fit
 from autopar.trace import Traced, custom_backwards, frame_of_text, trace
 
 __all__ = ["PlannedGraph", "plan_graph"]
 
+_MICROBATCHES = re.compile(r"\bmicrobatches\s*=")
+_ZERO = re.compile(r"\bzero\s*=")
 _PLACED = ("op", "input")  # roles of outputs that the runtime carries; it has the others whole
 
 
@@ -38,7 +45,8 @@ class PlannedGraph:
     """A graph for sizes at hand: as a module, traced, and what to do.
 
     The program's outputs are those that depend on an input; the others are in `fixed`: the module's output of this
-    number is this constant, parameter or buffer.
+    number is this constant, parameter or buffer.  `replaced` has what took the place of a whole parameter, by its
+    ``id``, if planning sharded it.
     """
 
     module: nn.Module
@@ -46,6 +54,7 @@ class PlannedGraph:
     plan: Plan
     fixed: Mapping[int, str]
     stored: Stored
+    replaced: Mapping[int, nn.Parameter] = field(default_factory=dict[int, nn.Parameter])
 
 
 def plan_graph(
@@ -74,19 +83,58 @@ def plan_graph(
         return None
     traced, fixed = result
     _compare_ranks(module, inputs, traced, session)
-    stored = agree(group, lambda: stored_parameters(module, session.mesh))
+    shards = options.shard and trains
+    stored = agree(group, lambda: stored_parameters(module, session.mesh, shards=shards))
+    if shards:
+        traced = _with_loss(traced, inputs)
     spec = agree(group, lambda: training_spec(module, options.optimizer))
     training = replace(spec.on_device(session.communicator.device.type), is_training=trains)
-    constraints = options.constraints
-    if all(layout == (REPLICATE,) for _, _, layout in stored) and "zero=0" not in constraints:
-        constraints = (*constraints, "zero=0")
+    is_free = shards and len(stored) < len(list(module.parameters()))
+    constraints = agree(group, lambda: _constraints(options, traced.program, stored, is_free=is_free, trains=trains))
     limit = None if options.memory is None else agree(group, lambda: read_bytes(options.memory or 0))
-    request = SearchRequest(limit, training, constraints, max_microbatches=1, stored=stored, any_batch=True)
+    most = SearchRequest().max_microbatches if traced.program.loss else 1
+    request = SearchRequest(limit, training, constraints, max_microbatches=most, stored=stored, any_batch=True)
     key = (traced.program.fingerprint, trains, stored, *options.key)
     if key not in session.plans:
         prices = session.prices(options)
         session.plans[key] = share(group, lambda: _decide(traced.program, prices, request, options, session, trace_s))
-    return PlannedGraph(module, traced, session.plans[key], fixed, stored)
+    planned = PlannedGraph(module, traced, session.plans[key], fixed, stored)
+    return _sharded(planned, key, options, session) if is_free else planned
+
+
+def _constraints(options: Options, program: Program, stored: Stored, *, is_free: bool, trains: bool) -> tuple[str, ...]:
+    """What the search must respect: where parameters are no longer free to move, nothing about their storage.
+
+    Raises:
+        BackendError: microbatches are asked for, and nobody knows which output is the loss.
+    """
+    kept = tuple(text for text in options.constraints if trains or not _MICROBATCHES.search(text))
+    if trains and not program.loss and any(map(_MICROBATCHES.search, kept)):
+        raise BackendError(
+            "microbatches need a graph whose only differentiable output is one scalar, the loss, and whose inputs need "
+            f"no gradient; this one puts out {len(program.outputs)}: compile a function that returns the loss alone, "
+            "without graph breaks"
+        )
+    if is_free:
+        return kept
+    if options.shard:
+        kept = tuple(part for text in kept for part in spell_out(text) if not _ZERO.search(part))
+    is_whole = all(layout == (REPLICATE,) for _, _, layout in stored)
+    return (*kept, "zero=0") if is_whole and "zero=0" not in kept else kept
+
+
+def _sharded(planned: PlannedGraph, key: tuple[Any, ...], options: Options, session: Session) -> PlannedGraph:
+    """`planned`, after its whole parameters were put where its plan stores them; the plan is kept for that too."""
+    program, plan = planned.traced.program, planned.plan
+    mesh = agree(session.group, lambda: session.fine_mesh(options))
+    whole = {name: x for name, x in planned.module.named_parameters() if not isinstance(x, DTensor)}
+    sizes = tuple(mesh.shape)
+    layouts = dict.fromkeys(whole, (REPLICATE,) * len(sizes)) | storage_layouts(program, plan, sizes)
+    made = agree(session.group, lambda: shard_in_place(whole, layouts, mesh, session.communicator))
+    session.replaced += [(name, weakref.ref(parameter)) for name, parameter in whole.items()]
+    stored = stored_parameters(planned.module, session.mesh, shards=True)
+    session.plans[*key[:2], stored, *key[3:]] = plan
+    return replace(planned, stored=stored, replaced=made)
 
 
 def _refuse_custom_functions(graph: CapturedGraph) -> None:
@@ -115,6 +163,16 @@ def _trace(
     return replace(traced, program=replace(program, outputs=outputs, loss="")), fixed
 
 
+def _with_loss(traced: Traced, inputs: Sequence[Tensor]) -> Traced:
+    """`traced`, with its loss if there is no doubt which output that is: then it can run in microbatches."""
+    program = traced.program
+    differentiable = [name for name in program.outputs if program.values[name].requires_grad]
+    is_known = len(differentiable) == 1 and not program.type_of(differentiable[0]).shape
+    if not is_known or any(x.requires_grad for x in inputs):
+        return traced
+    return replace(traced, program=replace(program, loss=differentiable[0]))
+
+
 def _compare_ranks(module: nn.Module, inputs: Sequence[Tensor], traced: Traced, session: Session) -> None:
     """Raise MeshError, on every rank, where inputs or constants differ, or parameters when they are first met."""
     agree_equal(
@@ -141,7 +199,7 @@ def _decide(
         if options.compile not in (None, plan.compiled):
             plan = plan.with_decisions(compiled=options.compile)
         check_fit(plan, program, world)
-        _check_edit(plan, request.stored, str(path))
+        _check_edit(plan, request, str(path))
         return plan
     result = search_compiled(options.compile, lambda own: search(program, world, prices, own), program, prices, request)
     result = replace(result, planning_s=(("trace", trace_s), *result.planning_s))
@@ -152,11 +210,11 @@ def _decide(
     return result
 
 
-def _check_edit(plan: Plan, stored: Stored, path: str) -> None:
+def _check_edit(plan: Plan, request: SearchRequest, path: str) -> None:
     """Raise unless parameters are stored where they are, and the graph runs in one piece."""
-    wanted = {name: refine_layout(layout, mesh, plan.shared_mesh) for name, mesh, layout in stored}
-    moved = [name for name, layout in plan.shared_storage if wanted.get(name) != layout]
-    if moved or plan.stages or plan.num_microbatches > 1:
+    wanted = {name: refine_layout(layout, mesh, plan.shared_mesh) for name, mesh, layout in request.stored}
+    moved = [name for name, layout in plan.shared_storage if wanted.get(name, layout) != layout]
+    if moved or plan.stages or plan.num_microbatches > request.max_microbatches:
         what = f"stores {moved[0]!r} elsewhere" if moved else "has stages or microbatches"
         raise BackendError(
             f"the plan {path} {what}, but backend='autopar' runs a graph in one piece on parameters that stay where "

@@ -40,7 +40,10 @@ class RunningGraph:
         executable = Executable(
             traced.program, planned.plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
         )
-        self._executor = Executor(executable, _store(planned, session), session.communicator, planned.plan.compiled)
+        self._executor = Executor(
+            executable, _store(planned, options, session), session.communicator, planned.plan.compiled
+        )
+        self._executor.whole_outputs = True
 
     @property
     def program(self) -> Program:
@@ -63,8 +66,8 @@ class RunningGraph:
             seed = agree_base_seed(self._communicator) if executor.is_random else 0
             executor.begin_step()
             result = run_step(executor, tensors, seed)
-            self._update_buffers(result)
-            made = {name: executor.make_output(name, result[name]) for name in dict.fromkeys(program.outputs)}
+            executor.update_buffers(result)
+            made = {name: self._output(name, result[name]) for name in dict.fromkeys(program.outputs)}
         entries = iter([made[name] for name in program.outputs])
         count = len(program.outputs) + len(self._fixed)
         leaves = [self._fixed_output(self._fixed[n]) if n in self._fixed else next(entries) for n in range(count)]
@@ -98,12 +101,8 @@ class RunningGraph:
             elif argument.role == "buffer":
                 module_tables(self._module.get_submodule(path)).buffers[last] = value
 
-    @torch.no_grad()
-    def _update_buffers(self, found: dict[str, Tensor]) -> None:
-        program = self.program
-        for buffer, new in program.updates.items():
-            whole = self._executor.make_whole(new, found[new].detach())
-            self._module.get_buffer(program.parameters[buffer]).copy_(whole)
+    def _output(self, name: str, value: Tensor) -> Tensor:
+        return value if name in self._executor.returned_whole else self._executor.make_output(name, value)
 
     def _fixed_output(self, name: str) -> Tensor:
         program = self.program
@@ -113,13 +112,15 @@ class RunningGraph:
         return dict([*self._module.named_parameters(), *self._module.named_buffers()])[member]
 
 
-def _store(planned: PlannedGraph, session: Session) -> ParameterStore:
+def _store(planned: PlannedGraph, options: Options, session: Session) -> ParameterStore:
     """The user's parameters as they are."""
     plan = planned.plan
-    sizes = refine_mesh(plan.shared_mesh, *(strategy.mesh for strategy in plan.strategies))
+    meshes = *(strategy.mesh for strategy in plan.strategies), *(mesh for _, mesh, _ in planned.stored)
+    sizes = refine_mesh(plan.shared_mesh, *meshes)
     layouts = {name: refine_layout(layout, mesh, sizes) for name, mesh, layout in planned.stored}
     stored = {
         name: Stored(name, layouts[name], tuple(parameter.shape), parameter.stride(), parameter.dtype)
         for name, parameter in planned.module.named_parameters()
     }
-    return ParameterStore(sizes, session.mesh, planned.module, stored, {name: name for name in stored})
+    mesh = session.fine_mesh(options) if options.shard else session.mesh
+    return ParameterStore(sizes, mesh, planned.module, stored, {name: name for name in stored})

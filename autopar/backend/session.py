@@ -12,12 +12,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.api import mesh_prices
 from autopar.backend.options import Options
+from autopar.backend.sharding import Replaced, check_replaced
 from autopar.cost import ClusterPrices
 from autopar.errors import AutoparError, BackendError
+from autopar.lower.communication.consensus import agree
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.torch_groups import open_group
+from autopar.lower.compat import make_mesh
 from autopar.plan import Plan
 from autopar.planning.mesh_ranks import mesh_ranks
+from autopar.search.layout_choices import mesh_shapes
 
 __all__ = ["Session", "made_plans", "session_of"]
 
@@ -33,6 +37,7 @@ class Session:
             plans never meets one that computes.
         plans: those made so far, by program and options; ranks have the same.
         num_searches: how many of them were searched for.
+        replaced: whole parameters that a call sharded, until the next call has made sure that they are gone.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -44,7 +49,9 @@ class Session:
         self.group = open_group(ranks)
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.num_searches = 0
+        self.replaced: Replaced = []
         self._prices: dict[int, ClusterPrices] = {}
+        self._fine_mesh: DeviceMesh | None = None
         self._checked = WeakIdKeyDictionary()
 
     def prices(self, options: Options) -> ClusterPrices:
@@ -53,6 +60,24 @@ class Session:
         if key not in self._prices:
             self._prices[key] = mesh_prices(options.profile, self.communicator, self.mesh)
         return self._prices[key]
+
+    def fine_mesh(self, options: Options) -> DeviceMesh:
+        """The mesh that all parameters are sharded on, whatever meshes their plans have: a refinement of them all.
+
+        Every rank asks for it at the same time.
+        """
+        if self._fine_mesh is None:
+            world = self.communicator.world_size
+            sizes = mesh_shapes(world, self.prices(options).devices_per_node, max_axes=world)[-1]
+            is_it = tuple(self.mesh.shape) == sizes
+            self._fine_mesh = self.mesh if is_it else make_mesh(sizes, mesh_ranks(self.mesh), self.mesh.device_type)
+        return self._fine_mesh
+
+    def check_replaced(self) -> None:
+        """Raise BackendError, on every rank, if some rank still has a whole parameter that was sharded."""
+        if self.replaced:
+            agree(self.group, lambda: check_replaced(self.replaced))
+            self.replaced.clear()
 
     def unchecked(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those that ranks have not compared yet; from now on they have."""

@@ -21,8 +21,8 @@ __all__ = ["Stored", "as_expected", "stored_parameters", "with_whole_inputs"]
 Stored = tuple[tuple[str, tuple[int, ...], Layout], ...]
 
 
-def stored_parameters(module: nn.Module, mesh: DeviceMesh) -> Stored:
-    """How the parameters of `module` are stored.
+def stored_parameters(module: nn.Module, mesh: DeviceMesh, *, shards: bool) -> Stored:
+    """How the parameters of `module` are stored; with `shards`, where nothing else is to be chosen.
 
     Raises:
         BackendError: a DTensor is on other ranks than `mesh`, or not cut into equal slices of its dims.
@@ -31,6 +31,7 @@ def stored_parameters(module: nn.Module, mesh: DeviceMesh) -> Stored:
     return tuple(
         (name, *_place(name, parameter, mesh)) if isinstance(parameter, DTensor) else (name, whole, (REPLICATE,))
         for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor) or not shards
     )
 
 
@@ -67,7 +68,7 @@ def as_expected(output: Tensor, expected: Expected) -> Tensor:
     """A whole output as what Dynamo found that the graph puts out; sums that wait to be made come made."""
     output = output.to(expected.dtype)
     if expected.mesh is None:
-        return output
+        return output.full_tensor() if isinstance(output, DTensor) else output
     whole = [Replicate()] * expected.mesh.ndim
     placements = [Replicate() if placement.is_partial() else placement for placement in expected.placements]
     return DTensor.from_local(output, expected.mesh, whole, run_check=False).redistribute(placements=placements)

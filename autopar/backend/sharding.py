@@ -1,0 +1,147 @@
+"""``options={"shard": True}``: parameters, and what optimizers keep of them, become DTensors in their modules.
+
+Dynamo does not trace a module that computes with a DTensor and a plain tensor.  So a module whose parameters were
+sharded gets a class of its own in which Dynamo reads each of them through `whole_parameter`; `read_graph` takes that
+for the parameter itself.  Everybody else reads the DTensor, under the name that it always had.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import BackendError
+from autopar.lower.communication.communicator import Communicator
+from autopar.lower.compat import make_dtensor, module_tables
+from autopar.lower.parameters.store import local_part
+from autopar.placement import Layout
+
+__all__ = ["Replaced", "check_replaced", "shard_in_place", "whole_parameter"]
+
+# The name of a parameter, and the whole one that was replaced, while something keeps it.
+Replaced = list[tuple[str, "weakref.ref[nn.Parameter]"]]
+
+Shard = Callable[[Tensor], DTensor]
+
+
+_compiler: Any = torch.compiler  # its annotations are incomplete
+
+
+@_compiler.allow_in_graph
+def whole_parameter(parameter: Tensor) -> Tensor:
+    """A sharded parameter, whole; one node of Dynamo's graphs."""
+    return cast("DTensor", parameter).full_tensor()
+
+
+def shard_in_place(
+    parameters: Mapping[str, nn.Parameter],
+    layouts: Mapping[str, Layout],
+    mesh: DeviceMesh,
+    communicator: Communicator,
+) -> dict[int, nn.Parameter]:
+    """Put a DTensor in place of each of these parameters, in all modules and optimizers of this process.
+
+    Args:
+        parameters: whole ones, by the names that errors give them.
+        layouts: how each is stored on `mesh`.
+        mesh: the DeviceMesh.
+        communicator: of this rank.
+
+    Returns:
+        ``id`` of each whole parameter -> what took its place.
+
+    Raises:
+        BackendError: a parameter has hooks, which would not come along.
+    """
+    for name, parameter in parameters.items():
+        if any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            raise BackendError(
+                f"parameter {name!r} has hooks, which a sharded one in its place would not have: register them after "
+                "the first call that trains, or leave out options={'shard': True}"
+            )
+    shards: dict[int, Shard] = {
+        id(parameter): partial(_shard, layouts[name], mesh, communicator) for name, parameter in parameters.items()
+    }
+    made = {id(parameter): _shard_parameter(parameter, shards[id(parameter)]) for parameter in parameters.values()}
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module):
+            _replace_in_module(found, made)
+        elif issubclass(type(found), torch.optim.Optimizer):
+            _replace_in_optimizer(found, made, shards)
+    return made
+
+
+def check_replaced(replaced: Replaced) -> None:
+    """Raise BackendError if anything still has a whole parameter that was replaced: it would no longer change."""
+    left = [(name, parameter) for name, reference in replaced if (parameter := reference()) is not None]
+    if left:
+        gc.collect()
+        left = [(name, parameter) for name, reference in replaced if (parameter := reference()) is not None]
+    if left:
+        name, parameter = left[0]
+        kinds = sorted({type(holder).__name__ for holder in gc.get_referrers(parameter)} - {"tuple"})
+        raise BackendError(
+            f"{len(left)} parameters were sharded in place, and something (a {' or a '.join(kinds) or 'frame'}) still "
+            f"has the whole tensors that they were, {name!r} among them: they no longer change and get no gradients. "
+            "Modules and torch.optim optimizers follow by themselves; make lists of parameters, names for single ones "
+            "and other optimizers after the first call that trains, or leave out options={'shard': True}"
+        )
+
+
+def _shard(layout: Layout, mesh: DeviceMesh, communicator: Communicator, whole: Tensor) -> DTensor:
+    part = local_part(whole.detach(), layout, tuple(mesh.shape), communicator).contiguous()
+    return make_dtensor(part, mesh, layout, whole.shape)
+
+
+def _shard_parameter(whole: nn.Parameter, shard: Shard) -> nn.Parameter:
+    made = nn.Parameter(shard(whole), requires_grad=whole.requires_grad)
+    vars(made).update({name: value for name, value in vars(whole).items() if not name.startswith("_")})
+    if whole.grad is not None:
+        made.grad = shard(whole.grad)
+    return made
+
+
+def _replace_in_module(module: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    table = module_tables(module).parameters
+    names = [name for name, parameter in table.items() if id(parameter) in made]
+    for name in names:
+        table[name] = made[id(table[name])]
+    if names:
+        module.__class__ = _reading_whole(type(module), tuple(names))
+
+
+@cache
+def _reading_whole(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """`kind`, with parameters of these names that Dynamo reads whole."""
+    members: dict[str, Any] = {name: _reader(name) for name in names}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})
+
+
+def _reader(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]  # pyright: ignore[reportPrivateUsage]  (Dynamo inlines this)
+        return whole_parameter(parameter) if torch.compiler.is_compiling() and parameter is not None else parameter
+
+    return property(read)
+
+
+def _replace_in_optimizer(
+    optimizer: torch.optim.Optimizer, made: Mapping[int, nn.Parameter], shards: Mapping[int, Shard]
+) -> None:
+    """New parameters in its groups, and what it keeps of one element each is sharded as they are."""
+    for group in optimizer.param_groups:
+        group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in made]:
+        state = cast("dict[str, Any]", optimizer.state.pop(parameter))
+        optimizer.state[made[id(parameter)]] = {
+            key: shards[id(parameter)](x) if isinstance(x, Tensor) and x.ndim and x.shape == parameter.shape else x
+            for key, x in state.items()
+        }
