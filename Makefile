@@ -13,7 +13,7 @@ RUN := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Neighbouring tests share models that are traced once a process, so each process gets one half, and then what is left.
 PYTEST := $(RUN) $(BIN)/pytest -q -n $(JOBS) --dist worksteal --durations 15
 
-.PHONY: setup browser check test lint unit slow format docs demo bench clean
+.PHONY: setup browser check test lint unit slow format docs demo bench matrix clean
 
 setup: $(READY)
 
@@ -68,5 +68,9 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/planning.py
 	$(RUN) $(BIN)/python benchmarks/runtime.py
 
+# A sample of the tests with other versions of torch and transformers; writes docs/versions.md.
+matrix: $(READY)
+	$(RUN) $(BIN)/python benchmarks/matrix.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache site
+	rm -rf $(VENV) .matrix .pytest_cache .hypothesis .ruff_cache .import_linter_cache site
