@@ -56,7 +56,7 @@ def trainer(kind: Any, folder: Path, ranks: int = 1, /, *, options: Any = None, 
     model = LlamaForCausalLM(config).double()
     more = {} if options is None else {"parallelize_kwargs": {"profile": False, **options}}
     return kind(
-        model=model, args=arguments(folder, ranks, **kwargs), train_dataset=rows(36, 0), eval_dataset=rows(12, 1),
+        model=model, args=arguments(folder, ranks, **kwargs), train_dataset=rows(36, 0), eval_dataset=rows(13, 1),
         compute_metrics=metrics, **more,
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def history(trained: Any) -> list[dict[str, float]]:
 def run(trained: Any, folder: Path, resume: str | None = None) -> dict[str, Any]:
     """Train, predict and save; what is to be equal."""
     trained.train(resume_from_checkpoint=resume)
-    predicted = trained.predict(rows(4, 2))
+    predicted = trained.predict(rows(7, 2))
     trained.save_model(str(folder / "final"))
     logits = torch.as_tensor(predicted.predictions).double()
     before = 0 if resume is None else len(json.loads(Path(resume, "trainer_state.json").read_text())["log_history"])
@@ -77,6 +77,7 @@ def run(trained: Any, folder: Path, resume: str | None = None) -> dict[str, Any]
         "history": history(trained)[before:],
         "logits": logits.sum((0, 1)).tolist(),
         "loss": predicted.metrics["test_loss"],
+        "rows": [len(predicted.predictions), len(predicted.label_ids)],
     }
 
 
@@ -87,6 +88,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
     for own, wanted in zip(found["history"], expected["history"][-steps:], strict=True):
         assert own == pytest.approx(wanted, rel=tolerance, abs=1e-9)
     assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    assert found["rows"] == expected["rows"]
     assert found["logits"] == pytest.approx(expected["logits"], rel=100 * tolerance, abs=tolerance)
 
 
@@ -108,7 +110,7 @@ def check_training(folder: Path, name: str, constraints: tuple[str, ...], resume
     assert_equal(found, json.loads((folder / "expected.json").read_text()))
     if dist.get_rank() == 0:
         again = LlamaForCausalLM.from_pretrained(own / "final", dtype=torch.float64)
-        logits = again(torch.stack([x["input_ids"] for x in rows(4, 2)])).logits.sum((0, 1))
+        logits = again(torch.stack([x["input_ids"] for x in rows(7, 2)])).logits.sum((0, 1))
         torch.testing.assert_close(logits, torch.tensor(found["logits"], dtype=torch.float64), rtol=1e-5, atol=1e-6)
 
 
