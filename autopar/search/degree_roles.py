@@ -12,7 +12,7 @@ from autopar.search.constraints import LayerDemands
 from autopar.search.labels import DEGREE_LABELS, axis_labels, cuts_stack, weight_operands
 from autopar.step.op_states import Allowed
 
-__all__ = ["AxisRoles", "allowed_options", "has_experts", "meets_degrees", "role_choices"]
+__all__ = ["AxisRoles", "allowed_options", "meets_degrees", "role_choices", "stack_sizes"]
 
 # Per mesh axis the degree that it must serve ("" for none that is demanded).
 AxisRoles = tuple[str, ...]
@@ -80,9 +80,14 @@ def _can_cut_stacks(program: Program, op: Op) -> bool:
     return any(cuts_stack(program, op, o, position) for o in op.options for position in weight_operands(program, op))
 
 
-def has_experts(program: Program) -> bool:
-    """Whether an op has stacks of matrices of which each device may have some."""
-    return any(_can_cut_stacks(program, op) for layer in program.layers for op in layer.ops)
+def stack_sizes(program: Program, layer: Layer) -> set[int]:
+    """Of ops with stacks of matrices of which each device may have some: how many there are."""
+    return {
+        option.extent
+        for op in layer.ops
+        for option in op.options
+        if any(cuts_stack(program, op, option, position) for position in weight_operands(program, op))
+    }
 
 
 def _follows(program: Program, op: Op, option: Option, role: str, size: int) -> bool:

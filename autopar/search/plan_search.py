@@ -19,7 +19,7 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.considered_plans import describe_paths, describe_pipeline
 from autopar.search.constraints import HOST_STORAGE, Constraints, LayerDemands, demands_on, parse_constraints
-from autopar.search.degree_roles import has_experts
+from autopar.search.degree_roles import stack_sizes
 from autopar.search.infeasibility import describe_infeasible
 from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
@@ -122,12 +122,31 @@ def _check_host(demands: Sequence[LayerDemands], prices: Prices, training: Train
 
 
 def _check_experts(program: Program, demands: Sequence[LayerDemands], request: SearchRequest) -> None:
-    demanded = [degree for each in demands for name, degree in each.degrees if name == "expert" and degree > 1]
-    if demanded and not request.stored and not has_experts(program):  # other calls may leave the experts out
+    if request.stored:
+        return  # other calls may leave the experts out
+    demanded = {
+        index: degree
+        for index, each in enumerate(demands)
+        for name, degree in each.degrees
+        if name == "expert" and degree > 1
+    }
+    sizes = {layer.kind: stack_sizes(program, layer) for layer in program.kinds}
+    if demanded and not any(sizes.values()):
         raise ConstraintError(
-            f"expert={demanded[0]}: this model has no stack of experts that devices can share. Experts of Hugging "
-            'Face\'s models have one after model.set_experts_implementation("grouped_mm")'
+            f"expert={next(iter(demanded.values()))}: this model has no stack of experts that devices can share. "
+            'Experts of Hugging Face\'s models have one after model.set_experts_implementation("grouped_mm")'
         )
+    for degree in dict.fromkeys(demanded.values()):
+        asked = [program.layers[index] for index, each in demanded.items() if each == degree]
+        with_stacks = [layer for layer in asked if sizes[layer.kind]]
+        found = {size for layer in with_stacks for size in sizes[layer.kind]}
+        if found and all(size % degree for size in found):
+            num_experts, first = max(found), with_stacks[0].name
+            possible = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+            raise ConstraintError(
+                f"expert={degree}: the {num_experts} experts of {first} do not divide over {degree} devices: "
+                f"choose one of {possible}"
+            )
 
 
 def _search_pipelines(

@@ -189,6 +189,12 @@ def test_a_model_without_experts_has_none_to_split():
         search(program, 2, quick_prices(2), SearchRequest(constraints=("expert=2",)))
 
 
+@pytest.mark.parametrize(("world_size", "degree"), [(6, 3), (8, 8)])
+def test_a_degree_that_divides_no_experts_is_refused(world_size: int, degree: int):
+    with pytest.raises(ConstraintError, match=rf"do not divide over {degree} devices: choose one of 1, 2, 4$"):
+        searched(subject("mixtral"), world_size, f"expert={degree}")
+
+
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_microbatches_are_exact(name: str):
     who = subject(name)
