@@ -481,9 +481,11 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 
 def _groups(expected: LengthPrediction) -> str:
     rows = ", ".join(f"{each.tokens:,} tokens on {each.degree} ({each.axes})" for each in expected.groups)
+    peak = _format_size(max(each.peak_bytes for each in expected.groups))
     return (
         f"groups of unlike size: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)}, of it "
-        f"{format_seconds(expected.coupling_s)} for parameters of all devices; rows of {rows}"
+        f"{format_seconds(expected.coupling_s)} for parameters of all devices, and up to {peak}iB per device; rows of "
+        f"{rows}"
     )
 
 

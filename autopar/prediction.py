@@ -150,6 +150,7 @@ class GroupRow:
         row_s: seconds of a row without attention, whatever is in it.
         pair_s: seconds per pair of tokens of one sequence.
         axes: what most layers do.
+        peak_bytes: of a device of the group, what the plan for all devices keeps between steps included.
     """
 
     degree: int
@@ -157,6 +158,7 @@ class GroupRow:
     row_s: float
     pair_s: float
     axes: str = ""
+    peak_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

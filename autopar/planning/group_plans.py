@@ -93,7 +93,11 @@ def plan_groups(
             continue
         cost = found.prediction.row
         plans.append(GroupPlan(tokens, found.decisions))
-        rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, describe_usual(found.decisions)))
+        axes, peak_bytes = (
+            describe_usual(found.decisions),
+            _kept_bytes(program, plan, request) + found.peak_memory_bytes,
+        )
+        rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, axes, peak_bytes))
         if degree == 1 or tokens % 2:
             break
         degree, tokens = degree // 2, tokens // 2
@@ -120,11 +124,7 @@ def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequ
     """What is asked of a group's plan: it keeps parameters whole for a step, without state of an optimizer, in what the
     plan for all devices leaves of their memory.
     """
-    held_bytes = sum(cost.static_bytes for cost in plan.costs)
-    layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
-    # A layer whole, gathered or as terms of gradients, and the next one on its way.
-    passing_bytes = 2 * max(layers, default=0.0)
-    limit = plan.memory_limit_bytes - held_bytes - passing_bytes
+    limit = plan.memory_limit_bytes - _kept_bytes(program, plan, request)
     training = replace(
         request.training.by(plan.decisions), optimizer_state_bytes_per_element=0.0, whole_states=(-1, -1)
     )
@@ -132,6 +132,14 @@ def _request(program: Program, plan: Plan, request: SearchRequest) -> SearchRequ
         request, memory_limit_bytes=max(1.0, limit), training=training, constraints=("zero=0",), max_microbatches=1,
         schedules=None, stored=(), on_final=None, on_considered=None,
     )  # fmt: skip
+
+
+def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
+    """What the plan for all devices holds between steps, and layers on their way from there and back: one whole,
+    gathered or as terms of gradients, and the next one.
+    """
+    layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
+    return sum(cost.static_bytes for cost in plan.costs) + 2 * max(layers, default=0.0)
 
 
 def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import dtensor_like
-from autopar.lower.parameters.layer_parameters import LayerParameters
+from autopar.lower.parameters.layer_parameters import LayerParameters, Reduction
 from autopar.lower.parameters.store import ParameterStore
 from autopar.placement import BROADCAST
 from autopar.program import Program
@@ -63,13 +63,21 @@ class Coupling:
         """
         trained = self.trained
         found: dict[str, Tensor] = {}
+        under_way: list[tuple[LayerParameters, Reduction]] = []
+
+        def finish() -> None:
+            layer, reduction = under_way.pop()
+            pairs = zip(layer.names, reduction.wait(), strict=True)
+            found.update({name: _as_stored(x, trained[name]) for name, x in pairs if x is not None})
+
         for layer in reversed(self._layers):
-            own = [name for name in layer.names if name in trained]
             terms = [term_of(name) if name in trained else None for name in layer.names]
-            reduced = layer.start_reduce(terms).wait()
-            for name, gradient in zip(layer.names, reduced, strict=True):
-                if gradient is not None and name in own:
-                    found[name] = _as_stored(gradient, trained[name])
+            reduction = layer.start_reduce(terms)
+            if under_way:
+                finish()
+            under_way.append((layer, reduction))
+        if under_way:
+            finish()
         return found
 
 

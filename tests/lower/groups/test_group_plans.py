@@ -61,6 +61,9 @@ def test_groups_get_the_memory_that_is_left() -> None:
     assert [each.decisions.world_size for each in found.plans] == [2, 1]
     assert {strategy.zero for each in found.plans for strategy in each.decisions.strategies} == {0}
     held_bytes = sum(cost.static_bytes for cost in plan.costs)
+    # A device of a group holds all parameters and their gradients beside that.
+    whole_bytes = sum(p.nbytes for p in model.parameters())
+    assert all(each.peak_bytes >= held_bytes + 2 * whole_bytes for each in found.rows if each.degree == 1)
     small = replace(plan, memory_limit_bytes=1.5 * held_bytes)
     assert not plan_groups(program, small, 4 * TOKENS, trace, prices, request).plans
     assert not plan_groups(program, replace(plan, decisions=replace(plan.decisions, world_size=2)), 4 * TOKENS, trace,
