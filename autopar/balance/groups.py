@@ -7,6 +7,7 @@ sequences fill, what is left in them goes to shorter sequences, and what is left
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -66,13 +67,12 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
 
 
 def candidate_counts(work: np.ndarray, degrees: np.ndarray, devices: int) -> Iterator[tuple[int, ...]]:
-    """How many groups of each degree, which fall, there could be, each way once: all ways for few devices, else those
-    that would be done soon if work could be cut; `work` as in `devices_bound`.
+    """How many groups of each degree, which fall, there could be, each way once: first those that would be done soon
+    if work could be cut, then of few devices all others; `work` as in `devices_bound`.
     """
-    if devices <= _FEW_DEVICES:
-        yield from _all_counts(tuple(int(degree) for degree in degrees), devices)
-    else:
-        yield from dict.fromkeys(_candidates(work, degrees, devices, devices_bound(work, degrees, devices)))
+    likely = _candidates(work, degrees, devices, devices_bound(work, degrees, devices))
+    others = _all_counts(tuple(int(degree) for degree in degrees), devices) if devices <= _FEW_DEVICES else ()
+    return iter(dict.fromkeys(itertools.chain(likely, others)))
 
 
 def _candidates(work: np.ndarray, degrees: np.ndarray, devices: int, bound_s: float) -> Iterator[tuple[int, ...]]:

@@ -1,9 +1,9 @@
 """Plans for groups of devices of unlike size, which take part in one step beside each other (`Plan.groups`).
 
 A group of d devices computes rows of t tokens, one after the other; half as many devices have rows half as long, down
-to one device.  So all devices have as many tokens at a time, and the largest group holds the longest sequence.  Each
-plan is found by the same search, for one row on d devices, in the memory that parameters, gradients and optimizer state
-of the plan for all devices leave.
+to one device, which may also have shorter rows: less is left empty in them.  The largest group holds the longest
+sequence.  Each plan is found by the same search, for one row on d devices, in the memory that parameters, gradients and
+optimizer state of the plan for all devices leave.
 
 Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
 stores them: that, and the optimizer, is what `coupling_seconds` has.
@@ -32,7 +32,7 @@ __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
 _NO_STAGES = "pipeline=1"
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
-_MOST_DEGREES = 4  # each takes a trace and a search, and a lowered program on every rank
+_MOST_KINDS = 4  # each takes a trace and a search, and a lowered program on every rank
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def plan_groups(
     plans: list[GroupPlan] = []
     rows: list[GroupRow] = []
     degree, tokens = _largest_degree(plan.world_size, row.tokens / batch_tokens), row.tokens
-    while degree and len(plans) < _MOST_DEGREES:
+    while degree and len(plans) < _MOST_KINDS:
         try:
             one = in_pieces(trace(1, tokens), plan.piece_tokens)
             found = search(one, degree, prices, asked)
@@ -98,9 +98,9 @@ def plan_groups(
             _kept_bytes(program, plan, request) + found.peak_memory_bytes,
         )
         rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, axes, peak_bytes))
-        if degree == 1 or tokens % 2:
+        if tokens % 2:
             break
-        degree, tokens = degree // 2, tokens // 2
+        degree, tokens = max(1, degree // 2), tokens // 2
     if len(plans) < 2:
         return PlannedGroups()
     return PlannedGroups(tuple(plans), tuple(rows), coupling_seconds(program, plan, prices, asked.training))

@@ -57,8 +57,13 @@ def test_groups_get_the_memory_that_is_left() -> None:
     assert "constraints" in why_no_groups(program, plan, replace(request, constraints=("data=4",)))
     assert "no mean over targets" in why_no_groups(replace(program, loss=""), plan, request)
     found = plan_groups(program, plan, 4 * TOKENS, trace, prices, request)
-    assert [(each.degree, each.tokens) for each in found.rows] == [(2, TOKENS), (1, TOKENS // 2)]
-    assert [each.decisions.world_size for each in found.plans] == [2, 1]
+    assert [(each.degree, each.tokens) for each in found.rows] == [
+        (2, TOKENS),
+        (1, TOKENS // 2),
+        (1, TOKENS // 4),
+        (1, TOKENS // 8),
+    ]
+    assert [each.decisions.world_size for each in found.plans] == [2, 1, 1, 1]
     assert {strategy.zero for each in found.plans for strategy in each.decisions.strategies} == {0}
     held_bytes = sum(cost.static_bytes for cost in plan.costs)
     # A device of a group holds all parameters and their gradients beside that.
