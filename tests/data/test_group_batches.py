@@ -15,7 +15,7 @@ from tests.lower.groups.cases import family
 
 
 def test_a_loader_shares_a_batch_out_among_groups() -> None:
-    found = family(small_llama(), 4, {2: "tensor=2", 1: ""}, "data=4 zero=1")
+    found = family(small_llama(), 4, [(2, "tensor=2"), (1, "")], "data=4 zero=1")
     # Prices of so small a model don't say so: a group of two is as fast with a row twice as long.
     groups = (GroupRow(2, 16, 1.0, 1e-3), GroupRow(1, 8, 1.0, 2e-3))
     row = replace(found.plan.prediction.row, step_s=100.0)

@@ -81,7 +81,7 @@ class GroupSteps:
         self._executables = executables
         self._compile_layers = compile_layers
         self._coupling: Coupling | None = None
-        self._programs: dict[int, GroupProgram] = {}
+        self._programs: dict[int, GroupProgram] = {}  # by tokens of a row
 
     def run(self, kind: str, inputs: CallInputs, call: Call) -> list[Tensor | None] | None:
         """The outputs of a step with this rank's rows, of which all but the loss are None; None: not such a step.
@@ -96,7 +96,7 @@ class GroupSteps:
             return None
         self._lower(kind, call, (opened.rows, opened.tokens))
         own = next(group for group in groups if self._first.communicator.rank in group.ranks)
-        program = self._programs[own.degree]
+        program = self._programs[opened.tokens]
         shares: list[_Share] = []
 
         def find() -> Sequence[int]:
@@ -146,8 +146,8 @@ class GroupSteps:
             made = self._executables(*call, size)
             self._coupling = Coupling(first.executable.program, first.store, first.communicator)
             self._programs = {
-                degree: GroupProgram(each, first.store, first.communicator, compile_layers=self._compile_layers)
-                for degree, each in zip(self._degrees.values(), made, strict=True)
+                tokens: GroupProgram(each, first.store, first.communicator, compile_layers=self._compile_layers)
+                for tokens, each in zip(self._degrees, made, strict=True)
             }
 
         calls = first.communicator.calls

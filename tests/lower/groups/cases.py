@@ -29,14 +29,14 @@ PACKING = RowPacking({"input_ids": 0, "labels": -100}, "position_ids", "", ("lab
 
 @dataclass(frozen=True)
 class Family:
-    """A model's program for all ranks, and a plan whose groups have rows of `tokens` of their degree."""
+    """A model's program for all ranks, and a plan whose groups have rows of the keys of `degrees`."""
 
     model: nn.Module
     world: int
     example: Mapping[str, Tensor]
     traced: Traced
     plan: Plan
-    tokens: Mapping[int, int]
+    degrees: Mapping[int, int]
 
     @cached_property
     def planner(self) -> CallPlanner:
@@ -55,49 +55,38 @@ class Family:
         return made
 
 
-def family(model: nn.Module, world: int, degrees: Mapping[int, str], asked: str) -> Family:
-    """`degrees` with the constraint of each one's plan; the largest has rows of `TOKENS`, each other one half as long.
-
-    `asked` is of the plan for all ranks.
+def family(model: nn.Module, world: int, kinds: Sequence[tuple[int, str]], asked: str) -> Family:
+    """`kinds`: the degree of groups and the constraints of their plan; the first has rows of `TOKENS`, each other one
+    half as long.  `asked` is of the plan for all ranks.
     """
     example = rows_of_tokens(world, TOKENS)
     traced = keep_double_program(autopar.api.trace_model(model, example))
     plan = search(traced.program, world, quick_prices(world), SearchRequest(constraints=tuple(asked.split())))
-    tokens = {degree: TOKENS >> place for place, degree in enumerate(sorted(degrees, reverse=True))}
     groups: list[GroupPlan] = []
-    for degree, room in tokens.items():
-        row = keep_double_program(autopar.api.trace_model(model, rows_of_tokens(1, room)))
-        texts = tuple(degrees[degree].split())
-        found = search(row.program, degree, quick_prices(degree), SearchRequest(constraints=texts))
-        groups.append(GroupPlan(room, found.decisions))
-    return Family(model, world, example, traced, replace(plan, groups=tuple(groups)), tokens)
-
-
-def shared_out(
-    lengths: Sequence[int], degrees: Sequence[int], tokens: Mapping[int, int], random: np.random.Generator
-) -> list[list[list[int]]]:
-    """Documents given at random to groups whose rows hold them: of each group its rows, each the numbers of its
-    documents.
-    """
-    rows: list[list[list[int]]] = [[] for _ in degrees]
-    for number, length in enumerate(lengths):
-        fits = [group for group, degree in enumerate(degrees) if tokens[degree] >= length]
-        group = int(random.choice(fits))
-        last = rows[group][-1] if rows[group] else []
-        if last and sum(lengths[each] for each in last) + length <= tokens[degrees[group]]:
-            last.append(number)
-        else:
-            rows[group].append([number])
-    return rows
+    for place, (degree, texts) in enumerate(kinds):
+        row = keep_double_program(autopar.api.trace_model(model, rows_of_tokens(1, TOKENS >> place)))
+        request = SearchRequest(constraints=tuple(texts.split()))
+        found = search(row.program, degree, quick_prices(degree), request)
+        groups.append(GroupPlan(TOKENS >> place, found.decisions))
+    degrees = {group.tokens: group.decisions.world_size for group in groups}
+    return Family(model, world, example, traced, replace(plan, groups=tuple(groups)), degrees)
 
 
 def batches_of(
-    lengths: Sequence[int], degrees: Sequence[int], tokens: Mapping[int, int], random: np.random.Generator
+    lengths: Sequence[int], rooms: Sequence[int], degrees: Mapping[int, int], random: np.random.Generator
 ) -> list[dict[str, Tensor]]:
-    """What each rank passes of these documents."""
+    """What each rank passes of these documents, given at random to groups whose rows have tokens of `rooms`."""
+    rows: list[list[list[int]]] = [[] for _ in rooms]
+    for number, length in enumerate(lengths):
+        group = int(random.choice([group for group, room in enumerate(rooms) if room >= length]))
+        last = rows[group][-1] if rows[group] else []
+        if last and sum(lengths[each] for each in last) + length <= rooms[group]:
+            last.append(number)
+        else:
+            rows[group].append([number])
     documents = Documents(list(lengths))
     found: list[dict[str, Tensor]] = []
-    for degree, rows in zip(degrees, shared_out(lengths, degrees, tokens, random), strict=True):
-        samples = [[documents[number] for number in row] for row in rows]
-        found += [PACKING.rows(samples, tokens[degree], documents[0])] * degree
+    for room, own in zip(rooms, rows, strict=True):
+        samples = [[documents[number] for number in row] for row in own]
+        found += [PACKING.rows(samples, room, documents[0])] * degrees[room]
     return found

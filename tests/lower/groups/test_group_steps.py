@@ -21,17 +21,18 @@ from tests.lower.groups.cases import Family, batches_of, family
 from tests.lower.runs import loss_of
 from tests.ranks import run_ranks
 
-# Lengths of the documents of a step, and the degrees of its groups.
+# Lengths of the documents of a step, and tokens of the rows of its groups.
 FOUR = {
-    "mixed": ([1, 16, 3, 7, 8, 2, 4, 4], [2, 1, 1]),
-    "a giant and empty groups": ([16], [1, 1, 2]),
-    "all equal": ([4] * 6, [2, 1, 1]),
-    "no target in some groups": ([12, 1, 1, 1, 1], [2, 1, 1]),
+    "mixed": ([1, 16, 3, 7, 8, 2, 4, 4], [16, 8, 4]),
+    "a giant and empty groups": ([16], [8, 8, 16]),
+    "all equal": ([4] * 6, [16, 8, 8]),
+    "no target in some groups": ([12, 1, 1, 1, 1], [16, 8, 4]),
+    "single ranks": ([8, 2, 3, 4, 1, 2], [8, 4, 4, 8]),
 }
 EIGHT = {
-    "mixed": ([1, 16, 3, 7, 8, 2, 4, 4, 12, 4, 3], [4, 2, 1, 1]),
-    "a giant and empty groups": ([16], [4, 2, 2]),
-    "many small ones": ([2, 3, 4, 4, 1, 2, 8], [2, 2, 2, 1, 1]),
+    "mixed": ([1, 16, 3, 7, 8, 2, 4, 4, 12, 4, 3], [16, 8, 4, 4]),
+    "a giant and empty groups": ([16], [16, 8, 8]),
+    "many small ones": ([2, 3, 4, 4, 1, 2, 8], [8, 8, 8, 4, 4]),
 }
 STEPS = 5
 
@@ -65,7 +66,7 @@ Mixes = Mapping[str, tuple[list[int], list[int]]]
 
 def batches_of_mixes(found: Family, mixes: Mixes) -> list[list[dict[str, Tensor]]]:
     random = np.random.default_rng(0)
-    return [batches_of(lengths, degrees, found.tokens, random) for lengths, degrees in mixes.values()]
+    return [batches_of(lengths, rooms, found.degrees, random) for lengths, rooms in mixes.values()]
 
 
 def check(found: Family, mixes: Mixes, ranks: list[Any] | None = None) -> None:
@@ -90,7 +91,7 @@ def check_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def four_ranks() -> Family:
-    return family(small_llama(), 4, {2: "sequence=2", 1: ""}, "data=4 zero=1")
+    return family(small_llama(), 4, [(2, "sequence=2"), (1, ""), (1, "")], "data=4 zero=1")
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +106,12 @@ def test_groups_of_four_ranks_train_as_one_device(four: Family) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["data=4 tensor=2 zero=3", "data=8 zero=0"])
 def test_groups_of_eight_ranks_train_as_one_device(asked: str) -> None:
-    degrees = {4: "tensor=2 sequence=2", 2: "tensor=2", 1: ""}
+    kinds = [(4, "tensor=2 sequence=2"), (2, "tensor=2"), (1, "")]
     model = small_llama()
     if "zero=3" in asked:  # tied, and one that is not trained
         model.lm_head.weight = model.model.embed_tokens.weight
         model.model.norm.weight.requires_grad_(False)
-    check(family(model, 8, degrees, asked), EIGHT)
+    check(family(model, 8, kinds, asked), EIGHT)
 
 
 def train_process() -> tuple[Any, str]:
@@ -134,7 +135,7 @@ def test_processes_train_as_one_device_and_raise_together(four: Family) -> None:
 
 
 def refused(four: Family, change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]]) -> AutoparError:
-    batch = batches_of(*FOUR["mixed"], four.tokens, np.random.default_rng(0))
+    batch = batches_of(*FOUR["all equal"], four.degrees, np.random.default_rng(0))
 
     def rank(talk: Communicator) -> AutoparError:
         made = four.build(talk)
