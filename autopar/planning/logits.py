@@ -14,6 +14,7 @@ from autopar.program import Program
 from autopar.search import SearchRequest
 from autopar.search.constraints import parse_constraints
 from autopar.search.plan_selection import preferred_s
+from autopar.search.request import Gaps
 from autopar.step.logits import PIECE_TOKENS, in_pieces, logits_bytes
 from autopar.step.prices import Prices
 
@@ -37,10 +38,25 @@ def search_plan(
     with them is short of it, or nothing fits, and the plan is faster by prediction: who reads logits of pieces gets
     them without gradients.  That searches again.
 
+    The optimality gap is sought of the plan that is taken alone.
+
     Raises:
         ConstraintError: pieces are asked for, and there is nothing to cut; or outputs are to be whole in every step.
         InfeasibleError: nothing fits.
     """
+    gaps = Gaps()
+    found = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
+    return gaps.fill_in(found)
+
+
+def _search_plan(
+    compiled: bool | None,
+    find: Callable[[Program, SearchRequest], Plan],
+    program: Program,
+    prices: Prices,
+    request: SearchRequest,
+    num_devices: int,
+) -> Plan:
     way = parse_constraints(request.constraints, num_devices).get("logits")
     whole_outputs = request.training.gathers_outputs
 

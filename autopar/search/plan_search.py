@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.errors import ConstraintError, HostMemoryError, InfeasibleError
 from autopar.garbage import collected_seldom
@@ -87,15 +88,19 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
     plan, notes = selected
-    least_s = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf)
-    lower_s = _lower_bound_s(single_stage, bounded, plan, request)
+    least_s, gap = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf), math.inf
+    seek = partial(_optimality_gap, least_s, single_stage, bounded, plan, request)
+    if request.gaps is None:
+        gap = seek()
+    else:
+        request.gaps.later(plan.decisions, seek)
     notes = [*notes, _note_gradients(plan)]
     if plan.num_microbatches > 1:
         notes = [*notes, _note_outputs(program), *_note_approximations(program, plan, constraints)]
     return replace(
         plan,
         memory_limit_bytes=float(allowed),
-        optimality_gap=max(0.0, least_s / lower_s - 1) if lower_s > 0 else 0.0,
+        optimality_gap=gap,
         constraints=request.constraints,
         notes=(*program.notes, *prices.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),
@@ -172,19 +177,23 @@ def _search_pipelines(
     return pipelines
 
 
-def _lower_bound_s(
-    single_stage: SingleStageSearch, pipelines: PipelineResults | None, plan: Plan, request: SearchRequest
+def _optimality_gap(
+    least_s: float,
+    single_stage: SingleStageSearch,
+    pipelines: PipelineResults | None,
+    plan: Plan,
+    request: SearchRequest,
 ) -> float:
-    """No plan that was looked at, fits and may be chosen instead of `plan` is faster, by sums; pipelines are bounded as
-    closely as that matters, if it does.
+    """By how much the least sum of seconds that was found is larger than a bound on those of all plans that fit and may
+    be chosen instead of `plan`, relative; pipelines are bounded as closely as that matters, if it does.
     """
     lower_s = single_stage.lower_bound_s
-    if pipelines is None:
-        return lower_s
-    least_s = min(single_stage.best_s, pipelines.best_s)
-    if preferred_s(plan) < request.rival_s and math.isfinite(least_s):
-        pipelines.raise_bounds(min(lower_s, least_s), replaced_by_stages_s(plan))
-    return min(lower_s, pipelines.lower_bound_s)
+    if pipelines is not None:
+        enough_s = min(lower_s, single_stage.best_s, pipelines.best_s)
+        if preferred_s(plan) < request.rival_s and math.isfinite(enough_s):
+            pipelines.raise_bounds(enough_s, replaced_by_stages_s(plan))
+        lower_s = min(lower_s, pipelines.lower_bound_s)
+    return max(0.0, least_s / lower_s - 1) if lower_s > 0 else 0.0
 
 
 def _report_considered(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.placement import Layout
-from autopar.plan import Plan
+from autopar.plan import Decisions, Plan
 from autopar.schedules.action_lists import ScheduleSource
 from autopar.search.known_layers import KnownLayers
 from autopar.step.training import TrainingSpec
 
-__all__ = ["MEMORY_ERROR", "ConsideredPlan", "SearchRequest"]
+__all__ = ["MEMORY_ERROR", "ConsideredPlan", "Gaps", "SearchRequest"]
 
 MEMORY_ERROR = 0.05
 """31 of 34 predicted peaks of models that the walk was not made by were off by less (`benchmarks/accuracy.py memory
@@ -30,6 +31,30 @@ class ConsideredPlan:
     peak_memory_bytes: float
     what: str
     is_simulated: bool = False
+
+
+@dataclass(eq=False)
+class Gaps:
+    """Optimality gaps that are not sought before it is known which of several plans is taken: bounds of pipelines may
+    take as long as finding them.
+    """
+
+    _sought: dict[int, tuple[Decisions, Callable[[], float]]] = field(
+        default_factory=dict[int, "tuple[Decisions, Callable[[], float]]"]
+    )
+
+    def later(self, decisions: Decisions, seek: Callable[[], float]) -> None:
+        """`seek` finds the gap of the plan with these decisions."""
+        self._sought[id(decisions)] = decisions, seek
+
+    def fill_in(self, plan: Plan) -> Plan:
+        """The plan with its gap, and how long that took."""
+        if id(plan.decisions) not in self._sought:
+            return plan
+        started = time.perf_counter()
+        gap = self._sought[id(plan.decisions)][1]()
+        took = ("bounds", time.perf_counter() - started)
+        return replace(plan, optimality_gap=gap, planning_s=(*plan.planning_s, took))
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,7 @@ class SearchRequest:
         rival_s: seconds of a plan that is known, as `plan_selection.preferred_s` counts them: what can't be faster is
             passed over, and the gap of a plan that is slower is not sought.
         known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
+        gaps: where gaps are left to be sought later; None: each search seeks its own.
         on_final: is told of plans whose step was simulated: the one that is chosen, and those that came near; of
             pipelines with equal numbers of device groups and microbatches those that were the best so far.
         on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
@@ -68,5 +94,6 @@ class SearchRequest:
     memory_error: float = 0.0
     rival_s: float = math.inf
     known: KnownLayers = field(default_factory=KnownLayers, compare=False, repr=False)
+    gaps: Gaps | None = field(default=None, compare=False, repr=False)
     on_final: Callable[[Plan], None] | None = None
     on_considered: Callable[[ConsideredPlan], None] | None = None

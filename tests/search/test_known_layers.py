@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from autopar.api import trace_model
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.plan import Plan
+from autopar.planning.logits import search_plan
 from autopar.program import Program
-from autopar.search import SearchRequest, candidate_sets, search
+from autopar.search import SearchRequest, candidate_sets, plan_search, search
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.plan_selection import preferred_s
 from autopar.step.logits import in_pieces
@@ -85,3 +88,25 @@ def test_bounds_are_raised_only_of_a_plan_that_beats_its_rival(monkeypatch: pyte
     assert preferred_s(slower) >= 0.9 * preferred_s(free)
     faster = search(program(), 4, prices(), replace(request, rival_s=1.1 * preferred_s(free)))
     assert faster.decisions == free.decisions
+
+
+def test_only_the_plan_that_is_taken_gets_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[SearchRequest] = []
+    sought: list[float] = []
+    original = plan_search._optimality_gap
+
+    def seek(*asked: Any) -> float:
+        sought.append(original(*asked))
+        return sought[-1]
+
+    monkeypatch.setattr(plan_search, "_optimality_gap", seek)
+
+    def find(own: Program, asked: SearchRequest) -> Plan:
+        searched.append(asked)
+        return search(own, 4, prices(), asked)
+
+    # What recomputes counts as short of memory, and eager layers may then be faster.
+    plan = search_plan(None, find, program(), prices(), SearchRequest(constraints=("recompute=full",)), 4)
+    assert len(searched) > 1, "one search was enough, so this test shows nothing"
+    assert sought == [plan.optimality_gap]
+    assert plan.planning_s[-1][0] == "bounds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,10 @@ _MAX_TRIED = 12  # on that walk: each takes about as long as a search without st
 # Microbatches for each device group with which the walk begins: with fewer the bubble is large, with more activations
 # are, and so it is rarely far from the best.
 _FIRST_MICROBATCHES = 2
-_IDLE = 1e-6  # of such pipelines, those with fewer device groups idle less: that way the walk goes on
+# What stands for the seconds of pipelines that are ruled out: those with fewer device groups idle less, so that the
+# walk goes on that way, and any that is not ruled out is better.
+_RULED_OUT_S = 1e9
+_IDLE = 1e-6
 
 
 @dataclass(eq=False)
@@ -69,6 +72,10 @@ class PipelineSearch:
                 # The most promising first: what it finds, and what its layers take, rule others out.
                 for count in sorted(own, key=lambda count: self._rank(groups, count)):
                     self._try(results, known_s, groups, count)
+                # One device group after the other is faster only for programs so small that launches take longer than
+                # computing; of all others the compute of their layers rules it out.
+                if own and 1 not in own and self.context.constraints.get("microbatches") is None:
+                    self._try(results, known_s, groups, 1)
         else:
             self._walk_to_best(counts, lambda groups, count: self._try(results, known_s, groups, count))
         results.finish()
@@ -162,9 +169,7 @@ class PipelineSearch:
         while count <= most and batch % count == 0 and not isinstance(self._assignment(count), str):
             yield count
             count *= 2
-        # One device group after the other is faster than more only for programs so small that launches take longer than
-        # computing, and bounds of it cost 7 % of a search: only where nothing else is possible.
-        if count == 2:
+        if count == 2:  # nothing else is possible
             yield 1
 
     def _assignment(self, count: int) -> TimeAssignment | str:
@@ -188,9 +193,8 @@ class PipelineSearch:
         hopeful = [shape for shape, bound_s in bounds.items() if bound_s < known_s]
         if self._is_too_slow(context, count, assignment, hopeful):
             results.bounds += [ShapeBound(shape, bound_s) for shape, bound_s in bounds.items() if bound_s >= known_s]
-            self._too_slow.add((groups, count))
-            return self._enough_s * (1 + _IDLE * groups)
-        own = PipelineResults(self.schedules, self.limit_bytes)
+            return self._rule_out(groups, count)
+        own, are_ruled_out = PipelineResults(self.schedules, self.limit_bytes), True
         for shared in shared_storage_choices(context):
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
             if candidates is None:
@@ -204,11 +208,20 @@ class PipelineSearch:
                 for shape, bound_s in nearer.items()
                 if shape not in shapes
             ]
-            if shapes:
-                search_pipelines(candidates, shapes, self.demands.cuts, own)
+            left = [shape for shape in shapes if not self._is_ruled_out(candidates, shape)]
+            if left:
+                search_pipelines(candidates, left, self.demands.cuts, own)
+            are_ruled_out &= bool(shapes) and not left
             self._least_s[groups, count] = np.minimum(self._least_s.get((groups, count), np.inf), least)
         results.merge(own)
+        if are_ruled_out:
+            return self._rule_out(groups, count)
         return own.hoped_s
+
+    def _rule_out(self, groups: int, count: int) -> float:
+        """Of so many device groups and microbatches, no pipeline is fast enough: what stands for its seconds."""
+        self._too_slow.add((groups, count))
+        return _RULED_OUT_S * (1 + _IDLE * groups)
 
     def _is_too_slow(
         self, context: SearchContext, count: int, assignment: TimeAssignment, shapes: Sequence[Shape]
@@ -222,6 +235,13 @@ class PipelineSearch:
             if not takes_longer(tables, shape, shape.actions(self.schedules), self._enough_s, self.demands.cuts):
                 return False
         return True
+
+    def _is_ruled_out(self, candidates: CandidateSet, shape: Shape) -> bool:
+        """Whether no pipeline of this shape is fast enough, whatever is overlapped: its bound is then left out."""
+        if not math.isfinite(self._enough_s) or not is_small(shape):
+            return False
+        tables = replace(candidates.least_tables, limit_bytes=self.limit_bytes)
+        return takes_longer(tables, shape, shape.actions(self.schedules), self._enough_s, self.demands.cuts)
 
     def _least_layers(self, groups: int, count: int) -> Array:
         """Forward, and forward and backward seconds that each layer takes at least, [2, layers]: cutting a batch into
