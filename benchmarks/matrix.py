@@ -68,7 +68,7 @@ def run_sample(python: Path, tests: list[str]) -> str:
     ended = subprocess.run([*command, *tests], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     print(ended.stdout[-4000:])
     last = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed|error).*?) in [\d.]+s", ended.stdout, re.MULTILINE)
-    failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(\S+)", ended.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
     said = re.sub(r", \d+ (?:deselected|warnings?)", "", last[-1]) if last else f"ended with {ended.returncode}"
     return said + (f": {', '.join(f'`{name}`' for name in failed)}" if failed else "")
 
