@@ -206,6 +206,11 @@ def _inline_region(module: fx.GraphModule, node: fx.Node) -> None:
     sub = module.get_submodule(str(body.target))
     assert isinstance(sub, fx.GraphModule)
     graph = module.graph
+    for inner in list(sub.graph.nodes):
+        if inner.op == "get_attr":  # the body of a region in this one, which another of the module may be named like
+            own = f"{body.target}_{inner.target}"
+            module.add_submodule(own, sub.get_submodule(str(inner.target)))
+            inner.target = own
     with graph.inserting_before(node):
         read = operands if enabled else [_detached(graph, operand) for operand in operands]
         names: dict[Any, Any] = dict(zip([n for n in sub.graph.nodes if n.op == "placeholder"], read, strict=True))

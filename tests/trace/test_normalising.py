@@ -471,6 +471,32 @@ def test_norms_and_buffers(training):
     assert ("norm.num_batches_tracked" in updated) == training
 
 
+class PositionTables(nn.Module):
+    """Tables of positions, computed without gradients and without autocast inside, as transformers 4 writes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("rates", torch.rand(4))
+
+    @torch.no_grad()
+    def table(self, function, x):
+        rates = self.rates[None, :, None].float().expand(len(x), -1, 1)
+        places = torch.arange(x.shape[1])[None, None, :].expand(len(x), 1, -1).float()
+        with torch.autocast("cpu", enabled=False):
+            angles = (rates @ places).transpose(1, 2)
+            return function(torch.cat((angles, angles), -1)).to(x.dtype)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            x = self.linear(x)
+        return x * self.table(torch.cos, x) + x * self.table(torch.sin, x)
+
+
+def test_regions_inside_of_regions_keep_their_own_bodies():
+    check_equals_model(PositionTables(), {"x": torch.randn(2, 6, 8)})
+
+
 def test_mixed_precision_is_in_the_types():
     from autopar.trace import trace
 
