@@ -46,14 +46,15 @@ def casts_of(device_type: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _gpu_casts(device_type: str) -> Generator[None]:
+def _gpu_casts(planned: str) -> Generator[None]:
     original = torch.autocast.__init__
 
-    def begin(self: Any, device: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if device == device_type:
-            dtype = torch.get_autocast_dtype(device) if dtype is None else dtype
-            device = "cpu"
-        original(self, device, dtype, *args, **kwargs)
+    # Callers may name the arguments, so they are called as torch calls them.
+    def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == planned:
+            dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+            device_type = "cpu"
+        original(self, device_type, dtype, *args, **kwargs)
 
     kernels = {
         **{name: _casting(name, lambda _: torch.float32) for name in IN_FLOAT32},

@@ -8,7 +8,6 @@ single device's.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from autopar.planning.call_plans import CallPlanner
 from autopar.step.plan_check import check_fit
 from autopar.trace import LossFunction, Traced, default_example_inputs, put_loss_inside, without_target
 from autopar.verify.diagnosis import first_difference
+from autopar.verify.differences import largest_entry, relative_error
 from autopar.verify.rehearsal import (
     MakeOptimizer,
     Run,
@@ -277,20 +277,5 @@ def _settled(
 def _errors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> dict[str, float]:
     if expected.keys() != found.keys():
         raise VerificationError(f"{what} missing or added: {sorted(expected.keys() ^ found.keys())}")
-    largest = max((x.abs().max().item() for x in expected.values() if x.numel()), default=0.0)
+    largest = max(map(largest_entry, expected.values()), default=0.0)
     return {name: relative_error(expected[name], found[name], _NOISE * largest) for name in expected}
-
-
-def relative_error(expected: Tensor, found: Tensor, floor: float = 0.0) -> float:
-    """The largest difference relative to the largest entry of `expected` (or to `floor`, if that is larger).
-
-    It is inf where shapes differ or one is not finite.
-    """
-    if expected.shape != found.shape:
-        return float("inf")
-    if not expected.numel():
-        return 0.0
-    difference = (expected.double() - found.double()).abs().max().item()
-    scale = max(expected.double().abs().max().item(), floor)
-    error = difference / scale if scale > 0 else difference
-    return float("inf") if math.isnan(error) else error

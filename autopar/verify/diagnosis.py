@@ -16,6 +16,7 @@ from autopar.program import Layer, Op, Program
 from autopar.schedules import simplest_schedule
 from autopar.step.value_flows import option_of
 from autopar.trace import Traced
+from autopar.verify.differences import largest_difference, largest_entry
 from autopar.verify.op_observer import Observed, observe, single_device_plan
 from autopar.verify.rehearsal import Run, gradient_layout, join_layout, run_parallel
 
@@ -165,7 +166,6 @@ def _difference(expected: Tensor, found: Tensor) -> str:
         return f"its shape is {tuple(found.shape)} in place of {tuple(expected.shape)}"
     if not expected.numel():
         return ""
-    difference = (found.double() - expected.double()).abs().max().item()
-    scale = expected.double().abs().max().item()
+    difference, scale = largest_difference(expected, found), largest_entry(expected)
     is_close = difference <= _TOLERANCE * max(scale, 1e-6)
     return "" if is_close else f"off by {difference:.3g} where the largest entry is {scale:.3g}"

@@ -28,6 +28,7 @@ from autopar.plan import Plan
 from autopar.planning.call_plans import CallPlanner, as_call
 from autopar.program import Arg, Op, Option, Program, TensorType, Value
 from autopar.trace import Traced, accurate_products, dense_flex_attention
+from autopar.verify.differences import as_float64, largest_difference
 from autopar.verify.eval_outputs import eval_outputs
 
 __all__ = [
@@ -312,8 +313,9 @@ def gradient_layout(layout: Layout) -> Layout:
 def _check_replicas(tensors: list[Tensor], name: str) -> None:
     first = tensors[0]
     for number, other in enumerate(tensors):
-        if not torch.equal(other, first) and not torch.allclose(other, first, rtol=1e-9, atol=1e-14, equal_nan=True):
-            raise VerificationError(f"replicas of {name} differ: {number} from 0 by {(other - first).abs().max()}")
+        pair = as_float64(other), as_float64(first)
+        if not torch.equal(other, first) and not torch.allclose(*pair, rtol=1e-9, atol=1e-14, equal_nan=True):
+            raise VerificationError(f"replicas of {name} differ: {number} from 0 by {largest_difference(*pair)}")
 
 
 class _KeepDouble(TorchFunctionMode):

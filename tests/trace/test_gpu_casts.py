@@ -120,6 +120,14 @@ def test_a_program_for_a_cpu_has_those_of_a_cpu():
     assert dtypes_of()[0] == "linear float32"
 
 
+def test_regions_name_their_arguments_as_they_like():
+    with casts_of("cuda"):
+        with torch.autocast(device_type="cuda", dtype=BF16, enabled=True):
+            assert torch.is_autocast_enabled("cpu")
+        with torch.autocast("cuda", BF16, enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+
+
 def test_nothing_of_it_stays():
     with casts_of("cuda"):
         pass
