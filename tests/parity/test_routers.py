@@ -72,6 +72,7 @@ def biased(favored: float, count: str, padded: bool = False) -> Subject:
         (0.0, "one_hot", ("data=2",)),
         (0.5, "histc", ("expert=2",)),
         (0.5, "scatter_add", ("data=2", "zero=3")),
+        (0.5, "bincount", ("data=2",)),
         (50.0, "one_hot", ("tensor=2",)),  # one expert gets half of all rows, whatever is learned
     ],
 )
