@@ -21,7 +21,7 @@ def counts_of_known_length() -> Generator[None]:
     """Inside, ``torch.bincount(ids, minlength=n)`` returns n counts; without `minlength` it stays as it is."""
     plain = torch.bincount
 
-    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:  # noqa: A002
+    def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         if not minlength:
             return plain(input, weights, minlength)
         if weights is None:
