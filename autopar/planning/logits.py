@@ -90,7 +90,8 @@ def _search_plan(
         return plan
     made = in_pieces(program, PIECE_TOKENS)
     with suppress(InfeasibleError):
-        found = search(made, plan.compiled, preferred_s(plan) / _WORTH_IT)
+        # Whole logits may be what left no room for what compiled layers keep, so the choice is open again.
+        found = search(made, plan.compiled or compiled, preferred_s(plan) / _WORTH_IT)
         gain = preferred_s(plan) / preferred_s(found)
         if gain >= _WORTH_IT:
             return _noted(found, made, f"; by prediction {gain:.2f}x as fast as with whole logits")

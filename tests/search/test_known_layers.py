@@ -13,6 +13,7 @@ from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
+from autopar.planning import logits
 from autopar.planning.logits import search_plan
 from autopar.program import Program
 from autopar.search import SearchRequest, candidate_sets, plan_search, search
@@ -110,3 +111,19 @@ def test_only_the_plan_that_is_taken_gets_a_gap(monkeypatch: pytest.MonkeyPatch)
     assert len(searched) > 1, "one search was enough, so this test shows nothing"
     assert sought == [plan.optimality_gap]
     assert plan.planning_s[-1][0] == "bounds"
+
+
+def test_whether_to_compile_is_asked_again_with_logits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole logits may be why the layers of the first plan are eager."""
+    found = search(program(), 4, prices(), SearchRequest(schedules=schedule_actions))
+    eager = replace(found, memory_limit_bytes=1.01 * found.peak_memory_bytes)
+    faster = replace(found.prediction, step_time_s=found.step_time_s / 2)
+    compiled = replace(eager.with_decisions(compiled=True), prediction=faster)
+
+    def find(way: bool | None, _: Any, own: Program, *__: Any) -> Plan:
+        return compiled if own.piece_tokens and way is None else eager
+
+    monkeypatch.setattr(logits, "search_compiled", find)
+    monkeypatch.setattr(logits, "logits_bytes", lambda _: found.peak_memory_bytes)  # take a noticeable part of it
+    assert search_plan(None, search, program(), prices(), SearchRequest(), 4).compiled
+    assert not search_plan(False, search, program(), prices(), SearchRequest(), 4).compiled
