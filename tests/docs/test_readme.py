@@ -27,6 +27,8 @@ def MyModel():
                                         num_attention_heads=2))
 """
 
+SAYS = 'print(f"loss {loss.item()}\\n", end="", flush=True)\n'  # one write, which another rank's can't split
+
 
 @pytest.mark.slow
 def test_the_first_ten_minutes_print_what_the_readme_says(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_the_changed_lines_of_a_script_give_its_loss(tmp_path: Path) -> None:
     """A model and its inputs are put before the lines, and what they give is printed after them."""
     (block,) = re.findall(r"^```diff\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     lines = block.replace('"cuda"', '"cpu"').splitlines()
-    before, after = ("\n".join([MODEL, *kept, 'print("loss", loss.item())\n']) for kept in (
+    before, after = ("\n".join([MODEL, *kept, SAYS]) for kept in (
         [line[1:] for line in lines if not line.startswith("+")], [line[1:] for line in lines]))  # fmt: skip
     (tmp_path / "before.py").write_text(before)
     (tmp_path / "after.py").write_text(after)
