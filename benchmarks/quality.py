@@ -1,6 +1,6 @@
 """How good plans are: the free choice beside a grid of usual configurations, and beside what others published.
 
-    python benchmarks/quality.py [--case NAME ...] [--grid 0 | 1 | 2] [--eager] [--json FILE]
+    python benchmarks/quality.py [--case NAME ...] [--grid 0 | 1 | 2] [--eager | --either] [--json FILE]
 
 Each row is one model on one cluster.  Its plan is searched for freely, then once for every configuration of the grid
 (`GRID`: degrees, ZeRO levels, recomputation, microbatches, schedules), forced by constraints.  All are priced by the
@@ -179,8 +179,8 @@ def make_model(name: str, batch: int, length: int = 8192) -> tuple[torch.nn.Modu
         raise ValueError(f"no model {name!r}")
 
 
-def _solver(case: Case, compiled: bool) -> Callable[[str], Row]:
-    """Searches one case, with layers compiled or not; the model is traced once."""
+def _solver(case: Case, compiled: bool | None) -> Callable[[str], Row]:
+    """Searches one case, with layers compiled or not, or (None) as is faster; the model is traced once."""
     from autopar.api import trace_model  # noqa: PLC0415
     from autopar.cluster import Cluster  # noqa: PLC0415
     from autopar.cost import ClusterPrices  # noqa: PLC0415
@@ -216,7 +216,7 @@ def _solver(case: Case, compiled: bool) -> Callable[[str], Row]:
     return solve
 
 
-def run_case(name: str, compiled: bool, grid: int, more: Sequence[str]) -> Iterator[Row]:
+def run_case(name: str, compiled: bool | None, grid: int, more: Sequence[str]) -> Iterator[Row]:
     """The free choice, then those of the grid."""
     solve = _solver(CASES[name], compiled)
     own = OF_EXPERTS if grid and CASES[name].model in ("mixtral", "qwen3", "deepseek") else ()
@@ -242,7 +242,9 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--grid", type=int, default=2, choices=range(len(GRID)))
     parser.add_argument("--also", nargs="*", default=[], help="further constraints, such as 'tensor=8 pipeline=16'")
-    parser.add_argument("--eager", action="store_true", help="layers are not compiled (by default they are)")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--eager", action="store_true", help="layers are not compiled (by default they are)")
+    ways.add_argument("--either", action="store_true", help="the search chooses, as it does for users unasked")
     parser.add_argument("--json", type=Path, help="a file to add a line to for each row")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -257,7 +259,7 @@ def main() -> None:
         told = f"published {case.published:.1f}/s ({case.source})" if case.published else "nothing published"
         print(f"{name}: {case.model}, {case.world_size} x {case.device}, batch {case.batch}; {told}")
         free: Row | None = None
-        for row in run_case(name, not options.eager, options.grid, options.also):
+        for row in run_case(name, None if options.either else not options.eager, options.grid, options.also):
             free = free or row
             print(show(row, free), flush=True)
             if options.json:

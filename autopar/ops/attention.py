@@ -171,7 +171,7 @@ def _drops(position: int) -> Callable[[Op], bool]:
     return lambda op: argument(op, position, "dropout_p", 0.0) != 0.0
 
 
-def _runs_new_kernel(op: Op, operands: Types, results: Types) -> bool:
+def _runs_new_kernel(operands: Types) -> bool:
     """Whether torch's dispatcher picks cuDNN before flash attention where the device has a kernel of its own.
 
     On data center Hopper and Blackwell since torch 2.11, in 16 bits (`check_prefer_cudnn_attention` in
@@ -189,18 +189,10 @@ def _runs_new_kernel(op: Op, operands: Types, results: Types) -> bool:
     )
 
 
-def _always(op: Op, operands: Types, results: Types) -> bool:
-    return True
-
-
-def _never(op: Op, operands: Types, results: Types) -> bool:
-    return False
-
-
 def _work(
-    sequence: int, runs_new_kernel: Callable[[Op, Types, Types], bool] = _never
+    sequence: int, runs_new_kernel: Callable[[Types], bool] = lambda operands: False
 ) -> Callable[[Op, Types, Types], Work]:
-    """`sequence`: which dim of the operands queries and keys are."""
+    """`sequence`: which dim of the operands queries and keys are; `runs_new_kernel` says by their types which runs."""
 
     def count(op: Op, operands: Types, results: Types) -> Work:
         """Two products of [queries, keys] by the head size; causal skips half; backward does five for two."""
@@ -232,7 +224,7 @@ def _work(
             is_causal=is_causal,
             extents=(query.shape[sequence], length),
             is_plain=bool(op.plain_saves or op.plain_saved_extra_bytes),
-            is_new_kernel=runs_new_kernel(op, operands, results),
+            is_new_kernel=runs_new_kernel(operands),
         )
 
     return count
@@ -303,7 +295,7 @@ FAMILIES = (
     OpFamily(
         aten({"_scaled_dot_product_cudnn_attention": None}),
         is_cheap=False,
-        count_work=_work(-2, _always),
+        count_work=_work(-2, lambda operands: True),
         place=followed,
         is_attention=True,
     ),
@@ -337,6 +329,6 @@ FAMILIES = (
     OpFamily(
         {"flash_attn_3._flash_attn_forward.default": None},
         is_cheap=False,
-        count_work=_work(-3, _always),
+        count_work=_work(-3, lambda operands: True),
     ),
 )

@@ -25,10 +25,10 @@ def counts_of_known_length() -> Generator[None]:
         if not minlength:
             return plain(input, weights, minlength)
         if weights is None:
-            counts = torch.zeros(minlength, dtype=torch.int64, device=input.device)
-            return counts.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
-        dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64  # as torch does
-        return torch.zeros(minlength, dtype=dtype, device=input.device).scatter_add(0, input.long(), weights.to(dtype))
+            added = torch.ones_like(input, dtype=torch.int64)
+        else:
+            added = weights if weights.dtype == torch.float32 else weights.double()  # as torch does
+        return added.new_zeros(minlength).scatter_add(0, input.long(), added)
 
     with patch.object(torch, "bincount", bincount), patch.object(Tensor, "bincount", bincount):
         yield

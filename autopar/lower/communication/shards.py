@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.communicator import Communicator
 from autopar.placement import Axis
 
@@ -38,6 +39,15 @@ class Shards:
         for axis in self.axes:
             x = self.communicator.all_reduce(x, axis, "max" if op == "max" else "sum")
         return x
+
+    def start_passing(self, x: Tensor, step: int = 1) -> Handle:
+        """Start to give `x` to the shard `step` places on, and to get that of the one as far before, round a ring on
+        one axis; a ring of one keeps its own.
+        """
+        if not self.axes:
+            return Handle(lambda: x)
+        (axis,), place = self.axes, self.index
+        return self.communicator.start_permute(x, axis, (place + step) % axis.size, (place - step) % axis.size)
 
     def exchange_mirrored(self, x: Tensor) -> Tensor:
         """The `x` of the shard that is as far from the last one as this one is from the first, which gets ours.

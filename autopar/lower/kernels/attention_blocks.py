@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "attend_block", "block_gradients", "join_blocks", "score_scale", "sum_dtype"]
+__all__ = [
+    "Block", "attend_block", "block_gradients", "join_blocks", "packed", "score_scale", "sum_dtype", "unpacked",
+]  # fmt: skip
 
 _aten: Any = torch.ops.aten  # these ops are how torch's own attention is split in forward and backward
 _FLASH_MOST = 256
@@ -174,3 +176,14 @@ def _plain_gradients(
     results = for_scores @ key.to(scores.dtype), for_scores.mT @ query.to(scores.dtype), weights.mT @ g
     for_q, for_k, for_v = (x.to(query.dtype) for x in results)
     return for_q, for_k, for_v
+
+
+def packed(first: Tensor, second: Tensor) -> Tensor:
+    """Both, flat and one after the other, to travel as one."""
+    return torch.cat([first.reshape(-1), second.reshape(-1)])
+
+
+def unpacked(flat: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """What was `packed` of tensors of these shapes."""
+    size = first.numel()
+    return flat[:size].view(first.shape), flat[size:].view(second.shape)

@@ -7,9 +7,6 @@ ever there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels import cross_entropy as losses
-from autopar.ops.linear_cross_entropy import X
+from autopar.lower.kernels.cross_entropy import cross_entropy, vocab_parallel_cross_entropy
+from autopar.lower.kernels.logit_pieces import Chain, GradientSums, LogitPieces
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_linear_cross_entropy"]
-
-Chain = Sequence[Sequence[Any]]
 
 
 def linear_cross_entropy(  # noqa: PLR0913  (its arguments)
@@ -50,8 +45,11 @@ def linear_cross_entropy(  # noqa: PLR0913  (its arguments)
         label_smoothing: 0 to 1.
         tokens: how many get their logits at a time.
     """
-    loss = partial(losses.cross_entropy, class_dim=1, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return _sum(hidden, weight, bias, target, class_weight, _Pieces(chain_steps(chain), loss, tokens))
+
+    def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+        return (cross_entropy(logits, own, class_weight, 1, ignore_index, label_smoothing),)
+
+    return _sum(hidden, weight, bias, target, LogitPieces(chain, of, tokens))
 
 
 def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
@@ -83,53 +81,17 @@ def vocab_parallel_linear_cross_entropy(  # noqa: PLR0913  (its arguments)
         label_smoothing: as there.
         tokens: as there.
     """
-    loss = partial(
-        losses.vocab_parallel_cross_entropy, shards, class_dim=1, ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )  # fmt: skip
-    pieces = _Pieces(chain_steps(chain), loss, tokens, has_sum=shards.index == 0)
-    return _sum(hidden, weight, bias, target, class_weight, pieces)
+
+    def of(logits: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+        return (vocab_parallel_cross_entropy(shards, logits, own, class_weight, 1, ignore_index, label_smoothing),)
+
+    return _sum(hidden, weight, bias, target, LogitPieces(chain, of, tokens, has_sum=shards.index == 0))
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """How the loss of a piece is computed of its logits; without `has_sum` another device has the sum."""
-
-    steps: tuple[Callable[[Tensor], Tensor], ...]
-    loss: Callable[..., Tensor]
-    tokens: int
-    has_sum: bool = True
-
-    def of(self, logits: Tensor, target: Tensor, class_weight: Tensor | None) -> Tensor:
-        for step in self.steps:
-            logits = step(logits)
-        return self.loss(logits, target, class_weight)
-
-
-def chain_steps(chain: Chain) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """The ops of `chain` as functions of the logits."""
-    return tuple(_step(target, args, kwargs) for target, args, kwargs, _ in chain)
-
-
-def _step(target: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]) -> Callable[[Tensor], Tensor]:
-    from autopar.lower.kernels import resolve_target  # noqa: PLC0415  (it finds this file)
-
-    function = resolve_target(target)
-    named = dict(kwargs)
-
-    def run(x: Tensor) -> Tensor:
-        own = {key: x.device if key == "device" else value for key, value in named.items()}
-        return function(*(x if isinstance(arg, str) and arg == X else arg for arg in args), **own)
-
-    return run
-
-
-def _sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, pieces: _Pieces
-) -> Tensor:
+def _sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: LogitPieces) -> Tensor:
     is_recording = torch.is_grad_enabled()
     trains = tuple(is_recording and x is not None and x.requires_grad for x in (hidden, weight, bias))
-    return call_function(_LinearCrossEntropy, hidden, weight, bias, target, class_weight, pieces, trains)
+    return call_function(_LinearCrossEntropy, hidden, weight, bias, target, pieces, trains)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -142,21 +104,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        class_weight: Tensor | None,
-        pieces: _Pieces,
+        pieces: LogitPieces,
         trains: tuple[bool, bool, bool],
     ) -> Tensor:
         found = GradientSums(hidden, weight, bias, trains)
         total: Tensor | None = None
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-        for start in range(0, max(1, rows.shape[0]), pieces.tokens):
-            part = rows[start : start + pieces.tokens]
-            logits = torch.nn.functional.linear(part, weight, bias)
-            loss, gradient = _piece(pieces, logits, targets[start : start + pieces.tokens], class_weight, any(trains))
+        for own in pieces.cut(len(targets)):
+            logits = torch.nn.functional.linear(rows[own], weight, bias)
+            gradient = None
+            if any(trains):
+                (loss,), gradient = pieces.with_gradient(logits, targets[own])
+            else:
+                (loss,) = pieces.of(logits, targets[own])
             total = loss if total is None else total + loss
             del logits  # and its gradient are gone before the next piece's come
             if gradient is not None:
-                found.add(start, part, weight, gradient)
+                found.add(own.start, rows[own], weight, gradient)
             del gradient
         assert total is not None
         ctx.save_for_backward(*found.kept)
@@ -170,43 +134,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         kept = iter(ctx.saved_tensors)
         scaled = (next(kept) * gradients[0] if takes else None for takes in ctx.trains)
-        return (*scaled, None, None, None, None)
-
-
-def _piece(
-    pieces: _Pieces, logits: Tensor, target: Tensor, class_weight: Tensor | None, trains: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of a piece, and the gradient of its logits."""
-    if not trains:
-        return pieces.of(logits, target, class_weight), None
-    # Around the step, hooks may say what becomes of what autograd saves: that is for what outlives this call.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-        leaf = logits.detach().requires_grad_()
-        loss = pieces.of(leaf, target, class_weight)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), gradient
-
-
-class GradientSums:
-    """Those of the operands, as far as they have been added up."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, trains: tuple[bool, bool, bool]) -> None:
-        """Nothing has been added."""
-        self._hidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if trains[0] else None
-        self._weight = torch.zeros_like(weight) if trains[1] else None
-        self._bias = torch.zeros_like(bias) if bias is not None and trains[2] else None
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """Those that are wanted, in order."""
-        return [x for x in (self._hidden, self._weight, self._bias) if x is not None]
-
-    def add(self, start: int, part: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        """Those of a piece, of the tokens from `start` on, whose logits have this gradient."""
-        if self._hidden is not None:
-            rows = self._hidden.view(-1, part.shape[-1])[start : start + part.shape[0]]
-            torch.mm(gradient, weight, out=rows)
-        if self._weight is not None:
-            self._weight.addmm_(gradient.t(), part)
-        if self._bias is not None:
-            self._bias.add_(gradient.sum(0))
+        return (*scaled, None, None, None)

@@ -6,8 +6,6 @@ product of that size, for which nothing as large as the logits is ever there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels.cross_entropy import cross_entropy, sharded_losses
-from autopar.lower.kernels.linear_cross_entropy import Chain, GradientSums, chain_steps
+from autopar.lower.kernels.logit_pieces import Chain, GradientSums, LogitPieces
 
 __all__ = ["linear_token_losses", "vocab_parallel_linear_token_losses"]
 
@@ -53,7 +51,7 @@ def linear_token_losses(  # noqa: PLR0913  (its arguments)
         losses = cross_entropy(logits, own, class_weight, 1, ignore_index, label_smoothing, "none")
         return (losses, logits.logsumexp(-1)) if has_log_sums else (losses,)
 
-    return _losses(hidden, weight, bias, target, _Pieces(chain_steps(chain), of, tokens))
+    return _losses(hidden, weight, bias, target, LogitPieces(chain, of, tokens))
 
 
 def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
@@ -92,31 +90,11 @@ def vocab_parallel_linear_token_losses(  # noqa: PLR0913  (its arguments)
         found = sharded_losses(shards, logits, own, class_weight, ignore_index, label_smoothing)
         return tuple(each.to(logits.dtype) for each in found[: 1 + has_log_sums])
 
-    pieces = _Pieces(chain_steps(chain), of, tokens, has_sum=shards.index == 0)
-    return _losses(hidden, weight, bias, target, pieces)
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """How what is wanted of a piece is computed of its logits; without `has_sum` another device has the sum."""
-
-    steps: tuple[Callable[[Tensor], Tensor], ...]
-    losses: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-    tokens: int
-    has_sum: bool = True
-
-    def of(self, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        for step in self.steps:
-            logits = step(logits)
-        return self.losses(logits, target)
-
-    def cut(self, count: int) -> Iterator[slice]:
-        """The tokens of each piece of so many."""
-        return (slice(start, start + self.tokens) for start in range(0, max(1, count), self.tokens))
+    return _losses(hidden, weight, bias, target, LogitPieces(chain, of, tokens, has_sum=shards.index == 0))
 
 
 def _losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: _Pieces
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: LogitPieces
 ) -> Tensor | tuple[Tensor, Tensor]:
     found = call_function(_LinearTokenLosses, hidden, weight, bias, target, pieces)
     return found if len(found) > 1 else found[0]
@@ -127,7 +105,7 @@ class _LinearTokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: _Pieces
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pieces: LogitPieces
     ) -> tuple[Tensor, ...]:
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         parts = [
@@ -151,17 +129,9 @@ class _LinearTokenLosses(torch.autograd.Function):
         incoming = [each.reshape(-1) for each in gradients]
         for own in pieces.cut(len(targets)):
             logits = torch.nn.functional.linear(rows[own], weight, bias)
-            gradient = _gradient(pieces, logits, targets[own], [each[own] for each in incoming])
+            _, gradient = pieces.with_gradient(logits, targets[own], [each[own] for each in incoming])
             del logits  # and its gradient are gone before the next piece's come
             sums.add(own.start, rows[own], weight, gradient)
             del gradient
         found = iter(sums.kept)
         return (*(next(found) if takes else None for takes in ctx.needs_input_grad[:3]), None, None)
-
-
-def _gradient(pieces: _Pieces, logits: Tensor, target: Tensor, incoming: Sequence[Tensor]) -> Tensor:
-    """That of a piece's logits, by those of what comes of them."""
-    # Around the step, hooks may say what becomes of what autograd saves: that is for what outlives this call.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-        leaf = logits.detach().requires_grad_()
-        return torch.autograd.grad(pieces.of(leaf, target), leaf, incoming)[0]

@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
-from autopar.lower.communication.collectives import Handle
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels.attention_blocks import (
     Block,
     attend_block,
     block_gradients,
     join_blocks,
+    packed,
     score_scale,
     sum_dtype,
+    unpacked,
 )
 
 __all__ = ["ring_attention"]
@@ -97,13 +98,6 @@ class _Ring:
         head, other = halves if self.has_own_head_first else halves[::-1]
         return torch.cat([head, self.shards.exchange_mirrored(other)], 2)
 
-    def passed_on(self, x: Tensor) -> Handle:
-        """Give `x` to the next device, and get the previous one's."""
-        if not self.shards.axes:  # a ring of one
-            return Handle(lambda: x)
-        (axis,), place = self.shards.axes, self.shards.index
-        return self.shards.communicator.start_permute(x, axis, (place + 1) % axis.size, (place - 1) % axis.size)
-
     def seen(self, step: int, rows: int) -> tuple[slice, slice, bool]:
         """What is computed after so many steps of `rows` rows and as many columns: which rows, to which columns, and
         whether each row sees those up to its own only.
@@ -121,16 +115,6 @@ class _Ring:
         return min(2 * index, 2 * self.shards.count - 1 - 2 * index)
 
 
-def _packed(*parts: Tensor) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
-
-
-def _unpacked(flat: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors of these shapes."""
-    size = first.numel()
-    return flat[:size].view(first.shape), flat[size:].view(second.shape)
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, scale: float) -> Tensor:
@@ -138,10 +122,10 @@ class _RingAttention(torch.autograd.Function):
         count, rows = ring.shards.count, q.shape[2]
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q))
         log_sum = q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
-        held = _packed(k, v)
+        held = packed(k, v)
         for step in range(count):
-            coming = ring.passed_on(held) if step + 1 < count else None
-            keys, values = _unpacked(held, k, v)
+            coming = ring.shards.start_passing(held) if step + 1 < count else None
+            keys, values = unpacked(held, k, v)
             own, columns, is_causal = ring.seen(step, rows)
             block = attend_block(
                 q[:, :, own], keys[:, :, columns], values[:, :, columns], scale, is_causal=is_causal
@@ -165,10 +149,10 @@ class _RingAttention(torch.autograd.Function):
         out, incoming = ring.balanced(torch.cat([result, gradients[0]], -1)).chunk(2, -1)
         count, rows = ring.shards.count, q.shape[2]
         for_q = torch.zeros_like(q, dtype=sum_dtype(q))
-        held, carried = _packed(k, v), None
+        held, carried = packed(k, v), None
         for step in range(count):
-            coming = ring.passed_on(held) if step + 1 < count else None
-            keys, values = _unpacked(held, k, v)
+            coming = ring.shards.start_passing(held) if step + 1 < count else None
+            keys, values = unpacked(held, k, v)
             own, columns, is_causal = ring.seen(step, rows)
             terms = block_gradients(
                 incoming[:, :, own], q[:, :, own], keys[:, :, columns], values[:, :, columns],
@@ -178,10 +162,10 @@ class _RingAttention(torch.autograd.Function):
             totals = [torch.zeros_like(x, dtype=sum_dtype(q)) for x in (k, v)]
             for total, term in zip(totals, terms[1:], strict=True):
                 total[:, :, columns] = term
-            added = _packed(*totals)
-            carried = ring.passed_on(added if carried is None else added + carried.wait())
+            added = packed(*totals)
+            carried = ring.shards.start_passing(added if carried is None else added + carried.wait())
             held = held if coming is None else coming.wait()
         assert carried is not None
-        for_k, for_v = _unpacked(carried.wait(), k, v)
+        for_k, for_v = unpacked(carried.wait(), k, v)
         for_query, for_key, for_value = (ring.restored(x.to(q.dtype)) for x in (for_q, for_k, for_v))
         return for_query, for_key, for_value, None, None

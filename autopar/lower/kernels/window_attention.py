@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels.attention_blocks import score_scale
+from autopar.lower.kernels.attention_blocks import packed, score_scale, unpacked
 from autopar.lower.kernels.attention_tiles import (
     Band,
     Tiles,
@@ -104,7 +104,7 @@ class _FromPrevious(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, shards: Shards, count: int) -> tuple[Tensor, Tensor]:
         ctx.shards, ctx.count = shards, count
-        coming = _passed([x[:, :, -count:] for x in (key, value)], shards, 1)
+        coming = _passed((key[:, :, -count:], value[:, :, -count:]), shards, 1)
         if not shards.index:
             return key.clone(), value.clone()
         joined = (torch.cat(pair, 2) for pair in zip(coming, (key, value), strict=True))
@@ -117,7 +117,7 @@ class _FromPrevious(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None]:
         shards, count = ctx.shards, ctx.count
         is_first, is_last = not shards.index, shards.index == shards.count - 1
-        coming = _passed([x[:, :, :count] for x in gradients], shards, -1)
+        coming = _passed((gradients[0][:, :, :count], gradients[1][:, :, :count]), shards, -1)
         own = [x.clone() if is_first else x[:, :, count:].clone() for x in gradients]
         for total, terms in zip(own, coming, strict=True):
             if not is_last:  # nobody has seen the last one's rows
@@ -125,14 +125,9 @@ class _FromPrevious(torch.autograd.Function):
         return own[0], own[1], None, None
 
 
-def _passed(parts: list[Tensor], shards: Shards, step: int) -> list[Tensor]:
+def _passed(parts: tuple[Tensor, Tensor], shards: Shards, step: int) -> tuple[Tensor, Tensor]:
     """What the device `step` places before this one has for these; round the ring, so that all send as much."""
-    (axis,), place = shards.axes, shards.index
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    target, source = (place + step) % axis.size, (place - step) % axis.size
-    found = shards.communicator.start_permute(flat, axis, target, source).wait()
-    first, second = parts
-    return [found[: first.numel()].view(first.shape), found[first.numel() :].view(second.shape)]
+    return unpacked(shards.start_passing(packed(*parts), step).wait(), *parts)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, band: Band) -> Tensor:
