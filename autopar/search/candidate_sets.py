@@ -16,7 +16,6 @@ from autopar.errors import ConstraintError
 from autopar.ops import family_of
 from autopar.placement import local_shape
 from autopar.plan import Decisions, LayerStrategy, PlannedLayer, Stage
-from autopar.prediction import LayerCost
 from autopar.program import Layer, Op, Program, itemsize_bytes
 from autopar.search.constraints import LayerDemands
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer
@@ -28,9 +27,11 @@ from autopar.search.search_context import SearchContext, input_rows
 from autopar.step.activation_policies import renamed_policy, splits_backward
 from autopar.step.boundary_values import BoundaryValue, MeshLayout, boundary_values, transfer_matrices
 from autopar.step.local_layer import SharedStorage
+from autopar.step.overlap_estimate import Hideable, hideable_s
 from autopar.step.parameter_costs import SharedCost, shared_costs
 from autopar.step.plan_collectives import broadcast_s
 from autopar.step.stage_costs import CostColumns
+from autopar.step.training import own_training
 
 __all__ = ["CandidateSet", "make_candidate_set"]
 
@@ -54,6 +55,9 @@ class CandidateSet:
     states: dict[BoundaryState, int]
     shared_costs: dict[str, SharedCost]
     _named: dict[int, LayerStrategy] = field(default_factory=dict[int, LayerStrategy], repr=False)
+    _hideable: dict[int, tuple[Hideable, ...]] = field(
+        default_factory=dict[int, "tuple[Hideable, ...]"], repr=False
+    )
 
     @property
     def candidates(self) -> tuple[tuple[LayerCandidate, ...], ...]:
@@ -105,10 +109,24 @@ class CandidateSet:
 
     @cached_property
     def least_tables(self) -> CostTables:
-        """What all candidates cost if all collectives of parameters are overlapped, or less."""
+        """What all candidates cost at least, however much of it is overlapped."""
         count, known = self.settings.num_microbatches, dict(zip(self.context.classes, self.tables.layers, strict=True))
-        least = {f: _least_costs(c, [each.cost for each in self.by_class[f]], count) for f, c in known.items()}
+        least = {first: _least_costs(costs, self.hideable(first), count) for first, costs in known.items()}
         return replace(self.tables, layers=tuple(least[first] for first in self.context.classes))
+
+    def hideable(self, first: int) -> tuple[Hideable, ...]:
+        """What of the candidates of a class of layers may not show."""
+        if first not in self._hideable:
+            settings, layer = self.settings, self.context.program.layers[first]
+            own, taken = own_training(self.context.program, layer, settings.training), settings.prices.host.taken
+            self._hideable[first] = tuple(
+                hideable_s(
+                    each.cost, *each.transfers, each.strategy.zero, settings.num_microbatches, own, taken,
+                    has_stages=self.context.num_groups > 1,
+                )
+                for each in self.by_class[first]
+            )  # fmt: skip
+        return self._hideable[first]
 
     @cached_property
     def tables(self) -> CostTables:
@@ -250,25 +268,16 @@ def _relaxed(demands: LayerDemands) -> Iterator[LayerDemands]:
             yield replace(demands, degrees=degrees)
 
 
-def _least_costs(columns: LayerCosts, costs: Sequence[LayerCost], num_microbatches: int) -> LayerCosts:
-    """The costs without collectives of parameters.
-
-    Those of microbatches are taken off wherever they may be: from forward and backward, and from both parts of one
-    that is split.
-    """
-    once = np.array([cost.step_comm_s for cost in costs])
-    ahead = np.array([cost.forward_comm_s for cost in costs])
-    back = np.array([cost.activation_comm_s + cost.parameter_comm_s for cost in costs]) - ahead - once
-    of_parameters = np.maximum(0.0, np.array([cost.parameter_comm_s for cost in costs]) - once)
-    back_s = np.minimum(of_parameters, back) / num_microbatches
-    weight_s = np.maximum(0.0, columns.weight_s - back_s)
-    other_s = np.maximum(0.0, columns.backward_s - columns.weight_s - back_s)
+def _least_costs(costs: LayerCosts, hideable: Sequence[Hideable], num_microbatches: int) -> LayerCosts:
+    """The costs less what may not show."""
+    forward_s, backward_s, begin_s, end_s, weight_s, begins_s = np.array(hideable).T
     return replace(
-        columns,
-        forward_s=columns.forward_s - np.minimum(of_parameters, ahead) / num_microbatches,
-        backward_s=np.minimum(columns.backward_s - back_s, weight_s + other_s),
-        weight_s=weight_s,
-        step_s=columns.step_s - once,
+        costs,
+        forward_s=costs.forward_s - forward_s / num_microbatches,
+        backward_s=costs.backward_s - backward_s / num_microbatches,
+        weight_s=np.maximum(0.0, costs.weight_s - weight_s / num_microbatches),
+        step_s=costs.step_s - begin_s - end_s,
+        begin_s=begins_s,
     )
 
 
@@ -283,6 +292,7 @@ def _layer_costs(candidates: CandidateSet, first: int) -> LayerCosts:
         state_out=np.array([states[each.strategy.mesh, each.policy_out] for each in own], dtype=np.intp),
         leave_s=np.array([each.cost.copies_s - each.cost.leave_s for each in own]) / count,
         return_s=np.array([each.cost.copies_s - each.cost.return_s for each in own]) / count,
+        begin_s=np.zeros(len(own)),
     )
 
 

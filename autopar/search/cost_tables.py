@@ -30,13 +30,15 @@ class LayerCosts(CostColumns):
     """The candidates of one layer, one entry each; states index the boundary states.
 
     A layer that ends a stage has none behind it that computes while its saved tensors leave for the host's memory, or
-    come back from there: its forward then takes `leave_s` more, its backward `return_s`.
+    come back from there: its forward then takes `leave_s` more, its backward `return_s`.  `begin_s` is what the first
+    device group waits for before its first action, apart from `step_s`.
     """
 
     state_in: Indices
     state_out: Indices
     leave_s: Array
     return_s: Array
+    begin_s: Array
 
     def take(self, rows: Indices) -> LayerCosts:
         """The candidates of these indices."""

@@ -22,6 +22,10 @@ class KnownLayers:
     layers op by op takes as long as making the candidates of small ones.
     """
 
+    numbers: tuple[int, int] = (0, 0)
+    """Of device groups and microbatches of the best pipeline of the last search that found one."""
+    inner_sizes: frozenset[int] = frozenset()
+    """Of the meshes of its usual layers."""
     _candidates: dict[Hashable, Candidates] = field(default_factory=dict[Hashable, Candidates])
     _memory_prices: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     _alive: dict[int, object] = field(default_factory=dict[int, object])

@@ -32,7 +32,13 @@ from autopar.step.activation_policies import (
     rerun_ops,
     rerun_policy_name,
 )
-from autopar.step.layer_cost import running_costs, storage_cost, stored_collectives
+from autopar.step.layer_cost import (
+    computing_runs,
+    is_layer_rerun,
+    running_costs,
+    storage_cost,
+    stored_collectives,
+)
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.overlap_estimate import ParameterTransfer, overlapped_s, parameter_transfers
 from autopar.step.piece_seconds import best_pieces, demanded_pieces
@@ -46,7 +52,8 @@ __all__ = ["LayerCandidate", "layer_candidates"]
 class LayerCandidate:
     """A strategy of `layer` (and all like it) with its cost, and the boundary policies around it.
 
-    `overlapped_s` estimates how much of the cost's seconds is communication that compute overlaps.
+    `overlapped_s` estimates how much of the cost's seconds is communication that compute overlaps; `transfers` are the
+    gathers and reductions of parameters that may overlap.
     """
 
     layer: Layer
@@ -55,6 +62,7 @@ class LayerCandidate:
     strategy: LayerStrategy
     cost: LayerCost
     overlapped_s: float = 0.0
+    transfers: tuple[ParameterTransfer, ParameterTransfer] = (ParameterTransfer(), ParameterTransfer())
 
 
 def layer_candidates(
@@ -195,7 +203,7 @@ class _Variant:
     def finish(self, layer: Layer) -> LayerCandidate:
         stored = self.stored
         strategy = replace(self.strategy, storage=stored.storage, zero=stored.zero, recompute=self.recompute)
-        return LayerCandidate(layer, *self.policies, strategy, self.cost, self.overlapped_s)
+        return LayerCandidate(layer, *self.policies, strategy, self.cost, self.overlapped_s, stored.transfers)
 
     def rated(self, in_flight: int) -> tuple[float, ...]:
         """What another must not exceed to be as good."""
@@ -229,11 +237,16 @@ def _variants(
     if not demands.offload:
         choices = [(cut, _worth_offloading(settings, placed.layer, running)) for cut, running in choices]
     training = own_training(settings.program, placed.layer, settings.training)
-    for stored, (cut, running) in itertools.product(known[key], choices):
+    ahead_s, back_s = computing_runs(placed, settings.prices, settings.training)
+    count = settings.num_microbatches
+    for cut, running in choices:
+        pieced = replace(strategy, pieces=cut)
         for how, cost in running.items():
-            whole = cost + stored.cost
-            overlapped = overlapped_s(whole, *stored.transfers, stored.zero, settings.num_microbatches, training)
-            yield _Variant(policies, replace(strategy, pieces=cut), stored, how, whole, overlapped)
+            again_s = ahead_s if is_layer_rerun(how, training) else (cost.recompute_s / count,)
+            runs_s = ahead_s, (*again_s[:-1], again_s[-1] + back_s[0], *back_s[1:])
+            for stored in known[key]:
+                overlapped = overlapped_s(runs_s, *stored.transfers, stored.zero, count, training)
+                yield _Variant(policies, pieced, stored, how, cost + stored.cost, overlapped)
 
 
 _Pieces = tuple[tuple[str, int], ...]
@@ -275,7 +288,7 @@ def _stored_variants(settings: StepSettings, base: PlacedLayer, demands: LayerDe
             placed = replace(base, storage=storage, zero=level)
             stored = tuple(stored_collectives(placed, training))
             cost = storage_cost(placed, stored, settings.prices, settings.training)
-            yield _StoredVariant(level, storage, cost, parameter_transfers(settings.program, stored, settings.prices))
+            yield _StoredVariant(level, storage, cost, parameter_transfers(placed, stored, settings.prices, training))
 
 
 def _zero_variants(

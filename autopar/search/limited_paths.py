@@ -5,6 +5,9 @@ needs.  A device group of a pipeline has few layers, and its best path is seldom
 seconds and bytes of a path up to some layer, in some boundary state; of labels in one state that take about the same
 memory, and of those that another beats in both, the fastest is kept (label setting for shortest paths with a resource:
 Desrochers and Soumis, 1988).
+
+A price of memory says of each label what it takes at least to the end of the chain: seconds, and the price of the bytes
+beyond the limit.  Labels that can't be faster than a path that is known go no further.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ Indices = npt.NDArray[np.intp]
 # On a decoder of 126 layers over 32 groups, twice as many give a step within 0.5 %, in one and a half times the time.
 _PARTS = 256
 _MAX_CAPS = 4  # as for the hull: a path whose transients need more than a cap is sought under the next
+_PRICES = 12  # bisections of the price: each halves what it may be off by
+_DEAREST = 1e3  # the highest price: all memory costs so many times as much as all seconds
 
 
 def limited_path(chain: Chain, limit_bytes: float) -> Indices | None:
@@ -37,7 +42,10 @@ def limited_path(chain: Chain, limit_bytes: float) -> Indices | None:
     """
     best_s, best = np.inf, None
     for cap in transient_caps(chain, _MAX_CAPS):
-        found = _Labels(chain, limit_bytes - chain.fixed_bytes - cap, cap, best_s).run()
+        labels = _Labels(chain, limit_bytes - chain.fixed_bytes - cap, cap, best_s)
+        if labels.allowed_bytes < labels.smallest.sum():
+            continue
+        found = labels.run()
         if found is not None:
             best_s, best = found
     return best
@@ -52,20 +60,23 @@ class _Labels:
     cap_bytes: float
     most_s: float
     _rows: dict[int, Indices] = field(default_factory=dict[int, Indices])
+    smallest: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        for layer in self.chain.layers:
+            if id(layer) not in self._rows:
+                self._rows[id(layer)] = _undominated(layer, self.cap_bytes)
+        sizes = (layer.persistent_bytes[self._rows[id(layer)]] for layer in self.chain.layers)
+        self.smallest = np.array([own.min() if len(own) else np.inf for own in sizes])
 
     def run(self) -> tuple[float, Indices] | None:
         """Seconds and path of the fastest."""
+        price, known = self._best_price()
+        behind = self._behind(price)[1]
+        best_s, best = (self.most_s, None) if known is None else known
         layers = self.chain.layers
-        for layer in layers:
-            if id(layer) not in self._rows:
-                self._rows[id(layer)] = _undominated(layer, self.cap_bytes)
-        if not all(map(len, self._rows.values())):
-            return None
-        smallest = np.array([layer.persistent_bytes[self._rows[id(layer)]].min() for layer in layers])
-        spare = self.allowed_bytes - float(smallest.sum())
-        if spare < 0:
-            return None
-        ends = self.allowed_bytes - (smallest.sum() - np.cumsum(smallest))
+        spare = self.allowed_bytes - float(self.smallest.sum())
+        ends = self.allowed_bytes - (self.smallest.sum() - np.cumsum(self.smallest))
         seconds, size, state = np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.intp)
         came: list[tuple[Indices, Indices]] = []
         for index, layer in enumerate(layers):
@@ -74,21 +85,79 @@ class _Labels:
             if index:
                 reached_s = reached_s + self.chain.moves_s[index - 1][state[:, None], layer.state_in[rows]]
             taken = size[:, None] + layer.persistent_bytes[rows]
-            before, chosen = np.nonzero((taken <= ends[index]) & (reached_s < self.most_s))
+            least_s = reached_s + behind[index][layer.state_out[rows]] + price * (taken - self.allowed_bytes)
+            before, chosen = np.nonzero((taken <= ends[index]) & (least_s < best_s) & (reached_s < best_s))
             if not len(before):
-                return None
+                return None if best is None else (best_s, best)
             seconds, size, state = reached_s[before, chosen], taken[before, chosen], layer.state_out[rows][chosen]
             part = ((ends[index] - size) * (_PARTS / max(spare, 1.0))).astype(np.intp)
             kept = _fastest(seconds, -part, state)
             seconds, size, state = seconds[kept], size[kept], state[kept]
             came.append((before[kept], rows[chosen[kept]]))
-        label = best = int(seconds.argmin())
+        label = last = int(seconds.argmin())
         path = np.zeros(len(layers), dtype=np.intp)
         for index in range(len(layers) - 1, -1, -1):
             before, chosen = came[index]
             path[index] = chosen[label]
             label = int(before[label])
-        return float(seconds[best]), path
+        return float(seconds[last]), path
+
+    def _best_price(self) -> tuple[float, tuple[float, Indices] | None]:
+        """Seconds per byte at which the fastest path takes about what is allowed; seconds and path of the best that was
+        met on the way and fits, if it is better than what is known.
+        """
+        low, known = 0.0, None
+        scale = sum(float(layer.time_s[self._rows[id(layer)]].max()) for layer in self.chain.layers)
+        high = _DEAREST * scale / max(self.allowed_bytes, 1.0)
+        for step in range(_PRICES):
+            price = 0.0 if not step else high / 4**_PRICES if low == 0 and step == 1 else (low * high) ** 0.5
+            path, _ = self._behind(price)
+            seconds, size = self._cost(path)
+            if size <= self.allowed_bytes:
+                if seconds < (self.most_s if known is None else known[0]):
+                    known = seconds, path
+                if price == 0.0:
+                    return 0.0, known
+                high = price
+            else:
+                low = max(price, high / 4**_PRICES)
+        return high, known
+
+    def _behind(self, price: float) -> tuple[Indices, list[Array]]:
+        """The path of the least seconds with memory at this price; per layer and state behind it the least that the
+        rest takes.
+        """
+        layers, states = self.chain.layers, self.chain.num_states
+        behind: list[Array] = [np.zeros(states)]
+        choices: list[tuple[Indices, Indices]] = []
+        for index in range(len(layers) - 1, -1, -1):
+            layer, rows = layers[index], self._rows[id(layers[index])]
+            value = layer.time_s[rows] + price * layer.persistent_bytes[rows] + behind[0][layer.state_out[rows]]
+            order = np.argsort(value, kind="stable")[::-1]
+            least, which = np.full(states, np.inf), np.zeros(states, dtype=np.intp)
+            least[layer.state_in[rows[order]]] = value[order]  # where an index repeats, the last assignment stays
+            which[layer.state_in[rows[order]]] = rows[order]
+            if index:
+                total = self.chain.moves_s[index - 1] + least
+                choices.insert(0, (which, total.argmin(axis=1)))
+                behind.insert(0, total.min(axis=1))
+            else:
+                choices.insert(0, (which, np.full(states, int(least.argmin()))))
+        path, state = np.zeros(len(layers), dtype=np.intp), 0
+        for index, (which, entry) in enumerate(choices):
+            path[index] = which[entry[state]]
+            state = int(layers[index].state_out[path[index]])
+        return path, behind
+
+    def _cost(self, path: Indices) -> tuple[float, float]:
+        """Seconds and persistent bytes."""
+        seconds = size = 0.0
+        for index, (layer, row) in enumerate(zip(self.chain.layers, path.tolist(), strict=True)):
+            seconds, size = seconds + float(layer.time_s[row]), size + float(layer.persistent_bytes[row])
+            if index:
+                before = self.chain.layers[index - 1].state_out[path[index - 1]]
+                seconds += float(self.chain.moves_s[index - 1][before, layer.state_in[row]])
+        return seconds, size
 
 
 def _undominated(layer: ChainLayer, cap_bytes: float) -> Indices:

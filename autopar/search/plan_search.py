@@ -26,7 +26,14 @@ from autopar.search.microbatches import time_assignment
 from autopar.search.pipeline.pipeline_candidates import PipelineResults
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands, pipeline_demands
 from autopar.search.pipeline.pipeline_search import PipelineSearch
-from autopar.search.plan_selection import enough_s, preferred_s, replaced_by_stages_s, select_plan, simulated_s
+from autopar.search.plan_selection import (
+    STAGES_GAIN,
+    enough_s,
+    preferred_s,
+    replaced_by_stages_s,
+    select_plan,
+    simulated_s,
+)
 from autopar.search.request import SearchRequest
 from autopar.search.search_context import SearchContext
 from autopar.search.single_stage import SingleStagePaths, SingleStageSearch
@@ -38,6 +45,9 @@ __all__ = ["search"]
 # Of the limit, for a second search if all pipelines of the first fit as the search counts, but not as the walk through
 # the step does: that finds up to 5 % more.
 _LESS = 0.93
+# A plan without stages that takes so many times as long as compute alone leaves much for pipelines, which are searched
+# first then: their best rules out larger numbers of microbatches without stages.  Else it is the other way round.
+_FAR = 2.0
 
 
 @collected_seldom()
@@ -64,15 +74,19 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     batch = request.training.batch_bytes(program)
     limit = allowed / (1 + request.memory_error) - batch
     single_stage = SingleStageSearch(context, limit)
+
+    def flat_s() -> float:
+        return simulated_s(single_stage.searched, limit, batch, request.rival_s)
+
+    pipelines: PipelineResults | None = None
+    pending = _considers_pipelines(request, constraints, demands)
     if not demands.needs_pipeline:
         single_stage.begin()
-    pipelines: PipelineResults | None = None
-    if _considers_pipelines(request, constraints, demands):
-        flat_s = min(simulated_s(single_stage.searched, limit, batch), request.rival_s)
-        enough = enough_s(flat_s, request)
-        pipelines = _search_pipelines(context, demands, limit, single_stage.best_s, enough)
-    rival_s = min(request.rival_s, pipelines.best_s if pipelines else math.inf)
-    single_stage.go_on(lambda: min(rival_s, simulated_s(single_stage.searched, limit, batch)))
+        if pending and flat_s() > _FAR * context.ideal_s:
+            pipelines, pending = _search_pipelines(context, demands, limit, enough_s(flat_s(), request)), False
+        single_stage.go_on(lambda: min(flat_s(), STAGES_GAIN * pipelines.best_s if pipelines else math.inf))
+    if pending:
+        pipelines = _search_pipelines(context, demands, limit, enough_s(flat_s(), request))
     _report_considered(request, single_stage.searched, pipelines)
     bounded = pipelines
     try:
@@ -88,8 +102,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         smallest = pipelines.smallest if pipelines else None
         raise describe_infeasible(single_stage.searched, allowed, request, context.notes, smallest)
     plan, notes = selected
-    least_s, gap = min(single_stage.best_s, pipelines.best_s if pipelines else math.inf), math.inf
-    seek = partial(_optimality_gap, least_s, single_stage, bounded, plan, request)
+    gap, seek = math.inf, partial(_optimality_gap, single_stage, bounded, plan, request)
     if request.gaps is None:
         gap = seek()
     else:
@@ -158,42 +171,31 @@ def _search_pipelines(
     context: SearchContext,
     demands: PipelineDemands,
     limit_bytes: float,
-    known_s: float = math.inf,
-    enough: float = math.inf,
+    enough_s: float = math.inf,
 ) -> PipelineResults:
-    """Those that may be faster than both; what is to be said of them is added to the context's notes.
-
-    Args:
-        context: of the search.
-        demands: on pipelines.
-        limit_bytes: of memory.
-        known_s: a sum of seconds.
-        enough: seconds of a simulated step.
-    """
+    """Those that may be faster than this; what is to be said of them is added to the context's notes."""
     assert context.request.schedules is not None
     pipeline_search = PipelineSearch(context, context.request.schedules, demands, limit_bytes)
-    pipelines = pipeline_search.run(known_s, enough)
+    pipelines = pipeline_search.run(enough_s)
     context.notes.extend(pipeline_search.notes)
     return pipelines
 
 
 def _optimality_gap(
-    least_s: float,
-    single_stage: SingleStageSearch,
-    pipelines: PipelineResults | None,
-    plan: Plan,
-    request: SearchRequest,
+    single_stage: SingleStageSearch, pipelines: PipelineResults | None, plan: Plan, request: SearchRequest
 ) -> float:
-    """By how much the least sum of seconds that was found is larger than a bound on those of all plans that fit and may
-    be chosen instead of `plan`, relative; pipelines are bounded as closely as that matters, if it does.
+    """By how much `plan` is slower than a bound on all plans that fit and were looked at, both as simulated, relative.
+
+    Pipelines are bounded as closely as that matters: one must be faster than a plan without stages by more than
+    predictions are off.  The gap of a plan that is slower than a rival is not sought that closely.
     """
-    lower_s = single_stage.lower_bound_s
+    lower_s = single_stage.lower_bound_s()
     if pipelines is not None:
-        enough_s = min(lower_s, single_stage.best_s, pipelines.best_s)
-        if preferred_s(plan) < request.rival_s and math.isfinite(enough_s):
-            pipelines.raise_bounds(enough_s, replaced_by_stages_s(plan))
-        lower_s = min(lower_s, pipelines.lower_bound_s)
-    return max(0.0, least_s / lower_s - 1) if lower_s > 0 else 0.0
+        enough_s = min(lower_s / STAGES_GAIN, replaced_by_stages_s(plan))
+        if preferred_s(plan) < request.rival_s:
+            pipelines.raise_bounds(enough_s)
+        lower_s = min(lower_s, STAGES_GAIN * pipelines.lower_bound_s)
+    return max(0.0, preferred_s(plan) / lower_s - 1) if lower_s > 0 else 0.0
 
 
 def _report_considered(
@@ -205,7 +207,7 @@ def _report_considered(
     for paths in searched:
         for path in describe_paths(paths):
             request.on_considered(path)
-    for pipeline in pipelines.simulated if pipelines else ():
+    for pipeline in pipelines.found if pipelines else ():
         request.on_considered(describe_pipeline(pipeline))
 
 

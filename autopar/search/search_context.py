@@ -27,9 +27,9 @@ __all__ = ["SearchContext", "input_rows", "shared_storage_choices"]
 
 Array = npt.NDArray[np.float64]
 
-# With many device groups there are many numbers of groups and microbatches to search: if a group has more meshes than
-# this, only those are tried whose inner axes span a few nodes.
-_ENOUGH_MESHES = 6
+# If there are more meshes than this (from 1,024 devices on, of two axes), only those are tried whose inner axes span a few
+# nodes: each takes some 0.2 s.
+_ENOUGH_MESHES = 9
 _WIDEST_INNER_NODES = 4
 # All of a device's memory at the usual price, as a share of the ideal step time.  It only decides which strategies of a
 # layer are candidates beside the fastest: dearer memory finds more that save it, and fewer that trade a little of it.
@@ -54,6 +54,8 @@ class SearchContext:
         facts: of layers, which all parts of a search share.
         known_reruns: `reruns`, once it is known.
         known_seconds: of whole layers, by whether they are compiled: device groups of any size share them.
+        inner_sizes: of meshes with several axes only those are tried whose inner axes have so many devices; of all, if
+            there are none.
     """
 
     program: Program
@@ -68,6 +70,7 @@ class SearchContext:
     facts: LayerFacts = field(default_factory=LayerFacts)
     known_reruns: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     known_seconds: dict[bool, dict[int, list[OpTime]]] = field(default_factory=dict[bool, dict[int, list[OpTime]]])
+    inner_sizes: frozenset[int] = frozenset()
 
     @property
     def reruns(self) -> dict[int, tuple[str, ...]]:
@@ -79,10 +82,13 @@ class SearchContext:
                 self.known_reruns[layer.kind] = tuple(choice.policy for choice in spaced_choices(front))
         return self.known_reruns
 
-    def on_groups(self, num_groups: int) -> SearchContext:
-        """The same search with the devices divided into so many groups."""
+    def on_groups(self, num_groups: int, inner_sizes: frozenset[int] = frozenset()) -> SearchContext:
+        """The same search with the devices divided into so many groups; `inner_sizes` as above."""
         num_devices = self.num_devices * self.num_groups // num_groups
-        return replace(self, num_devices=num_devices, num_groups=num_groups, notes=[], settled=dict(self.settled))
+        return replace(
+            self, num_devices=num_devices, num_groups=num_groups, notes=[], settled=dict(self.settled),
+            inner_sizes=inner_sizes,
+        )  # fmt: skip
 
     @property
     def pipeline_axis(self) -> Axis:
@@ -99,7 +105,9 @@ class SearchContext:
         demanded = max(sum(degree > 1 for _, degree in demands.degrees) for demands in self.demands)
         max_axes = max(self.request.max_axes, min(3, demanded + 1))
         shapes = mesh_shapes(self.num_devices, self.prices.devices_per_node, max_axes)
-        if self.num_groups == 1 or len(shapes) <= _ENOUGH_MESHES:
+        if self.inner_sizes:
+            return tuple(shape for shape in shapes if len(shape) == 1 or math.prod(shape[1:]) in self.inner_sizes)
+        if len(shapes) <= _ENOUGH_MESHES:
             return shapes
         widest = _WIDEST_INNER_NODES * self.prices.devices_per_node
         return tuple(shape for shape in shapes if math.prod(shape[1:]) <= widest)

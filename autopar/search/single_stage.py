@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,17 +25,20 @@ Array = npt.NDArray[np.float64]
 
 # Share of time or memory that more microbatches must gain for still more to be tried: prices are no more accurate.
 _WORTH = 0.01
+# Points of the hull that bounds of one limit need: they are sought near it.
+_BOUND_PRICES = 10
 
 
 @dataclass(frozen=True, eq=False)
 class SingleStagePaths:
-    """Paths through all layers of a candidate set; `visible_s` has their seconds less what is overlapped by
-    estimate.
+    """Paths through all layers of a candidate set, by their seconds less what is overlapped by estimate; `least_s` has
+    what they take at least, however much is overlapped, and `least` the chain that says so of any path.
     """
 
     candidates: CandidateSet
     pool: PathPool
-    visible_s: Array
+    least: Chain
+    least_s: Array
     plans: dict[int, Plan] = field(default_factory=dict[int, Plan], repr=False)
     """Those of paths that were simulated."""
 
@@ -43,34 +46,32 @@ class SingleStagePaths:
         """Those of the path of this index."""
         return self.candidates.decisions(self.pool.paths[path].tolist())
 
-    def least_s(self, path: int) -> float:
-        """Seconds of the path of this index if all collectives of parameters are overlapped."""
-        chosen = self.candidates.along(self.pool.paths[path].tolist())
-        return self.pool.time_s[path] - sum(candidate.cost.parameter_comm_s for candidate in chosen)
-
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """Paths that no other beats in bytes and in seconds, overlapped ones included or not; the smallest first."""
+        """Paths that no other beats in bytes and in seconds, by estimate or at least; the smallest first."""
         peak = self.pool.peak_bytes
-        front = {*pareto_indices(self.pool.time_s, peak), *pareto_indices(self.visible_s, peak)}
+        front = {*pareto_indices(self.pool.time_s, peak), *pareto_indices(self.least_s, peak)}
         return tuple(sorted(front, key=lambda path: (peak[path], path)))
 
     @cached_property
     def fastest(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(seconds, peak bytes) of the fastest path, whatever memory there is: by its sum of seconds, and by what is
-        left of it if all collectives of parameters are overlapped.
-        """
+        """(seconds, peak bytes) of the fastest path, whatever memory there is: by estimate, and at least."""
         peak = self.pool.peak_bytes
-        by_sum = min((self.pool.time_s[path], peak[path]) for path in self.front)
-        return by_sum, min((self.least_s(path), peak[path]) for path in self.front)
+        by_estimate = min((self.pool.time_s[path], peak[path]) for path in self.front)
+        return by_estimate, min((float(self.least_s[path]), peak[path]) for path in self.front)
+
+    def lower_bound_s(self, limit_bytes: float) -> float:
+        """No path of the candidates that fits takes less, as simulated."""
+        bounds = fastest_paths(self.least, max_prices=_BOUND_PRICES, mixes=False, aim_bytes=limit_bytes)
+        return bounds.lower_bound_s(limit_bytes)
 
 
 class SingleStageSearch:
     """Paths without stages, with ever more microbatches.
 
     Prices are such that cutting a batch in two makes nothing faster: more microbatches only save memory.  So there is
-    no need for more where the fastest path of the last number fits, or where it is slower than a rival that fits, or
-    once they add (next to) nothing whatever the limit is.
+    no need for more where the fastest path of the last number fits, or where it is slower than a rival that fits; once
+    they add (next to) nothing whatever the limit is; or once what they save gains nothing under the limit.
     """
 
     def __init__(self, context: SearchContext, limit_bytes: float) -> None:
@@ -80,31 +81,29 @@ class SingleStageSearch:
         self._counts = _microbatch_counts(context)
         self._last: list[SingleStagePaths] = []
 
-    @property
-    def best_s(self) -> float:
-        """Seconds of the fastest path that fits, infinite if none does."""
-        fitting = ((paths.pool, paths.pool.best(self._limit_bytes)) for paths in self.searched)
-        return min((pool.time_s[index] for pool, index in fitting if index >= 0), default=math.inf)
-
-    @property
     def lower_bound_s(self) -> float:
         """No path that fits is faster."""
-        return min((paths.pool.lower_bound_s(self._limit_bytes) for paths in self.searched), default=math.inf)
+        return self._bound_s(self.searched)
 
     def begin(self) -> None:
         """Search with the smallest number of microbatches."""
-        count, assignment = next(self._counts)
-        self._try(count, assignment)
+        self._try(*next(self._counts))
 
     def go_on(self, rival_s: Callable[[], float]) -> None:
-        """Search with more, as far as that may be faster than what fits, and than the seconds of the best plan by then
-        that was simulated.
+        """Search with more, as far as that may be faster than the best plan by then that was simulated, of so many
+        seconds.
         """
-        if not self.searched:
-            return
-        for count, assignment in self._counts:
+        least_s = self._bound_s(self._last)
+        for count, assignment in self._counts if self._last else ():
             if self._is_settled(rival_s()) or not self._try(count, assignment):
                 return
+            bound_s = self._bound_s(self._last)
+            if least_s <= bound_s < math.inf:
+                return
+            least_s = bound_s
+
+    def _bound_s(self, searched: Sequence[SingleStagePaths]) -> float:
+        return min((paths.lower_bound_s(self._limit_bytes) for paths in searched), default=math.inf)
 
     def _try(self, count: int, assignment: TimeAssignment) -> bool:
         """Whether so many microbatches add anything."""
@@ -119,39 +118,41 @@ class SingleStageSearch:
         return True
 
     def _is_settled(self, rival_s: float) -> bool:
-        """Whether, by sums of seconds and by what is left of them if all that can be overlapped is, the best of the
-        last paths fits, or is slower than the rival.
+        """Whether, by estimate and with all overlapped that may be, the best of the last paths fits, or gains next to
+        nothing over the rival.
         """
-        if min(paths.fastest[1][0] for paths in self._last) >= rival_s:
+        if min(paths.fastest[1][0] for paths in self._last) >= (1 - _WORTH) * rival_s:
             return True
         return all(min(paths.fastest[which] for paths in self._last)[1] <= self._limit_bytes for which in (0, 1))
 
 
 def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
-    """Fast paths by sums of seconds, and by what is left of them less what is overlapped by estimate."""
+    """Fast paths by their seconds less what is overlapped by estimate, and by what they take at least."""
     shared = candidates.shared_costs.values()
     chain = replace(
         candidates.tables.chain(Flight()),
         fixed_s=sum(cost.step_s for cost in shared),
         fixed_bytes=sum(cost.memory.persistent_bytes for cost in shared),
     )
-    visible = _less_overlap(candidates, chain)
-    pool = fastest_paths(chain)
-    if visible is not chain:
-        pool.add(*fastest_paths(visible, mixes=False).paths)
-    return SingleStagePaths(candidates, pool, path_costs(visible, np.stack(pool.paths))[:, 0])
+    by_class = candidates.by_class.items()
+    visible = _less(candidates, chain, {f: np.array([each.overlapped_s for each in own]) for f, own in by_class})
+    least = _less(
+        candidates, chain, {first: np.array([each.total_s for each in candidates.hideable(first)]) for first, _ in by_class}
+    )
+    pool = fastest_paths(visible)
+    if least is not visible:
+        pool.add(*fastest_paths(least, mixes=False).paths)
+    return SingleStagePaths(candidates, pool, least, path_costs(least, np.stack(pool.paths))[:, 0])
 
 
-def _less_overlap(candidates: CandidateSet, chain: Chain) -> Chain:
-    """The chain with seconds less what is overlapped by estimate; the same one if nothing is."""
-    hidden = {first: np.array([each.overlapped_s for each in own]) for first, own in candidates.by_class.items()}
-    if not any(seconds.any() for seconds in hidden.values()):
+def _less(candidates: CandidateSet, chain: Chain, hidden_s: dict[int, Array]) -> Chain:
+    """The chain less so many seconds of each candidate, by the first layer of its class; the same one if of none."""
+    if not any(seconds.any() for seconds in hidden_s.values()):
         return chain
-    visible: dict[int, ChainLayer] = {}
-    for first, layer in zip(candidates.context.classes, chain.layers, strict=True):
-        if first not in visible:
-            visible[first] = replace(layer, time_s=layer.time_s - hidden[first])
-    return replace(chain, layers=tuple(visible[first] for first in candidates.context.classes))
+    classes = candidates.context.classes
+    layers = dict(zip(classes, chain.layers, strict=True))
+    fewer = {first: replace(layer, time_s=layer.time_s - hidden_s[first]) for first, layer in layers.items()}
+    return replace(chain, layers=tuple(fewer[first] for first in classes))
 
 
 def _microbatch_counts(context: SearchContext) -> Iterator[tuple[int, TimeAssignment]]:

@@ -15,6 +15,7 @@ Movements inside one device (slices, zero padding, masks) cost nothing here.  By
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow
 
 __all__ = [
+    "computing_runs",
     "is_layer_rerun",
     "is_rerun",
     "offload_s",
@@ -208,6 +210,27 @@ def running_costs(
             leave_s=leave_s, return_s=return_s, host_bytes=memory.offloaded_bytes, copies_s=copies_s,
         )  # fmt: skip
     return found
+
+
+def computing_runs(
+    placed: PlacedLayer, prices: Prices, training: TrainingSpec
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds that a layer computes between its collectives of activations, of one microbatch's forward and backward;
+    what runs again in backward is not included.
+    """
+    training = own_training(placed.program, placed.layer, training)
+    times = op_seconds(placed, prices, training)
+    runs = list(running_collectives(placed, training, prices, reruns=False))
+    cuts = {phase: sorted({run.before for run in runs if run.phase == phase}) for phase in ("forward", "backward")}
+
+    def between(seconds: list[float], phase: str) -> tuple[float, ...]:
+        bounds = [0, *cuts[phase], len(seconds)]
+        return tuple(sum(seconds[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+    return (
+        between([time.forward_s for time in times], "forward"),
+        between([time.backward_s for time in times], "backward")[::-1],
+    )
 
 
 def _returned_bytes(placed: PlacedLayer) -> float:

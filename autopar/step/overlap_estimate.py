@@ -7,20 +7,27 @@ part, are saved
 
 ``min((1 - taken) * t, c)``      (`benchmarks.published.overlap.both_s`, less c and t)
 
-A search minimises sums of seconds; with these estimates it also finds paths whose sums are larger, but not their steps.
+Compute that waits for a collective of activations waits first for the one that is under way, so each of these ends a
+run of compute: a collective of parameters overlaps with the run in which it begins, and with no other.
+
+A search minimises sums of seconds less these estimates; `hideable_s` bounds what can be saved.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.prediction import LayerCost
 from autopar.program import Program
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.parameter_costs import brought_s
 from autopar.step.prices import PricedCollective, Prices
 from autopar.step.training import TrainingSpec
 
-__all__ = ["ParameterTransfer", "in_one_buffer", "overlapped_s", "parameter_transfers"]
+__all__ = ["Hideable", "ParameterTransfer", "hideable_s", "in_one_buffer", "overlapped_s", "parameter_transfers"]
 
 
 @dataclass(frozen=True)
@@ -29,23 +36,33 @@ class ParameterTransfer:
 
     Args:
         apart_s: seconds, if each parameter has a collective of its own: what a sum counts.
-        together_s: seconds, as they share buffers.
-        free_s: what of `together_s` is left to compute at the same time.
+        together: of each collective as they share buffers, its seconds, and what of them is left to compute at the same
+            time.
     """
 
     apart_s: float = 0.0
-    together_s: float = 0.0
-    free_s: float = 0.0
+    together: tuple[tuple[float, float], ...] = ()
 
     def __add__(self, other: ParameterTransfer) -> ParameterTransfer:
         """Both, one after the other."""
-        return ParameterTransfer(
-            self.apart_s + other.apart_s, self.together_s + other.together_s, self.free_s + other.free_s
-        )  # fmt: skip
+        return ParameterTransfer(self.apart_s + other.apart_s, self.together + other.together)
 
-    def overlapped_s(self, compute_s: float) -> float:
-        """What a sum counts, but a step with so much compute at the same time doesn't show."""
-        return self.apart_s - self.together_s + min(self.free_s, compute_s)
+    @property
+    def together_s(self) -> float:
+        """Seconds, as they share buffers."""
+        return sum(seconds for seconds, _ in self.together)
+
+    def overlapped_s(self, runs_s: Sequence[float]) -> float:
+        """What a sum counts, but a step doesn't show that computes so long at the same time, run by run."""
+        hidden_s, run = self.apart_s - self.together_s, 0
+        left_s = runs_s[0] if runs_s else 0.0
+        for _, free_s in self.together:
+            hidden_s += min(free_s, left_s)
+            left_s -= free_s
+            if left_s <= 0:
+                run += 1
+                left_s = runs_s[run] if run < len(runs_s) else 0.0
+        return hidden_s
 
 
 def in_one_buffer(program: Program, runs: Iterable[PricedCollective]) -> list[list[PricedCollective]]:
@@ -57,43 +74,116 @@ def in_one_buffer(program: Program, runs: Iterable[PricedCollective]) -> list[li
 
 
 def parameter_transfers(
-    program: Program, stored: Sequence[PricedCollective], prices: Prices
+    placed: PlacedLayer, stored: Sequence[PricedCollective], prices: Prices, training: TrainingSpec
 ) -> tuple[ParameterTransfer, ParameterTransfer]:
-    """The gathers and the reductions of one layer's parameters; `stored` has both, from `stored_collectives`."""
+    """The gathers and the reductions of one layer's parameters; `stored` has both, from `stored_collectives`.
+
+    Parameters in the host's memory are copied to the device before they are gathered.
+    """
     ahead, back = ([run for run in stored if run.phase == phase] for phase in ("forward", "backward"))
-    return _transfer(program, ahead, prices), _transfer(program, back, prices)
+    copy_s = brought_s(placed, prices, training)
+    copies = ParameterTransfer(copy_s, ((copy_s, copy_s * (1 - prices.host.taken)),) if copy_s else ())
+    return copies + _transfer(placed.program, ahead, prices), _transfer(placed.program, back, prices)
 
 
 def _transfer(program: Program, runs: list[PricedCollective], prices: Prices) -> ParameterTransfer:
-    total = ParameterTransfer()
-    for together in in_one_buffer(program, runs):
-        first = together[0]
-        whole_s = prices.collective_s(first.kind, first.axis, sum(run.num_bytes for run in together))
-        total += ParameterTransfer(
-            sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in together),
-            whole_s,
-            whole_s * (1 - prices.interference(first.kind, first.axis)),
-        )
-    return total
+    together: list[tuple[float, float]] = []
+    for merged in in_one_buffer(program, runs):
+        first = merged[0]
+        whole_s = prices.collective_s(first.kind, first.axis, sum(run.num_bytes for run in merged))
+        together.append((whole_s, whole_s * (1 - prices.interference(first.kind, first.axis))))
+    apart_s = sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in runs)
+    return ParameterTransfer(apart_s, tuple(together))
 
 
 def overlapped_s(
-    cost: LayerCost,
+    runs_s: tuple[Sequence[float], Sequence[float]],
     gathers: ParameterTransfer,
     reduces: ParameterTransfer,
     zero: int,
     num_microbatches: int,
     training: TrainingSpec,
 ) -> float:
-    """Estimated seconds of a step that `cost` counts, but that don't show.
+    """Estimated seconds of a step that a layer's cost counts, but that don't show.
 
     ZeRO-3 gathers and ZeRO-2 and 3 reduce in every microbatch.  What is gathered once for several microbatches is
     waited for at once; what is reduced once overlaps with the last backward.
+
+    Args:
+        runs_s: of one microbatch's forward and backward, the seconds between collectives of activations.
+        gathers: of the layer's parameters.
+        reduces: of their gradients.
+        zero: the ZeRO level.
+        num_microbatches: of the step.
+        training: the layer's own.
     """
-    forward_s = cost.forward_s / num_microbatches
-    backward_s = (cost.backward_s + cost.recompute_s) / num_microbatches
+    forward_s, backward_s = runs_s
     overlaps = zero == 3 or zero == 2 or num_microbatches == 1
-    ahead_s = gathers.overlapped_s(forward_s if overlaps else 0.0)
+    ahead_s = gathers.overlapped_s(forward_s if overlaps else ())
     regathers = zero == 3 and training.is_training and training.reruns
     back_s = (reduces + gathers if regathers else reduces).overlapped_s(backward_s)
     return (num_microbatches if zero == 3 else 1) * ahead_s + (num_microbatches if zero >= 2 else 1) * back_s
+
+
+_ENDLESS = (math.inf,)
+
+
+class Hideable(NamedTuple):
+    """Seconds of a step that a layer's cost counts and that may not show, at most: of communication that overlaps with
+    compute, what it leaves of the compute's speed.
+
+    Args:
+        forward_s: in forwards.
+        backward_s: in backwards.
+        begin_s: before the first action.
+        end_s: behind the last one.
+        weight_s: of `backward_s`, what is in the second part of a backward in two parts.
+        begins_s: what is left of `begin_s` on a device group that waits for nothing else before its first action.
+    """
+
+    forward_s: float
+    backward_s: float
+    begin_s: float
+    end_s: float
+    weight_s: float
+    begins_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.forward_s + self.backward_s + self.begin_s + self.end_s
+
+
+def hideable_s(
+    cost: LayerCost,
+    gathers: ParameterTransfer,
+    reduces: ParameterTransfer,
+    zero: int,
+    num_microbatches: int,
+    training: TrainingSpec,
+    taken_by_copies: float,
+    *,
+    has_stages: bool,
+) -> Hideable:
+    """What no step hides more of, however much other layers compute at the same time.
+
+    With stages what is gathered once is gathered before the first action, where all groups but the first wait anyway;
+    and what is reduced once is reduced after the last one, where nothing computes.
+    """
+    whole_s, merged_s = gathers.overlapped_s(_ENDLESS), gathers.overlapped_s(())
+    reduced_s = reduces.overlapped_s(_ENDLESS)
+    regathers = zero == 3 and training.is_training and training.reruns
+    forward_s = num_microbatches * whole_s if zero == 3 else 0.0
+    weight_s = num_microbatches * reduced_s if zero >= 2 else 0.0
+    backward_s = weight_s + num_microbatches * whole_s * regathers
+    begin_s = end_s = begins_s = 0.0
+    if zero < 3 and has_stages:
+        begin_s, begins_s = gathers.apart_s, gathers.together_s
+    elif zero < 3:
+        begin_s = whole_s if zero == 2 or num_microbatches == 1 else merged_s
+    if zero < 2:
+        end_s = reduces.overlapped_s(()) if has_stages else reduced_s
+    copies_s = taken_by_copies * cost.copies_s
+    forward_s += max(0.0, cost.leave_s - copies_s)
+    backward_s += max(0.0, cost.return_s - copies_s)
+    return Hideable(forward_s, backward_s, begin_s, end_s, weight_s, begins_s)

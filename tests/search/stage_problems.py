@@ -43,6 +43,7 @@ def make_tables(
                 random.integers(0, NUM_STATES, num_candidates),
                 shares.uniform(0.0, 0.1, num_candidates),
                 shares.uniform(0.0, 0.1, num_candidates),
+                np.zeros(num_candidates),
             )
         )
 
@@ -82,6 +83,6 @@ def search_shapes(tables: CostTables, *shapes: Shape, cuts: tuple[int, ...] = ()
     """The pipelines that the search finds for these numbers."""
     results = PipelineResults(schedule_actions, tables.limit_bytes)
     candidates = cast(CandidateSet, SimpleNamespace(tables=tables, least_tables=tables))
-    search_pipelines(candidates, list(shapes), cuts, results)
-    results.finish()
+    search_pipelines(candidates, dict.fromkeys(shapes, 0.0), cuts, results)
+    results.refine()
     return results

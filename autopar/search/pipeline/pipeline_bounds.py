@@ -1,8 +1,9 @@
 """Lower bounds on the step of a pipeline that say, before its candidates are known, that it need not be looked at.
 
-Known of each layer is the least time that it takes on one device group.  The groups of a schedule work one after the
-other on a microbatch: group g begins when the stages before its first have let one microbatch through, and (unless
-backward passes are split) ends as much before the last of them as their backward takes.
+Known of each layer is the least time that it takes on one device group.  A microbatch goes through all layers and back,
+one after the other.  And the groups of a schedule work one after the other on a microbatch: group g begins when the
+stages before its first have let one microbatch through, and (unless backward passes are split) ends as much before the
+last of them as their backward takes.
 """
 
 from __future__ import annotations
@@ -15,24 +16,11 @@ import numpy.typing as npt
 
 from autopar.schedules import Shape
 
-__all__ = ["least_share", "least_step_s"]
+__all__ = ["least_step_s"]
 
 Array = npt.NDArray[np.float64]
 
 _MAX_CUTS = 2000  # so many ways to cut are all looked at: milliseconds, for a bound that may save a search of seconds
-
-
-def least_share(shape: Shape) -> float:
-    """The step's seconds are at least this multiple of those that all work takes, shared out to all device groups.
-
-    With one stage per group, group g works M t_g, after the forwards and before the backwards of a microbatch in the
-    stages before it: ``M t_g + t_0 + ... + t_(g-1)``.  The largest of these is least if all are equal, which makes the
-    t a geometric series.
-    """
-    groups, count = shape.num_groups, shape.num_microbatches
-    if shape.num_stages > groups or shape.record.splits_backward:
-        return 1.0
-    return groups / count / (1 - (1 - 1 / count) ** groups)
 
 
 def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
@@ -43,14 +31,24 @@ def least_step_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
         forward_s: per layer the least seconds on one device group of the forwards of all microbatches.
         total_s: the same of forwards and backwards.
     """
-    bound_s = float(total_s.sum()) / shape.num_groups * least_share(shape)
     if shape.num_stages > len(total_s):
         return math.inf
+    waits_s = (forward_s if shape.record.splits_backward else total_s) / shape.num_microbatches
+    bound_s = max(float(waits_s.sum()), _mean_s(shape, waits_s, total_s))
     if shape.num_stages == shape.num_groups and not shape.record.splits_backward:
         return max(bound_s, _least_in_turn_s(shape, total_s))
     if math.comb(len(total_s) - 1, shape.num_stages - 1) > _MAX_CUTS:
         return bound_s
-    return max(bound_s, _least_of_cuts_s(shape, forward_s, total_s))
+    return max(bound_s, _least_of_cuts_s(shape, waits_s, total_s))
+
+
+def _mean_s(shape: Shape, waits_s: Array, total_s: Array) -> float:
+    """The longest group takes no less than the mean of them; before the first stage of group g there are at least the
+    first g layers.
+    """
+    groups = shape.num_groups
+    before_s = np.cumsum(waits_s)[: groups - 1]
+    return float(total_s.sum() + before_s.sum()) / groups
 
 
 def _least_in_turn_s(shape: Shape, total_s: Array) -> float:
@@ -66,10 +64,8 @@ def _least_in_turn_s(shape: Shape, total_s: Array) -> float:
     return float(longest[-1])
 
 
-def _least_of_cuts_s(shape: Shape, forward_s: Array, total_s: Array) -> float:
+def _least_of_cuts_s(shape: Shape, waits_s: Array, total_s: Array) -> float:
     """As `_least_in_turn_s`, of few cuts and any schedule."""
-    count = shape.num_microbatches
-    waits_s = (forward_s if shape.record.splits_backward else total_s) / count
     owner = shape.groups
     least = math.inf
     for cuts in itertools.combinations(range(1, len(total_s)), shape.num_stages - 1):

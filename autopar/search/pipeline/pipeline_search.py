@@ -18,10 +18,10 @@ from autopar.search.constraints import check_degrees
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.pipeline.least_compute import least_compute
 from autopar.search.pipeline.pipeline_bounds import least_step_s
-from autopar.search.pipeline.pipeline_candidates import PipelineResults, ShapeBound, search_pipelines
+from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
-from autopar.search.pipeline.schedule_estimates import is_small
+from autopar.search.pipeline.schedule_estimates import fill_share, is_small
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
 __all__ = ["PipelineSearch"]
@@ -30,6 +30,7 @@ Array = npt.NDArray[np.float64]
 
 _FEW = 10  # so many pairs of numbers are all searched; of more, those on a walk to the best
 _MAX_TRIED = 12  # on that walk: each takes about as long as a search without stages
+_MODELS = 3  # of the fastest pipelines name the meshes of later ones
 # Microbatches for each device group with which the walk begins: with fewer the bubble is large, with more activations
 # are, and so it is rarely far from the best.
 _FIRST_MICROBATCHES = 2
@@ -37,6 +38,7 @@ _FIRST_MICROBATCHES = 2
 # walk goes on that way, and any that is not ruled out is better.
 _RULED_OUT_S = 1e9
 _IDLE = 1e-6
+_CLEARLY = 0.9  # of what is enough: pipelines of equal stages that take less are not ruled out, so that is not tried
 
 
 @dataclass(eq=False)
@@ -54,14 +56,14 @@ class PipelineSearch:
     _enough_s: float = math.inf
     _too_slow: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])  # all shapes of these
     _assignments: dict[int, TimeAssignment | str] = field(default_factory=dict[int, "TimeAssignment | str"])
-    _contexts: dict[int, SearchContext] = field(default_factory=dict[int, SearchContext])
-    _least_s: dict[tuple[int, int], Array] = field(default_factory=dict[tuple[int, int], Array])
+    _contexts: dict[tuple[int, frozenset[int]], SearchContext] = field(
+        default_factory=dict[tuple[int, frozenset[int]], SearchContext]
+    )
 
-    def run(self, known_s: float, enough_s: float = math.inf) -> PipelineResults:
-        """The pipelines that were looked at, and a lower bound on their seconds.
+    def run(self, enough_s: float = math.inf) -> PipelineResults:
+        """The pipelines that were looked at, and lower bounds on their seconds.
 
-        Pipelines that can't be faster than `known_s`, the sum of seconds of a plan without stages, are passed over; and
-        so are those that can't be faster than `enough_s` whatever compute hides, which the results' bounds leave out.
+        Pipelines that can't be faster than `enough_s`, as simulated, are passed over, and the bounds leave them out.
         """
         self._enough_s = enough_s
         results = PipelineResults(self.schedules, self.limit_bytes)
@@ -71,23 +73,34 @@ class PipelineSearch:
             for groups, own in counts.items():
                 # The most promising first: what it finds, and what its layers take, rule others out.
                 for count in sorted(own, key=lambda count: self._rank(groups, count)):
-                    self._try(results, known_s, groups, count)
+                    self._try(results, groups, count)
                 # One device group after the other is faster only for programs so small that launches take longer than
                 # computing; of all others the compute of their layers rules it out.
                 if own and 1 not in own and self.context.constraints.get("microbatches") is None:
-                    self._try(results, known_s, groups, 1)
+                    self._try(results, groups, 1)
         else:
-            self._walk_to_best(counts, lambda groups, count: self._try(results, known_s, groups, count))
-        results.finish()
+            self._walk_to_best(counts, lambda groups, count: self._try_few_meshes(results, groups, count))
+            self._look_closer(results)
+        results.refine()
+        if results.best is not None:
+            known, shape = self.context.request.known, results.best.shape
+            known.numbers, known.inner_sizes = (shape.num_groups, shape.num_microbatches), results.best.inner_sizes
         return results
 
     def _rank(self, groups: int, count: int) -> tuple[float, int]:
         """The most promising first, but the least first where demands have yet to be met."""
         return (abs(math.log2(count / (_FIRST_MICROBATCHES * groups))) if self.context.settled else 0.0), count
 
+    def _first_count(self, groups: int, counts: Sequence[int]) -> int:
+        """Microbatches with which a walk begins: fewer where one of them would have less than a row for each node."""
+        nodes = max(1, self.context.num_devices // groups // self.context.prices.devices_per_node)
+        rows = self.context.program.batch_size // nodes
+        return min(counts, key=lambda count: abs(count - max(groups, min(rows, _FIRST_MICROBATCHES * groups))))
+
     def _walk_to_best(self, counts: dict[int, list[int]], search: Callable[[int, int], float]) -> None:
-        """From the middle of the numbers of groups up, and down, as long as that is faster; then so with the numbers of
-        microbatches of the best.
+        """From numbers in the middle, or those that were the best of an earlier search, to numbers of microbatches that
+        are faster; with as many of them for each device group to more groups, and to fewer; and again to others of the
+        best number of groups.
         """
         tried: dict[tuple[int, int], float] = {}
 
@@ -96,22 +109,31 @@ class PipelineSearch:
                 tried[groups, count] = search(groups, count)
             return tried.get((groups, count), np.inf)
 
-        firsts = {
-            groups: min(own, key=lambda count: abs(count - _FIRST_MICROBATCHES * groups))
-            for groups, own in counts.items() if own
-        }  # fmt: skip
-        ordered = sorted(firsts)
-        middle = len(ordered) // 2
-        _walk(ordered[middle:], lambda groups: attempt(groups, firsts[groups]))
-        _walk(ordered[middle::-1], lambda groups: attempt(groups, firsts[groups]))
-        best, _ = min(tried, key=lambda pair: tried[pair])
-        at = counts[best].index(firsts[best])
-        _walk(counts[best][at:], lambda count: attempt(best, count))
-        if (
-            best,
-            firsts[best],
-        ) not in self._too_slow:  # else fewer, with which device groups idle longer, are no faster
-            _walk(counts[best][at::-1], lambda count: attempt(best, count))
+        def other_counts(groups: int, count: int) -> int:
+            """The fastest number of microbatches on a way up, and down, from this one."""
+            own = counts[groups]
+            at = own.index(count)
+            _walk(own[at:], lambda other: attempt(groups, other))
+            if (groups, count) not in self._too_slow:  # else fewer, with which device groups idle longer, are no faster
+                _walk(own[at::-1], lambda other: attempt(groups, other))
+            return min(own, key=lambda other: (tried.get((groups, other), np.inf), -other))
+
+        ordered = sorted(groups for groups, own in counts.items() if own)
+        groups, count = self.context.request.known.numbers
+        if count in counts.get(groups, ()):
+            if attempt(groups, count) >= self._enough_s:
+                return  # what was the best before is no match for what is known by now
+        else:
+            groups = ordered[len(ordered) // 2]
+            count = self._first_count(groups, counts[groups])
+        share = other_counts(groups, count) / groups
+        near = {other: min(counts[other], key=lambda count: abs(count - share * other)) for other in ordered}
+        at = ordered.index(groups)
+        _walk(ordered[at:], lambda other: attempt(other, near[other]))
+        _walk(ordered[at::-1], lambda other: attempt(other, near[other]))
+        best = min(tried, key=lambda pair: tried[pair])
+        if best[0] != groups:
+            other_counts(*best)
 
     def _check_possible(self, counts: dict[int, list[int]]) -> None:
         """Raise if a pipeline is demanded but there is none; else note why there is none."""
@@ -135,9 +157,9 @@ class PipelineSearch:
             self.notes.append(f"no pipeline stages: {exact}")
 
     def _shapes(self, groups: int, count: int) -> Iterator[Shape]:
-        num_layers = len(self.context.program.layers)
-        has_loss = bool(self.context.program.loss) or not self.context.request.training.is_training
-        return self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
+        num_layers, training = len(self.context.program.layers), self.context.request.training
+        has_loss = bool(self.context.program.loss) or not training.is_training
+        return self.demands.shapes(groups, num_layers, count, has_loss=has_loss, splits=not training.compiled)
 
     def _group_counts(self) -> Iterator[int]:
         context = self.context
@@ -179,44 +201,61 @@ class PipelineSearch:
             )
         return self._assignments[count]
 
-    def _try(self, results: PipelineResults, known_s: float, groups: int, count: int) -> float:
+    def _try_few_meshes(self, results: PipelineResults, groups: int, count: int) -> float:
+        """As `_try`; once a pipeline is known that is fast enough, with the meshes of its usual layers, and those that
+        give each device as many rows of a microbatch.
+        """
+        known, usual = self.context.request.known, self._usual_sizes(groups, count)
+        sizes, (of_groups, of_count) = known.inner_sizes, known.numbers
+        if results.best_s < self._enough_s and results.best is not None:
+            sizes, shape = results.best.inner_sizes, results.best.shape
+            of_groups, of_count = shape.num_groups, shape.num_microbatches
+        scaled = {size * count * of_groups // (of_count * groups) for size in sizes}
+        return self._try(results, groups, count, (sizes | scaled) & usual or usual)
+
+    def _look_closer(self, results: PipelineResults) -> None:
+        """The best once more, with all meshes."""
+        best = results.best
+        if best is not None and best.step_s < self._enough_s:
+            numbers = best.shape.num_groups, best.shape.num_microbatches
+            if best.candidates.context.inner_sizes != (usual := self._usual_sizes(*numbers)):
+                self._try(results, *numbers, usual)
+
+    def _usual_sizes(self, groups: int, count: int) -> frozenset[int]:
+        """Devices of inner axes: those of a node, or as many as it takes for each data rank to have a row of every
+        microbatch.  Any, where degrees are demanded.
+        """
+        devices = self.context.num_devices // groups
+        if any(each.degrees for each in self.context.demands):
+            return frozenset(range(1, devices + 1))
+        widest = max(self.context.prices.devices_per_node, devices * count // max(1, self.context.program.batch_size))
+        return frozenset(range(1, widest + 1))
+
+    def _try(
+        self, results: PipelineResults, groups: int, count: int, inner_sizes: frozenset[int] = frozenset()
+    ) -> float:
         """Search all pipelines with so many device groups and microbatches; the seconds of the best of them."""
-        context = self._contexts.setdefault(groups, self.context.on_groups(groups))
+        key = groups, inner_sizes
+        context = self._contexts.setdefault(key, self.context.on_groups(groups, inner_sizes))
         assignment = self._assignment(count)
         assert not isinstance(assignment, str)
-        known_s = min(known_s, results.hoped_s)
-        least = self._least_layers(groups, count)
+        enough_s = min(self._enough_s, results.best_s)
+        least = _ideal_layers(context)
         bounds = {shape: least_step_s(shape, *least) for shape in self._shapes(groups, count)}
-        if not any(bound_s < known_s for bound_s in bounds.values()):
-            results.bounds += [ShapeBound(shape, bound_s) for shape, bound_s in bounds.items()]
-            return min(bounds.values(), default=np.inf)
-        hopeful = [shape for shape, bound_s in bounds.items() if bound_s < known_s]
-        if self._is_too_slow(context, count, assignment, hopeful):
-            results.bounds += [ShapeBound(shape, bound_s) for shape, bound_s in bounds.items() if bound_s >= known_s]
+        hopeful = [shape for shape, bound_s in bounds.items() if bound_s < enough_s]
+        if not hopeful or self._is_too_slow(context, count, assignment, hopeful):
             return self._rule_out(groups, count)
-        own, are_ruled_out = PipelineResults(self.schedules, self.limit_bytes), True
+        best_s, are_ruled_out = math.inf, True
         for shared in shared_storage_choices(context):
             candidates = make_candidate_set(context, count, dict(assignment.factors), shared)
             if candidates is None:
                 continue
             least = _least_of(candidates)
-            best_s = min(known_s, own.hoped_s)
-            nearer = {shape: max(bound_s, least_step_s(shape, *least)) for shape, bound_s in bounds.items()}
-            shapes = [shape for shape, bound_s in nearer.items() if bound_s < best_s]
-            own.bounds += [
-                ShapeBound(shape, bound_s, candidates, self.demands.cuts)
-                for shape, bound_s in nearer.items()
-                if shape not in shapes
-            ]
-            left = [shape for shape in shapes if not self._is_ruled_out(candidates, shape)]
+            left = {shape: bound_s for shape in hopeful if (bound_s := least_step_s(shape, *least)) < enough_s}
             if left:
-                search_pipelines(candidates, left, self.demands.cuts, own)
-            are_ruled_out &= bool(shapes) and not left
-            self._least_s[groups, count] = np.minimum(self._least_s.get((groups, count), np.inf), least)
-        results.merge(own)
-        if are_ruled_out:
-            return self._rule_out(groups, count)
-        return own.hoped_s
+                best_s = min(best_s, search_pipelines(candidates, left, self.demands.cuts, results, enough_s))
+            are_ruled_out &= not left
+        return self._rule_out(groups, count) if are_ruled_out else best_s
 
     def _rule_out(self, groups: int, count: int) -> float:
         """Of so many device groups and microbatches, no pipeline is fast enough: what stands for its seconds."""
@@ -230,42 +269,37 @@ class PipelineSearch:
         if not math.isfinite(self._enough_s) or not all(map(is_small, shapes)):  # large ones take as long as a search
             return False
         tables = least_compute(context, count, assignment.factors)
+        whole_s = count * sum(float((each.forward_s + each.backward_s).min()) for each in tables.layers)
         # Those that idle least come first: one that may be fast enough ends it.
-        for shape in sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages)):
-            if not takes_longer(tables, shape, shape.actions(self.schedules), self._enough_s, self.demands.cuts):
-                return False
-        return True
-
-    def _is_ruled_out(self, candidates: CandidateSet, shape: Shape) -> bool:
-        """Whether no pipeline of this shape is fast enough, whatever is overlapped: its bound is then left out."""
-        if not math.isfinite(self._enough_s) or not is_small(shape):
+        ordered = sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages))
+        evenly_s = ((count - 1) * whole_s / context.num_groups + fill_share(shape) * whole_s for shape in ordered)
+        if min(evenly_s) / count < _CLEARLY * self._enough_s:
             return False
-        tables = replace(candidates.least_tables, limit_bytes=self.limit_bytes)
-        return takes_longer(tables, shape, shape.actions(self.schedules), self._enough_s, self.demands.cuts)
+        actions = ((shape, shape.actions(self.schedules)) for shape in ordered)
+        return all(takes_longer(tables, *each, self._enough_s, self.demands.cuts) for each in actions)
 
-    def _least_layers(self, groups: int, count: int) -> Array:
-        """Forward, and forward and backward seconds that each layer takes at least, [2, layers]: cutting a batch into
-        more microbatches makes nothing faster.
-        """
-        forward_s, backward_s = self._contexts[groups].ideal_layers_s
-        known = [least for (other, fewer), least in self._least_s.items() if other == groups and fewer <= count]
-        return np.maximum.reduce([np.stack([forward_s, forward_s + backward_s]), *known])
+
+def _ideal_layers(context: SearchContext) -> Array:
+    """Forward, and forward and backward seconds that each layer takes at least, [2, layers]: cutting a batch into
+    more microbatches makes nothing faster.
+    """
+    forward_s, backward_s = context.ideal_layers_s
+    return np.stack([forward_s, forward_s + backward_s])
 
 
 def _least_of(candidates: CandidateSet) -> Array:
-    """As `_least_layers`, of the candidates of one set."""
-    by_class = {
-        first: (
-            min(each.cost.in_forward_s for each in own),
-            min(each.cost.in_forward_s + each.cost.in_backward_s for each in own),
-        )
-        for first, own in candidates.by_class.items()
-    }
-    return np.array([by_class[first] for first in candidates.context.classes]).T
+    """As `_ideal_layers`, of the candidates of one set."""
+    count, layers = candidates.settings.num_microbatches, candidates.least_tables.layers
+    ahead_s = {id(each): count * float(each.forward_s.min()) for each in layers}
+    both_s = {id(each): count * float((each.forward_s + each.backward_s).min()) for each in layers}
+    return np.array([[ahead_s[id(each)] for each in layers], [both_s[id(each)] for each in layers]])
 
 
 def _walk(values: list[int], attempt: Callable[[int], float]) -> None:
     """Attempt value after value as long as that is faster."""
-    for before, value in itertools.pairwise(values):
-        if attempt(value) >= attempt(before):
+    best_s = np.inf
+    for value in values:
+        now_s = attempt(value)
+        if now_s >= best_s:
             return
+        best_s = now_s

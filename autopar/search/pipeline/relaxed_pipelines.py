@@ -174,6 +174,11 @@ class _Problem:
             problem.tied_s[min(tied.readers)] += tied.step_s
         return problem
 
+    @property
+    def is_first_group(self) -> npt.NDArray[np.bool_]:
+        """By stage, whether it is on the device group on which every chain begins."""
+        return self.owner == self.owner[0]
+
     def transient_shares(self) -> dict[int, Array]:
         """By the id of a layer's costs, `_Class.transient_shares`: on the groups that have the first and the last layer
         all of the larger one of these, if it is larger than that of others (logits are), else the mean of all layers.
@@ -344,6 +349,7 @@ class _Pass:
             + np.outer(self.back, costs.backward_s)
             + np.outer(weights[:, _W] - weights[:, _I], costs.weight_s)
             + np.outer(self.once, costs.step_s)
+            + np.outer(self.problem.is_first_group, costs.begin_s)
         )
         seconds += np.outer(self.price, costs.static_bytes)
         seconds += np.outer(self.price * own.transient_shares, costs.transient_bytes)
@@ -406,7 +412,7 @@ class _Pass:
         problem, tables = self.problem, self.tables
         stage = problem.shape.num_stages - 1
         seconds = np.zeros((problem.shape.num_stages, len(COSTS)))
-        once_s, held = np.zeros(problem.shape.num_groups), np.zeros(len(problem.held))
+        once_s, held, begin_s = np.zeros(problem.shape.num_groups), np.zeros(len(problem.held)), 0.0
         for index in range(len(tables.layers) - 1, -1, -1):
             layer = tables.layers[index]
             is_cut, source, entry = came[index]
@@ -422,12 +428,13 @@ class _Pass:
             weight_s = float(layer.weight_s[row])
             seconds[stage, [_F, _B, _I, _W]] += ahead_s, back_s, back_s - weight_s, weight_s
             once_s[group] += float(layer.step_s[row]) + float(problem.tied_s[index])
+            begin_s += float(problem.is_first_group[stage] * layer.begin_s[row])
             share = float(problem.classes[id(layer)].transient_shares[stage])
             always = float(layer.static_bytes[row] + share * layer.transient_bytes[row] + problem.tied_bytes[index])
             flying = np.array([layer.saved_bytes[row], layer.split_bytes[row]])
             held += always * problem.is_held[:, stage] + problem.held[:, stage] @ flying
             stage -= int(is_cut[stage, state])
-        chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group]
+        chains = np.einsum("sk,psk->p", seconds, problem.counts) + once_s[problem.chain_group] + begin_s
         limit = tables.limit_bytes
         return chains, held / limit - 1 if math.isfinite(limit) else np.zeros_like(held)
 
