@@ -19,10 +19,6 @@ def _all(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[in
     return (num_microbatches,) * num_stages
 
 
-def _whole(num_groups: int, num_stages: int, num_microbatches: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class PipelineSchedule:
     """A pipeline schedule.  Its actions come from torch's class, or are written by `order`.
@@ -41,7 +37,6 @@ class PipelineSchedule:
         is_searched: whether a search considers it if no constraint asks for it.
         problem: why it can't run so many microbatches, after "NAME "; "" if it can.
         in_flight: per stage, no fewer than the most microbatches between their F and the end of their B.
-        bubble: which part is left of the time in which 1F1B waits for the pipeline to fill and drain; an estimate.
     """
 
     name: str
@@ -55,7 +50,6 @@ class PipelineSchedule:
     is_searched: bool = True
     problem: Callable[[int, int, int], str] = _any
     in_flight: Callable[[int, int, int], Sequence[int]] = _all
-    bubble: Callable[[int, int, int], float] = _whole
 
     @property
     def stages_text(self) -> str:

@@ -54,16 +54,6 @@ def _zero_bubble_flights(num_groups: int, num_stages: int, num_microbatches: int
     return [width if stage >= num_groups or is_single else 2 * width for stage in range(num_stages)]
 
 
-def _filled_by_weights(num_groups: int, num_stages: int, num_microbatches: int) -> float:
-    """Gradients of parameters fill two thirds of the bubble, if there are enough microbatches."""
-    return min(1.0, max(1 / 3, (5 - 2 * num_microbatches / num_groups) / 3))
-
-
-def _partly_filled(num_groups: int, num_stages: int, num_microbatches: int) -> float:
-    """Between 1/3 (equal F, I and W) and 1 (as 1F1B); a first guess, as what seems best is simulated."""
-    return 0.8
-
-
 # What is equally fast is chosen in this order.
 RECORDS = (
     PipelineSchedule("gpipe", "ScheduleGPipe", max_stages=1, forwards_first=True),
@@ -75,12 +65,11 @@ RECORDS = (
     PipelineSchedule(
         "interleaved_zero_bubble", "ScheduleInterleavedZeroBubble",
         splits_backward=True, problem=_even_rounds, in_flight=_zero_bubble_flights,
-        bubble=_partly_filled,
     ),
     PipelineSchedule(
         "zbv", "ScheduleZBVZeroBubble",
         min_stages=2, max_stages=2, is_v_shaped=True, splits_backward=True,
-        in_flight=_stages_behind, bubble=_filled_by_weights,
+        in_flight=_stages_behind,
     ),
     # Breadth first: as long as interleaved_1f1b, with more in flight.
     PipelineSchedule(
@@ -90,6 +79,6 @@ RECORDS = (
     PipelineSchedule(
         "dualpipev", "ScheduleDualPipeV",
         min_stages=2, max_stages=2, is_v_shaped=True, splits_backward=True, is_searched=False,
-        problem=_as_many_as_stages, in_flight=_stages_behind, bubble=_filled_by_weights,
+        problem=_as_many_as_stages, in_flight=_stages_behind,
     ),
 )  # fmt: skip

@@ -94,7 +94,8 @@ class TiedParameter:
 class CostTables:
     """All layers for one number of device groups and of microbatches; layers and arrays may repeat.
 
-    `transfers` has one entry or none (None) between each layer and the next; `skips` the others.
+    `transfers` has one entry or none (None) between each layer and the next; `skips` the others.  Of what a backward does
+    later for parameters, a schedule that splits backwards hides the share `split_gain` where devices would wait.
     """
 
     num_microbatches: int
@@ -106,6 +107,11 @@ class CostTables:
     tied: tuple[TiedParameter, ...] = ()
     broadcast_s: float = 0.0
     limit_bytes: float = np.inf
+    split_gain: float = 0.0
+
+    def seconds(self, layer: LayerCosts) -> Array:
+        """Of a whole step, less what is hidden by splitting backwards."""
+        return layer.total_s(self.num_microbatches) - self.split_gain * self.num_microbatches * layer.weight_s
 
     @property
     def all_transfers(self) -> Iterator[Transfer]:
@@ -126,8 +132,7 @@ class CostTables:
         count = self.num_microbatches
         layers = {
             id(layer): ChainLayer(
-                layer.total_s(count), layer.held_bytes(flight), layer.transient_bytes, layer.state_in,
-                layer.state_out,
+                self.seconds(layer), layer.held_bytes(flight), layer.transient_bytes, layer.state_in, layer.state_out
             )
             for layer in self.layers
         }  # fmt: skip
@@ -251,27 +256,28 @@ def _peak_bounds(
 
 
 def useful_candidates(
-    tables: CostTables, paths: Indices, flights: Sequence[Flight]
+    tables: CostTables, paths: Indices, flights: Sequence[Flight], split_gains: Sequence[float] = (0.0,)
 ) -> tuple[CostTables, tuple[Indices, ...]]:
     """The tables of the most useful candidates alone, and their old indices per layer.
 
     These are the ones that a path uses in a layer like it, and those between the same boundary states that are the
-    best at some price of memory with so many microbatches in flight.
+    best at some price of memory with so many microbatches in flight, where splitting backwards gains so much.
     """
     used: dict[int, set[int]] = {}
     for layer, costs in enumerate(tables.layers):
         used.setdefault(id(costs), set()).update(paths[:, layer].tolist())
     for costs in {id(costs): costs for costs in tables.layers}.values():
         own = used[id(costs)]
-        own |= _best_at_prices(costs, tables.num_microbatches, np.array(sorted(own), dtype=np.intp), flights)
+        for gain in split_gains:
+            seconds = replace(tables, split_gain=gain).seconds(costs)
+            own |= _best_at_prices(costs, seconds, np.array(sorted(own), dtype=np.intp), flights)
     rows = {key: np.array(sorted(chosen), dtype=np.intp) for key, chosen in used.items()}
     return tables.keep(rows), tuple(rows[id(costs)] for costs in tables.layers)
 
 
-def _best_at_prices(costs: LayerCosts, num_microbatches: int, used: Indices, flights: Sequence[Flight]) -> set[int]:
+def _best_at_prices(costs: LayerCosts, seconds: Array, used: Indices, flights: Sequence[Flight]) -> set[int]:
     """Indices of the candidates on the lower hulls of seconds over bytes, between boundary states of those used."""
     pairs = {(int(costs.state_in[row]), int(costs.state_out[row])) for row in used}
-    seconds = costs.total_s(num_microbatches)
     best: set[int] = set()
     for before, behind in pairs:
         rows = np.flatnonzero((costs.state_in == before) & (costs.state_out == behind))

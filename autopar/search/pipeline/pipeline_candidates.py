@@ -26,6 +26,7 @@ from autopar.search.cost_tables import CostTables, path_stages, useful_candidate
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
+from autopar.search.pipeline.schedule_estimates import idle_of
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
 
@@ -64,11 +65,11 @@ class PipelineTables:
     def __post_init__(self) -> None:
         self.solver = GroupSolver(self.tables)
 
-    @classmethod
-    def of_all(cls, candidates: CandidateSet, limit_bytes: float) -> PipelineTables:
+    def with_all(self) -> PipelineTables:
         """All candidates of every layer."""
-        tables = replace(candidates.tables, limit_bytes=limit_bytes)
-        return cls(candidates, tables, tuple(np.arange(len(layer.state_in)) for layer in tables.layers))
+        own = self.tables
+        tables = replace(self.candidates.tables, limit_bytes=own.limit_bytes, split_gain=own.split_gain)
+        return PipelineTables(self.candidates, tables, tuple(np.arange(len(each.state_in)) for each in tables.layers))
 
     def pipeline(
         self, cuts: PipelineCuts, guide: Sequence[int], schedules: ScheduleSource, lean: float = 0.0
@@ -239,7 +240,7 @@ class PipelineResults:
                 self.found.append(pipeline.solved_again(pipeline.choices, self.schedules, lean))
         best = self.best
         if best is not None and best.longest_group <= SHORT_CHAIN:
-            choices = PipelineTables.of_all(best.candidates, self.limit_bytes)
+            choices = best.choices.with_all()
             self.found += [best.solved_again(choices, self.schedules, lean) for lean in (0.0, *_LEANS)]
 
 
@@ -264,21 +265,32 @@ def search_pipelines(
     """
     shapes = list(bounds)
     whole = replace(candidates.tables, limit_bytes=results.limit_bytes)
-    paths = _guide_paths(whole, shapes)
-    tables, rows = useful_candidates(whole, paths, _typical_flights(shapes))
-    paths = np.stack([np.searchsorted(rows[layer], paths[:, layer]) for layer in range(paths.shape[1])], axis=1)
-    paths = largest_first(tables, paths)
     lower_bound_s = _least_chain_s(replace(candidates.least_tables, limit_bytes=results.limit_bytes), shapes)
     results.bounds += [
         ShapeBound(shape, max(bound_s, lower_bound_s), candidates, demanded_cuts) for shape, bound_s in bounds.items()
     ]
-    choices = PipelineTables(candidates, tables, rows)
-    if demanded_cuts:
-        ways = [[(0.0, PipelineCuts(shape, (0, *demanded_cuts, len(tables.layers))))] for shape in shapes]
-    else:
-        spans = {number: span_costs(tables, paths, number) for number in {shape.num_stages for shape in shapes}}
-        ways = [choose_cuts(tables, spans[shape.num_stages], shape)[:_TRIED_CUTS] for shape in shapes]
-    guide, best_s, seen = paths[0].tolist(), math.inf, 0
+    idle = {shape: idle_of(shape, shape.actions(results.schedules)) for shape in shapes}
+    if not any(layer.weight_s.any() for layer in whole.layers):
+        idle = {shape: each._replace(split_gain=0.0) for shape, each in idle.items()}
+    gains = sorted({each.split_gain for each in idle.values()})
+    by_gain = {gain: _guide_paths(replace(whole, split_gain=gain), shapes) for gain in gains}
+    tables, rows = useful_candidates(whole, np.concatenate(list(by_gain.values())), _typical_flights(shapes), gains)
+    guides = {
+        gain: largest_first(tables, np.stack([np.searchsorted(own, column) for own, column in zip(rows, paths.T)], axis=1))
+        for gain, paths in by_gain.items()
+    }  # fmt: skip
+    choices = {gain: PipelineTables(candidates, replace(tables, split_gain=gain), rows) for gain in gains}
+    spans: dict[tuple[float, int], SpanCosts] = {}
+    ways: list[list[tuple[float, PipelineCuts]]] = []
+    for shape, (fill_share, gain) in idle.items():
+        own = choices[gain].tables
+        if demanded_cuts:
+            ways.append([(0.0, PipelineCuts(shape, (0, *demanded_cuts, len(own.layers))))])
+            continue
+        if (gain, shape.num_stages) not in spans:
+            spans[gain, shape.num_stages] = span_costs(own, guides[gain], shape.num_stages)
+        ways.append(choose_cuts(own, spans[gain, shape.num_stages], shape, fill_share)[:_TRIED_CUTS])
+    best_s, seen = math.inf, 0
     for own in sorted(ways, key=lambda own: own[0][0]):
         least_s = own[0][0] * (1 - _ESTIMATE_ERROR)
         is_hopeless = seen >= _MOST_SHAPES or least_s >= min(best_s, enough_s) < math.inf
@@ -287,7 +299,8 @@ def search_pipelines(
         seen += 1
         for estimated_s, cuts in own:
             if estimated_s <= own[0][0] * _NEAR:
-                found = choices.pipeline(cuts, guide, results.schedules)
+                gain = idle[cuts.shape].split_gain
+                found = choices[gain].pipeline(cuts, guides[gain][0].tolist(), results.schedules)
                 results.found.append(found)
                 best_s = found.step_s if found.peak_bytes <= results.limit_bytes and found.step_s < best_s else best_s
     return best_s

@@ -21,7 +21,7 @@ from autopar.search.pipeline.pipeline_bounds import least_step_s
 from autopar.search.pipeline.pipeline_candidates import PipelineResults, search_pipelines
 from autopar.search.pipeline.pipeline_constraints import PipelineDemands
 from autopar.search.pipeline.relaxed_pipelines import takes_longer
-from autopar.search.pipeline.schedule_estimates import fill_share, is_small
+from autopar.search.pipeline.schedule_estimates import idle_of, is_small
 from autopar.search.search_context import SearchContext, shared_storage_choices
 
 __all__ = ["PipelineSearch"]
@@ -272,11 +272,11 @@ class PipelineSearch:
         whole_s = count * sum(float((each.forward_s + each.backward_s).min()) for each in tables.layers)
         # Those that idle least come first: one that may be fast enough ends it.
         ordered = sorted(shapes, key=lambda each: (not each.record.splits_backward, -each.num_stages))
-        evenly_s = ((count - 1) * whole_s / context.num_groups + fill_share(shape) * whole_s for shape in ordered)
-        if min(evenly_s) / count < _CLEARLY * self._enough_s:
+        listed = [(shape, shape.actions(self.schedules)) for shape in ordered]
+        fill_share = min(idle_of(*each).fill_share for each in listed)
+        if whole_s * ((count - 1) / context.num_groups + fill_share) / count < _CLEARLY * self._enough_s:
             return False
-        actions = ((shape, shape.actions(self.schedules)) for shape in ordered)
-        return all(takes_longer(tables, *each, self._enough_s, self.demands.cuts) for each in actions)
+        return all(takes_longer(tables, *each, self._enough_s, self.demands.cuts) for each in listed)
 
 
 def _ideal_layers(context: SearchContext) -> Array:

@@ -1,19 +1,43 @@
-"""Closed forms for what the action lists of schedules say exactly."""
+"""What a schedule's action list says of pipelines of equal stages, which estimates of others are made of."""
 
 from __future__ import annotations
 
-from autopar.schedules import Shape
+from functools import lru_cache
+from typing import NamedTuple
 
-__all__ = ["fill_share", "is_small"]
+from autopar.schedules import Shape
+from autopar.schedules.action_lists import ScheduleActions, StageCost, schedule_s
+
+__all__ = ["Idle", "idle_of", "is_small"]
 
 _ACTIONS = 6  # about so many has a schedule's list for each stage and microbatch
 _SMALL = 6000  # actions: to predict a step of so few takes next to no time
+_STAGE_S = 3.0  # a forward of 1, a backward of 2, of which 1 is for parameters
 
 
-def fill_share(shape: Shape) -> float:
-    """What part of the sum of all stages' seconds goes by until the last device group has work, and when it ends."""
-    groups, stages, count = shape.num_groups, shape.num_stages, shape.num_microbatches
-    return (stages // groups + (groups - 1) * shape.record.bubble(groups, stages, count)) / stages
+class Idle(NamedTuple):
+    """How long device groups wait.
+
+    Args:
+        fill_share: what part of the sum of all stages' seconds for one microbatch goes by until the last group has
+            work, and when it ends, if no backward is split.
+        split_gain: what part of the backwards for parameters a group does while it would wait, if they are split off.
+    """
+
+    fill_share: float
+    split_gain: float
+
+
+@lru_cache(maxsize=256)
+def idle_of(shape: Shape, actions: ScheduleActions) -> Idle:
+    """Of pipelines of this shape whose stages are equal; `actions` is its list."""
+    whole_s, split_s = (
+        schedule_s(actions, (StageCost(1.0, _STAGE_S - 1.0, weight_s, 0.0, 0.0),) * shape.num_stages)
+        for weight_s in (0.0, 1.0)
+    )
+    rounds, count = shape.num_stages // shape.num_groups, shape.num_microbatches
+    fill_s = whole_s - (count - 1) * rounds * _STAGE_S
+    return Idle(fill_s / (_STAGE_S * shape.num_stages), min(1.0, max(0.0, whole_s - split_s) / (count * rounds)))
 
 
 def is_small(shape: Shape) -> bool:

@@ -6,8 +6,9 @@ seconds of a stage for one microbatch (what is done once per step shared out ove
 
       (M - 1) * rounds * max over stages u + fill * sum over stages u
 
-`fill` is 1 for GPipe and 1F1B; stages that take turns on a device group fill and drain it faster.  As Alpa does, the
-largest u is a parameter, and for each bound on it the sum is minimised exactly.
+`fill` is what the schedule's list says of equal stages: 1 for GPipe and 1F1B; stages that take turns on a device group
+fill and drain it faster.  As Alpa does, the largest u is a parameter, and for each bound on it the sum is minimised
+exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import numpy.typing as npt
 
 from autopar.schedules import Flight, Shape
 from autopar.search.cost_tables import CostTables
-from autopar.search.pipeline.schedule_estimates import fill_share
 
 __all__ = ["PipelineCuts", "SpanCosts", "choose_cuts", "largest_first", "span_costs"]
 
@@ -129,7 +129,7 @@ def _along_paths(tables: CostTables, paths: Indices) -> tuple[Array, Array, Arra
     unit_s, static, saved, transient, split = (np.zeros(paths.shape) for _ in range(5))
     for layer, costs in enumerate(tables.layers):
         rows = paths[:, layer]
-        unit_s[:, layer] = costs.total_s(tables.num_microbatches)[rows] / tables.num_microbatches
+        unit_s[:, layer] = tables.seconds(costs)[rows] / tables.num_microbatches
         static[:, layer] = costs.static_bytes[rows]
         saved[:, layer] = costs.saved_bytes[rows]
         transient[:, layer] = costs.transient_bytes[rows]
@@ -152,7 +152,9 @@ def _tied_bytes(tables: CostTables, num_layers: int, widest: int) -> Array:
     return total_bytes
 
 
-def choose_cuts(tables: CostTables, spans: SpanCosts, shape: Shape) -> list[tuple[float, PipelineCuts]]:
+def choose_cuts(
+    tables: CostTables, spans: SpanCosts, shape: Shape, fill_share: float
+) -> list[tuple[float, PipelineCuts]]:
     """Ways to cut with about how long a step takes, the one that seems fastest first.
 
     If nothing seems to fit, the one whose largest stage is smallest.
@@ -172,7 +174,7 @@ def choose_cuts(tables: CostTables, spans: SpanCosts, shape: Shape) -> list[tupl
             float(seconds[index, start, stop - start - 1])
             for index, (start, stop) in enumerate(itertools.pairwise(bounds))
         )
-        step_s[bounds] = (tables.num_microbatches - 1) * rounds * slowest + fill_share(shape) * total
+        step_s[bounds] = (tables.num_microbatches - 1) * rounds * slowest + fill_share * total
     ranked = sorted(step_s.items(), key=lambda item: item[1])
     return [(value, PipelineCuts(shape, bounds)) for bounds, value in ranked]
 
