@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
-from autopar.headline import describe_usual
 from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.parameters.store import storage_layouts
 from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
-from autopar.prediction import GroupRow
+from autopar.plan.headline import describe_usual
+from autopar.plan.prediction import GroupRow
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.step.logits import in_pieces

@@ -19,7 +19,7 @@ from autopar.ops.attention import DOCUMENTS
 from autopar.ops.family import argument
 from autopar.placement import Axis
 from autopar.plan import Decisions
-from autopar.prediction import LayerCost, Prediction, RowCost
+from autopar.plan.prediction import LayerCost, Prediction, RowCost
 from autopar.program import Op, Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.errors import QuestionError
-from autopar.headline import describe_parallelism, throughput
 from autopar.lower.observe.balance import Dealt, compare_balance
 from autopar.lower.observe.expert_rows import ExpertRows
 from autopar.lower.observe.kernel_profile import profile_kernels
@@ -18,6 +17,7 @@ from autopar.lower.observe.stopwatch import Stopwatch
 from autopar.lower.run.call_executors import CallExecutors
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.execution import Executor
+from autopar.plan.headline import describe_parallelism, throughput
 from autopar.timeline import StepTimeline
 
 __all__ = ["report_steps"]

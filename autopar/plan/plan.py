@@ -9,29 +9,23 @@ does, and parameters by their names in the module.
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
 import math
-from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from autopar.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
 from autopar.errors import PlanFormatError
-from autopar.headline import describe_headline, of_limit
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
-from autopar.prediction import LayerCost, LengthPrediction, Prediction, RowCost
-from autopar.quantities import format_seconds, three_digits
-from autopar.records import decode_record, encode_record
-from autopar.schedules.action_lists import StageCost
+from autopar.plan.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
+from autopar.plan.headline import describe_headline, of_limit
+from autopar.plan.layer_tables import format_size, format_tables
+from autopar.plan.prediction import LayerCost, LengthPrediction, Prediction, RowCost
+from autopar.plan.records import decode_record, encode_record
+from autopar.quantities import format_seconds
 from autopar.suggestions import suggest_path
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = [
     "FORMAT_VERSION",
@@ -46,11 +40,7 @@ __all__ = [
 
 FORMAT_VERSION = 5
 
-_WIDTH = 80
-_LONG_NAME = 18  # "model.embed_tokens", the usual longest, is not folded
-_SHORT_TEXT = 8  # "ZeRO-3," and "2 tensor" fold at no less
-_FEW_STAGES = 16
-_FEW_NAMES = 4
+_FEW_NAMES = 4  # more parameters of one layout are counted, not listed
 
 T = TypeVar("T")
 
@@ -155,7 +145,7 @@ class Plan:
 
     @property
     def headline(self) -> str:
-        """The plan in one line: precision, degrees, rate per device, utilization and memory (`autopar.headline`)."""
+        """The plan in one line (`autopar.plan.headline`): precision, degrees, rate per device, utilization, memory."""
         return describe_headline(self.decisions, self.prediction, self.memory_limit_bytes)
 
     def __str__(self) -> str:
@@ -283,26 +273,9 @@ def _complete(predicted: dict[str, Any]) -> None:
 
 
 def _format_plan(plan: Plan) -> str:
-    """The plan as text: its line, a row per group of consecutive layers that run alike, one per stage, then the totals.
-
-    Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
-    layer and step; of a stage the ms of one microbatch, of what it does once a step and of sending to its neighbours.
-    """
-    from rich.console import Console  # noqa: PLC0415  (a plan needs no rich until it is printed)
-
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(plan.headline, soft_wrap=True)
-    console.print(_heading(plan), soft_wrap=True)
-    console.print(_layer_table(plan))
-    console.print("sizes per device and layer (K, M, G: KiB, MiB, GiB); ms per layer and step")
-    if plan.stages:
-        console.print(_stage_table(plan))
-        console.print("ms per microbatch of forward, backward, sending ahead and back; step: ms per step;")
-        console.print("live: microbatches between forward and backward")
-    for line in _totals(plan):
-        console.print(line)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    """The plan as text: its headline, its tables, then the totals."""
+    heading = (plan.headline, _heading(plan))
+    return format_tables(plan.decisions, plan.prediction, above=heading, below=_totals(plan))
 
 
 def _heading(plan: Plan) -> str:
@@ -310,114 +283,6 @@ def _heading(plan: Plan) -> str:
     gradients = f", gradients in {plan.decisions.gradients}" if plan.decisions.gradients else ""
     precision = "".join(f"; computes in float32: {text}" for text in speedups)
     return f"Plan for {plan.world_size} x {plan.device or 'any device'}{gradients}{precision}"
-
-
-def _new_table() -> Table:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    return Table(box=box.ASCII2, pad_edge=False, padding=(0, 1, 0, 0))
-
-
-def _layer_table(plan: Plan) -> Table:
-    table = _new_table()
-    table.add_column("layers", overflow="fold")
-    table.add_column("how it runs", overflow="fold")
-    for name in ("params", "grads", "optim", "saved", "temp", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    # Where there are many stages, their own table says where they are cut.
-    starts = [stage.start for stage in plan.stages] if len(plan.stages) <= _FEW_STAGES else []
-    costs = plan.costs or (None,) * len(plan.layers)
-
-    def alike(index: int) -> tuple[int, LayerCost | None, int]:
-        return plan.layers[index].strategy, costs[index], bisect(starts, index)
-
-    for (strategy, cost, _), group in itertools.groupby(range(len(plan.layers)), alike):
-        layers = [plan.layers[index] for index in group]
-        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
-        table.add_row(names, _describe_strategy(plan.strategies[strategy]), *_describe_cost(cost))
-    return _with_whole_numbers(table)
-
-
-def _stage_table(plan: Plan) -> Table:
-    table = _new_table()
-    table.add_column("stage", no_wrap=True, justify="right")
-    table.add_column("layers", overflow="fold")
-    table.add_column("ranks", no_wrap=True)
-    for name in ("fwd", "bwd", "send", "back", "step", "live", "peak"):
-        table.add_column(name, justify="right", no_wrap=True)
-    number = 0
-    # Neighbouring stages with equally many layers and equal times share a row.
-    costs = plan.prediction.stages or (None,) * len(plan.stages)
-    for columns, alike in itertools.groupby(zip(plan.stages, costs, strict=True), lambda both: _describe_stage(*both)):
-        stages = [stage for stage, _ in alike]
-        ranks = sorted(rank for stage in stages for rank in _end_ranks(plan, stage))
-        names = [layer.name for layer in plan.layers[stages[0].start : stages[-1].stop]]
-        table.add_row(
-            _span(number, number + len(stages) - 1),
-            names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
-            _span(ranks[0], ranks[-1]),
-            *columns[1:],
-        )
-        number += len(stages)
-    return _with_whole_numbers(table)
-
-
-def _with_whole_numbers(table: Table) -> Table:
-    """Columns of text share what the others leave of a line: rich would cut off what stands at its end."""
-    names, *texts = (column for column in table.columns if not column.no_wrap)
-    numbers = (max(map(len, map(str, (column.header, *column.cells)))) for column in table.columns if column.no_wrap)
-    edges = 2 * len(table.columns) + 1  # a space behind each column, and lines between and around them
-    rest = _WIDTH - edges - sum(numbers)
-    for column in texts:
-        column.max_width = max(rest - _LONG_NAME, _SHORT_TEXT)
-        rest -= min(column.max_width, max((len(str(cell)) for cell in column.cells), default=0))
-    names.min_width = names.max_width = max(
-        min(rest, max((len(str(cell)) for cell in names.cells), default=_LONG_NAME)), 1
-    )
-    return table
-
-
-def _describe_stage(stage: Stage, cost: StageCost | None) -> tuple[str, ...]:
-    """The number of layers, then the columns."""
-    number = str(stage.stop - stage.start)
-    if cost is None:
-        return (number,)
-    times_s = (cost.forward_s, cost.backward_s, cost.send_forward_s, cost.send_backward_s, cost.step_s)
-    size = _format_size(cost.peak_memory_bytes)
-    return (number, *(three_digits(each * 1e3) for each in times_s), str(cost.in_flight), size)
-
-
-def _end_ranks(plan: Plan, stage: Stage) -> tuple[int, int]:
-    return stage.group * plan.group_size, (stage.group + 1) * plan.group_size - 1
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} .. {last}"
-
-
-def _describe_strategy(strategy: LayerStrategy) -> str:
-    recompute = "" if strategy.recompute == "none" else f", {strategy.recompute_name} recompute"
-    return f"{strategy.storage_name}, {strategy.axes}{recompute}"
-
-
-def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
-    if cost is None:
-        return ()
-    sizes = (
-        cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
-        cost.transient_bytes
-    )  # fmt: skip
-    return (*(_format_size(size) for size in sizes), three_digits(cost.total_s * 1e3))
-
-
-def _format_size(num_bytes: float) -> str:
-    """Three digits and K, M, G or T for KiB to TiB: ``1.31G``."""
-    size, units = num_bytes / 2**10, iter("KMGT")
-    unit = next(units)
-    while size >= 1000 and unit != "T":
-        size, unit = size / 2**10, next(units)
-    return f"{three_digits(size)}{unit}" if num_bytes else "0"
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -481,7 +346,7 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 
 def _groups(expected: LengthPrediction) -> str:
     rows = ", ".join(f"{each.tokens:,} tokens on {each.degree} ({each.axes})" for each in expected.groups)
-    peak = _format_size(max(each.peak_bytes for each in expected.groups))
+    peak = format_size(max(each.peak_bytes for each in expected.groups))
     return (
         f"groups of unlike size: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)}, of it "
         f"{format_seconds(expected.coupling_s)} for parameters of all devices, and up to {peak}iB per device; rows of "
@@ -491,7 +356,7 @@ def _groups(expected: LengthPrediction) -> str:
 
 def _offloaded(prediction: Prediction) -> list[str]:
     size = prediction.host_memory_bytes
-    return [f"host memory          {_format_size(size)}iB per device"] if size else []
+    return [f"host memory          {format_size(size)}iB per device"] if size else []
 
 
 def _shared(plan: Plan) -> str:
