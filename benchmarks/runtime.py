@@ -65,7 +65,8 @@ class Case:
 CASES = {
     case.name: case
     for case in (
-        Case(2, 1, 3), Case(2, 1, 2), Case(1, 2, 0), Case(2, 1, 3, compiled=True), Case(2, 1, 3, "selective"), Case(2, 1, 3, "selective", compiled=True), Case(4, 1, 3), Case(2, 2, 3),
+        Case(2, 1, 3), Case(2, 1, 2), Case(1, 2, 0), Case(2, 1, 3, compiled=True), Case(2, 1, 3, "selective"),
+        Case(2, 1, 3, "selective", compiled=True), Case(4, 1, 3), Case(2, 2, 3),
     )
 }  # fmt: skip
 
