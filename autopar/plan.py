@@ -274,7 +274,11 @@ def _complete(predicted: dict[str, Any]) -> None:
         predicted["row"] = encode_record(RowCost()) | cast("dict[str, Any]", row)
     lengths = predicted.setdefault("lengths", {})
     if isinstance(lengths, dict):
-        predicted["lengths"] = encode_record(LengthPrediction()) | cast("dict[str, Any]", lengths)
+        known = cast("dict[str, Any]", lengths)
+        predicted["lengths"] = encode_record(LengthPrediction()) | known
+        for each in _dicts(known.get("plans")):
+            if isinstance(each.get("row"), dict):
+                each["row"] = encode_record(RowCost()) | each["row"]
     costs = predicted.get("costs")
     for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
         if isinstance(cost, dict):

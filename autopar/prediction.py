@@ -101,9 +101,9 @@ SPENT = {
 class RowCost:
     """What computing costs by the lengths of sequences.
 
-    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: attention takes the
-    squares, all else is linear; and ``step_s`` once a step.  With pipeline stages the first two are means over stages,
-    and the bubble is in the third.
+    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: all but attention is
+    linear, and so is a part of attention; and ``step_s`` once a step.  With pipeline stages the first two are means
+    over stages, and the bubble is in the third.
 
     Args:
         ranks: how many data-parallel ranks share the rows of a batch in attention
@@ -113,6 +113,9 @@ class RowCost:
         token_s: seconds per token.
         pair_s: seconds per pair of tokens of one sequence, ``tokens**2`` of a row that is one sequence.
         step_s: seconds of a step whatever its sequences: parameters are gathered, reduced and updated.
+        microbatches: of the plan.
+        held_bytes: of a device's peak, what does not depend on the rows of a microbatch.
+        row_bytes: of the same, what each row of a microbatch adds.
     """
 
     ranks: int = 1
@@ -121,6 +124,18 @@ class RowCost:
     token_s: float = 0.0
     pair_s: float = 0.0
     step_s: float = 0.0
+    microbatches: int = 1
+    held_bytes: float = 0.0
+    row_bytes: float = 0.0
+
+    def at_once(self, rows: int, limit_bytes: float) -> int:
+        """How many of `rows` rows of a rank are in one microbatch, where a device may use so many bytes.
+
+        A plan without microbatches runs steps of more rows in one as well, as long as they fit into memory; all others
+        run them in microbatches of `rows` each.  `autopar.search.plan_reuse` keeps to it.
+        """
+        fits = self.held_bytes + rows * self.row_bytes <= limit_bytes
+        return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
 
 
 @dataclass(frozen=True)
