@@ -41,6 +41,7 @@ class Assignment:
     is_exact: bool = False
     row_cost: RowCost = _NO_ROWS
     unlike: tuple[GroupRow, ...] = ()
+    at_once: int = 0
 
     @property
     def largest_s(self) -> float:

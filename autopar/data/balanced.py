@@ -170,7 +170,7 @@ def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
     number j of microbatch m is the batch's row ``(m * groups + g) * at_once + j``.
     """
     groups = len(assignment.degrees)
-    at_once = min(assignment.row_cost.rows, assignment.rows)
+    at_once = assignment.at_once or assignment.rows
     rows_of = [assignment.rows_of(group) for group in range(groups)]
     found: list[list[int]] = []
     own = own_rows(groups * assignment.rows, rank, ranks)
