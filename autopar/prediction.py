@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -102,8 +103,8 @@ class RowCost:
     """What computing costs by the lengths of sequences.
 
     A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: all but attention is
-    linear, and so is a part of attention; and ``step_s`` once a step.  With pipeline stages the first two are means
-    over stages, and the bubble is in the third.
+    linear, and so is a part of attention; ``microbatch_s`` for each microbatch, and ``step_s`` once a step.  With
+    pipeline stages the first two are means over stages, and all else, the bubble included, is in ``step_s``.
 
     Args:
         ranks: how many data-parallel ranks share the rows of a batch in attention
@@ -113,6 +114,8 @@ class RowCost:
         token_s: seconds per token.
         pair_s: seconds per pair of tokens of one sequence, ``tokens**2`` of a row that is one sequence.
         step_s: seconds of a step whatever its sequences: parameters are gathered, reduced and updated.
+        microbatch_s: seconds of a microbatch whatever its sequences: those parameters that are gathered, and gradients
+            that are reduced, in each of them.
         microbatches: of the plan.
         held_bytes: of a device's peak, what does not depend on the rows of a microbatch.
         row_bytes: of the same, what each row of a microbatch adds.
@@ -124,6 +127,7 @@ class RowCost:
     token_s: float = 0.0
     pair_s: float = 0.0
     step_s: float = 0.0
+    microbatch_s: float = 0.0
     microbatches: int = 1
     held_bytes: float = 0.0
     row_bytes: float = 0.0
@@ -136,6 +140,10 @@ class RowCost:
         """
         fits = self.held_bytes + rows * self.row_bytes <= limit_bytes
         return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
+
+    def fixed_s(self, rows: int, at_once: int) -> float:
+        """Seconds of a step of so many rows of a rank whatever is in them, so many at once."""
+        return self.step_s + self.microbatch_s * math.ceil(rows / max(1, at_once))
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,14 @@ class Assignment:
         return float(self.work_s.max(initial=0.0))
 
     @property
+    def fixed_s(self) -> float:
+        """Seconds of the step that depend on no sequence."""
+        return self.row_cost.fixed_s(self.rows, self.at_once or self.rows)
+
+    @property
     def step_time_s(self) -> float:
         """Predicted seconds of the step: rows are computed whole, whatever is in them."""
-        row = self.row_cost
-        return row.step_s + row.token_s * self.rows * row.tokens + self.largest_s
+        return self.fixed_s + self.row_cost.token_s * self.rows * self.row_cost.tokens + self.largest_s
 
     @property
     def imbalance(self) -> float:

@@ -113,7 +113,8 @@ class BatchPlanner:
         pairs = np.square(tokens.astype(np.float64))
         rows = max(1, math.ceil(int(self._taken(row, tokens).sum()) / row.tokens / groups))
         attention_s = row.pair_s * max(float(pairs.sum()) / groups, float(pairs.max(initial=0.0)))
-        return row.step_s + row.token_s * rows * row.tokens + attention_s
+        fixed_s = row.fixed_s(rows, row.at_once(rows, self.limit_bytes))
+        return fixed_s + row.token_s * rows * row.tokens + attention_s
 
     def _assign_rows(self, row: RowCost, tokens: np.ndarray, batches: int) -> Assignment:
         groups = row.ranks * batches

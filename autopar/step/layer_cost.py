@@ -242,7 +242,7 @@ def storage_cost(
         ahead_s += count * copy_s
     else:
         once_s += copy_s
-    sums_s = gradient_sums_s(placed, prices, training)
+    sums_s = gradient_sums_s(placed, count, prices, training)
     return replace(
         held_cost(placed, training),
         backward_s=sums_s,

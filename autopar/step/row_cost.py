@@ -46,8 +46,8 @@ def row_cost(
 ) -> RowCost:
     """What the rows of a step of `step_s` seconds cost, whose layers cost `costs`, with a peak of `peak_bytes`.
 
-    Computing and communicating activations is shared out among tokens, attention among tokens and pairs.  The rest is
-    spent once a step, whatever its sequences are: parameters are gathered, reduced and updated.
+    Computing and communicating activations is shared out among tokens, attention among tokens and pairs.  The rest does
+    not depend on sequences: parameters are gathered, reduced and updated, once a step or in each microbatch.
     """
     program, decisions = layers.program, layers.decisions
     shapes = (program.type_of(name).shape for name in batch_inputs(program))
@@ -64,6 +64,9 @@ def row_cost(
     ) / groups  # fmt: skip
     # What is timed as a whole may be less than its parts, and communication of activations may be overlapped.
     other_s = max(0.0, min(row_s, step_s) - total_s)
+    fixed_s = max(0.0, step_s - total_s - other_s)
+    is_pipeline = bool(decisions.stages)
+    once_s = fixed_s if is_pipeline else min(fixed_s, sum(cost.in_step_s for cost in costs))
     at_once = max(1, rows // decisions.num_microbatches)
     held_bytes = min(peak_bytes, sum(cost.static_bytes for cost in costs) / groups)
     return RowCost(
@@ -72,7 +75,8 @@ def row_cost(
         tokens,
         (other_s + attention_linear_s) / (rows * tokens),
         length_s / (rows * tokens),
-        max(0.0, step_s - total_s - other_s),
+        once_s,
+        (fixed_s - once_s) / decisions.num_microbatches,
         decisions.num_microbatches,
         held_bytes,
         (peak_bytes - held_bytes) / at_once,

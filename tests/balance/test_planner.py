@@ -44,6 +44,15 @@ def test_every_sequence_has_one_place_with_room_for_it(packs: bool):
         assert found.bound_s <= found.largest_s * (1 + 1e-12)
 
 
+def test_microbatches_cost_what_is_gathered_for_each_of_them():
+    plan = plan_of(replace(ROW, ranks=1, rows=1, pair_s=0.0, microbatch_s=5.0, row_bytes=1.0))
+    found = BatchPlanner(plan).assign([12, 12, 12])
+    assert (found.rows, found.at_once, found.step_time_s) == (3, 3, 36 + 5)
+    found = BatchPlanner(replace(plan, memory_limit_bytes=2.5)).assign([12, 12, 12])  # for two rows
+    assert (found.rows, found.at_once, found.step_time_s) == (3, 1, 36 + 3 * 5)
+    assert BatchPlanner(replace(plan, memory_limit_bytes=2.5)).assign([12, 12]).at_once == 2
+
+
 def test_the_same_lengths_give_the_same_places():
     lengths = np.random.default_rng(3).integers(1, 65, 200)
     planner = BatchPlanner(plan_of(replace(ROW, ranks=8, tokens=64)))

@@ -273,7 +273,7 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: 
     assert (row.ranks, row.rows, row.tokens) == (world, 1, TOKENS)
     # An example's step is predicted to take what its rows and the rest do.
     row_s = row.tokens * row.token_s + row.tokens**2 * row.pair_s
-    assert row_s + row.step_s == pytest.approx(plan.step_time_s)
+    assert row_s + row.fixed_s(1, 1) == pytest.approx(plan.step_time_s)
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
     planner = planner_for(model, traced, plan, more, keep_double_program, training=True)
 
@@ -341,7 +341,8 @@ def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
     rows = [each.prediction.row for each in (plan, member)]
     assert [(row.ranks, row.tokens) for row in rows] == [(2, TOKENS), (4, TOKENS // 2)]
     # One row each of four ranks is faster than one twice as long of two: prices of so small a model don't say so.
-    expected = LengthPrediction(plans=tuple(LengthPlan(replace(row, step_s=0.0, token_s=1.0)) for row in rows))
+    rows = [replace(row, step_s=0.0, microbatch_s=0.0, token_s=1.0) for row in rows]
+    expected = LengthPrediction(plans=tuple(map(LengthPlan, rows)))
     family = replace(
         plan, other_calls=(member.decisions,), prediction=replace(plan.prediction, lengths=expected)
     )  # fmt: skip

@@ -71,17 +71,17 @@ class GroupProgram:
 
     @torch.no_grad()
     def fill(self, whole: Iterable[tuple[str, Tensor]], trained: frozenset[str]) -> None:
-        """Take this rank's parts of the parameters, which come whole."""
+        """Take this rank's parts of the parameters, which come whole, and compute what is hoisted, for a step."""
         for name, tensor in whole:
             part = apply_forward(tensor, self._parts.get(name, ()), self._communicator)
             self._put(name, nn.Parameter(part, requires_grad=name in trained))
+        self._executor.begin_step()
 
     def run(self, tensors: Sequence[Tensor], weight: float, seed: int) -> Tensor:
         """The loss of a row, whole on all ranks of the group, times `weight`; its gradients are added to those of rows
         before it.
         """
         executor, loss_name = self._executor, self.executable.program.loss
-        executor.begin_step()
         with torch.enable_grad():
             values = run_step(executor, executor.take_parts(tensors), seed)
             loss = executor.make_output(loss_name, values[loss_name]) * weight
