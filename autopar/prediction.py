@@ -195,6 +195,7 @@ class LengthPrediction:
         plans: the family: the plan itself, then one for each of its `other_calls`, in their order.
         step_time_s: seconds of a step, each by the plan of the family that is fastest for it.
         static_s: seconds of a step by the best plan for the longest rows alone.
+        static: what rows cost by that plan.
         standard_error_s: of the mean of what the family saves of a step.
         gains: on what the family saves seconds of a step, the parts of ``static_s - step_time_s``.
         groups: what rows cost each of the plan's `groups`, in their order.
@@ -215,6 +216,7 @@ class LengthPrediction:
     coupling_s: float = 0.0
     group_share: float = 0.0
     group_step_s: float = 0.0
+    static: RowCost = RowCost()
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def expected_step(
         coupling_s,
         shares[-1],
         means_s[-1],
+        static.prediction.row,
     )
 
 
