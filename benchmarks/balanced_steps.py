@@ -19,7 +19,6 @@ import argparse
 import json
 import sysconfig
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.balance import Assignment, BatchPlanner, Lengths
+from autopar.balance import BatchPlanner, Lengths
 from autopar.prediction import LengthPrediction
 
 
@@ -52,14 +51,6 @@ def read_documents(most: int) -> list[dict[str, Tensor]]:
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
     tokens = [torch.tensor(list(texts[index])) for index in order.tolist()]
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
-
-
-def describe(found: Assignment) -> str:
-    """What a batch runs as."""
-    if not found.unlike:
-        return f"rows of {found.row_cost.tokens}"
-    kinds = Counter((each.degree, each.tokens) for each in found.unlike)
-    return "groups of " + " + ".join(f"{count} x {degree} ({tokens})" for (degree, tokens), count in kinds.items())
 
 
 def planners_of(plan: autopar.Plan) -> tuple[BatchPlanner, BatchPlanner]:
@@ -123,21 +114,22 @@ def main() -> None:
             if is_timed:
                 assigned = [planner.assign(lengths[number * size :][:size]) for planner in planners]
                 both = [Step(each.step_time_s, *own[:2]) for each, own in zip(assigned, found, strict=True)]
-                ran.setdefault(describe(assigned[1]), []).append((both[0], both[1]))
+                ran.setdefault(assigned[1].runs_as, []).append((both[0], both[1]))
     if dist.get_rank() == 0:
         report(models, ran, apart, as_json=arguments.json)
     dist.destroy_process_group()
 
 
 def compare(steps: Sequence[tuple[Step, Step]]) -> dict[str, float]:
-    """The three ratios of these steps, static and balanced, and the error of what was predicted of each."""
+    """The three ratios of these steps, static to balanced, and the error of what was predicted of each."""
     numbers = torch.tensor(steps, dtype=torch.float64)  # [steps, 2, 3]
     predicted, seconds, cpu = (numbers[:, 0].sum(0) / numbers[:, 1].sum(0)).tolist()
+    errors = numbers[:, :, 2] / numbers[:, :, 0]
     found: dict[str, float] = {"steps": len(steps), "predicted": predicted, "of CPU": cpu, "of seconds": seconds}
-    for place, name in enumerate(("static", "balanced")):
-        errors = numbers[:, place, 2] / numbers[:, place, 0]
-        for what, number in (("", errors.mean()), (", least", errors.min()), (", most", errors.max())):
-            found[f"{name} CPU / predicted{what}"] = float(number)
+    for name, own in zip(("static", "balanced"), errors.unbind(1), strict=True):
+        found[f"{name} CPU / predicted"] = float(own.mean())
+        if len(own) > 1:
+            found[f"{name} from"], found[f"{name} to"] = float(own.min()), float(own.max())
     return found
 
 

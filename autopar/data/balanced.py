@@ -154,8 +154,9 @@ class _Share:
         digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
         row = assignment.row_cost
         alike_s = row.token_s * assignment.rows * row.tokens  # of rows, whatever is in them
-        mean_s = alike_s + float(assignment.work_s.mean())
-        dealt = Dealt(digest, assignment.step_time_s, (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0)
+        mean_s = alike_s + float(assignment.work_s @ assignment.degrees) / int(assignment.degrees.sum())
+        imbalance = (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0
+        dealt = Dealt(digest, assignment.step_time_s, imbalance, assignment.runs_as)
         if assignment.unlike:
             group = assignment.group_of(self.device)
             return dealt, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
