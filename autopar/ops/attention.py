@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from autopar.ops.family import Buffers, Kernel, OpFamily, Saves, Types, argument, aten
@@ -11,7 +12,7 @@ from autopar.ops.memory_order import followed
 from autopar.ops.work import Work, sum_bytes
 from autopar.program import KernelCollective, Op, itemsize_bytes
 
-__all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS"]
+__all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS", "document_length", "with_document_length"]
 
 DOCUMENTS = "autopar.document_attention"
 """``(query, key, value, ids, scale, is_causal, is_sorted, length, window)``: tokens see those of their row that have
@@ -27,6 +28,19 @@ WINDOWS = "autopar.window_attention"
 """``(query, key, value, scale, window, is_causal)``: tokens see those of their row that are less than `window` places
 away; with `is_causal` none behind them.
 """
+
+
+_LENGTH = 7  # the place of `length` among the arguments of `DOCUMENTS`
+
+
+def document_length(op: Op, row: int) -> int:
+    """Tokens of a token's document that prices assume of a `DOCUMENTS` op, in rows of so many tokens."""
+    return cast("int", argument(op, _LENGTH, "length", row))
+
+
+def with_document_length(op: Op, length: int) -> Op:
+    """A `DOCUMENTS` op that prices take to have such documents."""
+    return replace(op, args=(*op.args[:_LENGTH], length, *op.args[_LENGTH + 1 :]))
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -200,7 +214,7 @@ def _work(
         heads_and_batch = query.num_elements / (query.shape[sequence] * query.shape[-1])
         length = key.shape[sequence]
         if op.target == DOCUMENTS:  # tokens meet those of their own document only
-            length = cast("int", argument(op, 7, "length", length))
+            length = document_length(op, length)
         if (
             op.target in (DOCUMENTS, WINDOWS) and 0 < _window(op) < length
         ):  # as if causal rows had so many columns, half of them seen

@@ -22,7 +22,8 @@ from autopar.placement import Layout, format_layout
 from autopar.plan.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
 from autopar.plan.headline import describe_headline, of_limit
 from autopar.plan.layer_tables import format_size, format_tables
-from autopar.plan.prediction import LayerCost, LengthPrediction, Prediction, RowCost
+from autopar.plan.plan_versions import complete_decisions, complete_prediction, objects_in
+from autopar.plan.prediction import LayerCost, LengthPrediction, Prediction
 from autopar.plan.records import decode_record, encode_record
 from autopar.quantities import format_seconds
 from autopar.suggestions import suggest_path
@@ -208,25 +209,19 @@ def _decode(text: str) -> Plan:
     given = cast("dict[str, Any]", data)
     given.setdefault("other_calls", [])
     given.setdefault("groups", [])
-    others = [*_dicts(given["other_calls"]), *(each.get("decisions") for each in _dicts(given["groups"]))]
-    for each in _dicts([given.get("decisions"), *others]):
-        _complete_decisions(each)
+    others = [*objects_in(given["other_calls"]), *(each.get("decisions") for each in objects_in(given["groups"]))]
+    for each in objects_in([given.get("decisions"), *others]):
+        complete_decisions(each)
     predicted = given.pop("prediction", None)
     plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
     for problem in _problems(plan):
         raise ValueError(problem)
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
-    _complete(cast("dict[str, Any]", predicted))
+    complete_prediction(cast("dict[str, Any]", predicted))
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")
     is_whole = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
     return replace(plan, prediction=prediction) if is_whole else plan
-
-
-def _dicts(values: object) -> list[dict[str, Any]]:
-    """Those of the entries of a list that are JSON objects; none if it is no list."""
-    entries = cast("list[Any]", values) if isinstance(values, list) else []
-    return [cast("dict[str, Any]", each) for each in entries if isinstance(each, dict)]
 
 
 def _problems(plan: Plan) -> Iterator[str]:
@@ -237,39 +232,6 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield from (f"other_calls[{number}]: {problem}" for problem in decision_problems(decisions))
         if decisions.host_storage != plan.decisions.host_storage:
             yield f"other_calls[{number}]: host_storage is another than in decisions, but storage is one"
-
-
-def _complete_decisions(decided: dict[str, Any]) -> None:
-    """Add what earlier versions did not decide."""
-    decided.setdefault("compiled", False)
-    decided.setdefault("gradients", "")
-    decided.setdefault("host_storage", False)
-    decided.setdefault("piece_tokens", 0)
-    strategies = decided.get("strategies")
-    for strategy in cast("list[Any]", strategies) if isinstance(strategies, list) else []:
-        if isinstance(strategy, dict):
-            cast("dict[str, Any]", strategy).setdefault("pieces", {})
-
-
-def _complete(predicted: dict[str, Any]) -> None:
-    """Add what earlier versions did not predict."""
-    for each in ("optimizer_gathers_s", "output_gathers_s", "output_reads_s"):
-        predicted.setdefault(each, 0.0)
-    predicted.setdefault("speedups", {})
-    predicted.setdefault("host_memory_bytes", 0.0)
-    for name, nothing in (("tokens_per_step", 0), ("dtype", ""), ("model_flops", 0.0), ("peak_flops_per_s", 0.0)):
-        predicted.setdefault(name, nothing)
-    row = predicted.setdefault("row", {})
-    if isinstance(row, dict):
-        predicted["row"] = encode_record(RowCost()) | cast("dict[str, Any]", row)
-    lengths = predicted.setdefault("lengths", {})
-    if isinstance(lengths, dict):
-        predicted["lengths"] = encode_record(LengthPrediction()) | cast("dict[str, Any]", lengths)
-    costs = predicted.get("costs")
-    for cost in cast("list[Any]", costs) if isinstance(costs, list) else []:
-        if isinstance(cost, dict):
-            for name in ("split_bytes", "leave_s", "return_s", "host_bytes", "copies_s"):
-                cast("dict[str, Any]", cost).setdefault(name, 0.0)
 
 
 def _format_plan(plan: Plan) -> str:

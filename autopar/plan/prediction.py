@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -101,9 +102,9 @@ SPENT = {
 class RowCost:
     """What computing costs by the lengths of sequences.
 
-    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: attention takes the
-    squares, all else is linear; and ``step_s`` once a step.  With pipeline stages the first two are means over stages,
-    and the bubble is in the third.
+    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: all but attention is
+    linear, and so is a part of attention; ``microbatch_s`` for each microbatch, and ``step_s`` once a step.  With
+    pipeline stages the first two are means over stages, and all else, the bubble included, is in ``step_s``.
 
     Args:
         ranks: how many data-parallel ranks share the rows of a batch in attention
@@ -113,6 +114,11 @@ class RowCost:
         token_s: seconds per token.
         pair_s: seconds per pair of tokens of one sequence, ``tokens**2`` of a row that is one sequence.
         step_s: seconds of a step whatever its sequences: parameters are gathered, reduced and updated.
+        microbatch_s: seconds of a microbatch whatever its sequences: those parameters that are gathered, and gradients
+            that are reduced, in each of them.
+        microbatches: of the plan.
+        held_bytes: of a device's peak, what does not depend on the rows of a microbatch.
+        row_bytes: of the same, what each row of a microbatch adds.
     """
 
     ranks: int = 1
@@ -121,6 +127,23 @@ class RowCost:
     token_s: float = 0.0
     pair_s: float = 0.0
     step_s: float = 0.0
+    microbatch_s: float = 0.0
+    microbatches: int = 1
+    held_bytes: float = 0.0
+    row_bytes: float = 0.0
+
+    def at_once(self, rows: int, limit_bytes: float) -> int:
+        """How many of `rows` rows of a rank are in one microbatch, where a device may use so many bytes.
+
+        A plan without microbatches runs steps of more rows in one as well, as long as they fit into memory; all others
+        run them in microbatches of `rows` each.  `autopar.search.plan_reuse` keeps to it.
+        """
+        fits = self.held_bytes + rows * self.row_bytes <= limit_bytes
+        return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
+
+    def fixed_s(self, rows: int, at_once: int) -> float:
+        """Seconds of a step of so many rows of a rank whatever is in them, so many at once."""
+        return self.step_s + self.microbatch_s * math.ceil(rows / max(1, at_once))
 
 
 @dataclass(frozen=True)
@@ -172,6 +195,7 @@ class LengthPrediction:
         plans: the family: the plan itself, then one for each of its `other_calls`, in their order.
         step_time_s: seconds of a step, each by the plan of the family that is fastest for it.
         static_s: seconds of a step by the best plan for the longest rows alone.
+        static: what rows cost by that plan.
         standard_error_s: of the mean of what the family saves of a step.
         gains: on what the family saves seconds of a step, the parts of ``static_s - step_time_s``.
         groups: what rows cost each of the plan's `groups`, in their order.
@@ -192,6 +216,7 @@ class LengthPrediction:
     coupling_s: float = 0.0
     group_share: float = 0.0
     group_step_s: float = 0.0
+    static: RowCost = RowCost()
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Plans for groups of devices of unlike size, which take part in one step beside each other (`Plan.groups`).
 
-A group of d devices computes rows of t tokens, one after the other; half as many devices have rows half as long, down
-to one device, which may also have shorter rows: less is left empty in them.  The largest group holds the longest
-sequence.  Each plan is found by the same search, for one row on d devices, in the memory that parameters, gradients and
-optimizer state of the plan for all devices leave.
+A group of d devices computes rows of t tokens, one after the other, and adds their gradients up; half as many devices
+have rows half as long, down to one device, which may also have shorter rows: less is left empty in them.  The largest
+group holds the longest sequence.  Each plan is found by the same search, for one row on d devices, in the memory that
+parameters, gradients and optimizer state of the plan for all devices leave.
 
 Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
 stores them: that, and the optimizer, is what `coupling_seconds` has.
@@ -25,6 +25,8 @@ from autopar.plan.prediction import GroupRow
 from autopar.program import Program
 from autopar.search import SearchRequest, search
 from autopar.step.logits import in_pieces
+from autopar.step.parameter_costs import gradient_sums_s
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
 from autopar.step.training import TrainingSpec
 
@@ -93,11 +95,10 @@ def plan_groups(
             continue
         cost = found.prediction.row
         plans.append(GroupPlan(tokens, found.decisions))
-        axes, peak_bytes = (
-            describe_usual(found.decisions),
-            _kept_bytes(program, plan, request) + found.peak_memory_bytes,
-        )
-        rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, axes, peak_bytes))
+        axes = describe_usual(found.decisions)
+        peak_bytes = _kept_bytes(program, plan, request) + found.peak_memory_bytes
+        row_s = cost.token_s * tokens + _adding_s(one, found, prices, asked.training)
+        rows.append(GroupRow(degree, tokens, row_s, cost.pair_s, axes, peak_bytes))
         if tokens % 2:
             break
         degree, tokens = max(1, degree // 2), tokens // 2
@@ -140,6 +141,11 @@ def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
     return sum(cost.static_bytes for cost in plan.costs) + 2 * max(layers, default=0.0)
+
+
+def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds to add the gradients of one row to those of the rows before it."""
+    return sum(gradient_sums_s(placed, 2, prices, training) for placed in PlannedLayers(program, plan.decisions).placed)
 
 
 def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:

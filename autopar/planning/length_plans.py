@@ -196,7 +196,7 @@ class FamilyPlanner:
 
     def _held(self, program: Program, planned: Program, base: Plan, request: SearchRequest) -> Plan | None:
         """The fastest plan of `program` with parameters where `base` of `planned` has them; None if nothing fits."""
-        reused = reuse_plan(base, planned, program, self.prices, request)
+        reused = reuse_plan(base, planned.batch_size, program, self.prices, request)
         found = [] if reused is None else [reused]
         with suppress(InfeasibleError, ConstraintError):
             found.append(plan_like(program, planned, base, self.prices, request))
