@@ -1,7 +1,7 @@
-"""The plan as data: what is decided, what is predicted of it, and how it is printed and saved.
+"""The plan as data: its decisions, its prediction, and how it is printed and saved.
 
-`decisions` says what runs, `prediction` what is expected of it, `plan` joins both with what the user asked for.
-`headline` and `layer_tables` print a plan, `records` turns its dataclasses into JSON and back.
+`decisions` says what runs, `prediction` what it is expected to cost, `plan` combines both with the user's request.
+`headline` and `layer_tables` print a plan, `records` converts its dataclasses to JSON and back.
 """
 
 from autopar.plan.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, stages_problem

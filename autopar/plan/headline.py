@@ -1,16 +1,16 @@
-"""A plan in one line, as people who train large models compare runs::
+"""A plan in one line, in the form in which people who train large models compare runs::
 
     bf16 · ZeRO-3 · DP 8 x TP 4 x PP 2 (1F1B, 16 microbatches) · 8.1k tokens/s/GPU · 423 TFLOP/s · 43 % MFU · 65.7 of
     72.2 GiB
 
 ===========  ========================================================================================================
-DP           data parallel: devices that split the batch; with experts, those that split the experts too
-TP           tensor parallel, vocabulary included; ``TP 4+SP`` where activations between are cut in the sequence
+DP           data parallel: devices that split the batch, including those that split the experts
+TP           tensor parallel, including the vocabulary; ``TP 4+SP`` where activations in between are split by sequence
 CP, Ulysses  context parallel; sequence parallel by heads
-EP           expert parallel: of the devices that split the batch, how many share one set of experts
+EP           expert parallel: how many of the DP devices share one set of experts
 replicas     devices that compute the same
-other        mesh axes that are none of these
-PP           device groups of a pipeline, its schedule, stages where a group has several, and microbatches
+other        mesh axes that do something else
+PP           device groups of a pipeline, its schedule, number of stages if a group has several, and microbatches
 ===========  ========================================================================================================
 """
 
@@ -27,7 +27,7 @@ from autopar.quantities import count_unit, short_count, size_unit, three_digits
 
 __all__ = ["describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
 
-# Names of `autopar.search.labels`, in the order in which the line has them.
+# Labels of `autopar.search.labels` -> their short names, in the order in which the headline lists them.
 _DEGREES = {
     "data": "DP", "tensor": "TP", "tensor+sequence": "TP", "vocabulary": "TP", "context": "CP",
     "sequence (Ulysses)": "Ulysses", "sequence": "SP", "expert": "EP", "replicated": "replicas",
@@ -41,41 +41,36 @@ _SCHEDULES = {
 
 
 def describe_headline(decisions: Decisions, prediction: Prediction, limit_bytes: float) -> str:
-    """The line of a plan that was allowed so many bytes per device; what is not predicted is left out."""
-    dtype = _DTYPES.get(prediction.dtype, prediction.dtype)
-    predicted = _predicted(prediction, decisions, limit_bytes)
-    return " · ".join(filter(None, [dtype, describe_parallelism(decisions), *predicted]))
-
-
-def _predicted(prediction: Prediction, decisions: Decisions, limit_bytes: float) -> list[str]:
-    if not prediction.step_time_s:
-        return []
-    found = [throughput(prediction, decisions.world_size, prediction.step_time_s)]
-    return [*found, of_limit(prediction.peak_memory_bytes, limit_bytes)]
+    """The headline of a plan with `limit_bytes` of memory per device; leaves out what is not predicted."""
+    parts = [_DTYPES.get(prediction.dtype, prediction.dtype), describe_parallelism(decisions)]
+    if prediction.step_time_s:
+        parts.append(throughput(prediction, decisions.world_size, prediction.step_time_s))
+        parts.append(of_limit(prediction.peak_memory_bytes, limit_bytes))
+    return " · ".join(filter(None, parts))
 
 
 def throughput(prediction: Prediction, world_size: int, step_s: float) -> str:
-    """Rate, model FLOPs a second and their share of the peak, of each device in a step of so many seconds."""
-    each = "GPU" if device_type_of(prediction.device) == "cuda" else "device"
+    """Tokens or samples per second, model FLOP/s and MFU of each device, if a step takes `step_s` seconds."""
+    device = "GPU" if device_type_of(prediction.device) == "cuda" else "device"
     count, unit = (prediction.tokens_per_step, "tokens") if prediction.tokens_per_step else (
         prediction.samples_per_step, "samples")  # fmt: skip
-    found = [f"{short_count(count / step_s / world_size)} {unit}/s/{each}"]
-    rate = prediction.model_flops / step_s / world_size
-    if rate:
-        found.append(f"{_flops(rate)}/s")
-    if rate and prediction.peak_flops_per_s:
-        share = rate / prediction.peak_flops_per_s
-        found.append(f"{share * 100:.{0 if share >= 0.1 else 1}f} % MFU")
-    return " · ".join(found)
+    parts = [f"{short_count(count / step_s / world_size)} {unit}/s/{device}"]
+    flops_per_s = prediction.model_flops / step_s / world_size
+    if flops_per_s:
+        parts.append(f"{_format_flops(flops_per_s)}/s")
+    if flops_per_s and prediction.peak_flops_per_s:
+        utilization = flops_per_s / prediction.peak_flops_per_s
+        parts.append(f"{utilization * 100:.{0 if utilization >= 0.1 else 1}f} % MFU")
+    return " · ".join(parts)
 
 
-def _flops(rate: float) -> str:
-    factor, unit = count_unit(rate)
-    return f"{three_digits(rate / factor)} {unit.upper()}FLOP"
+def _format_flops(flops: float) -> str:
+    factor, unit = count_unit(flops)
+    return f"{three_digits(flops / factor)} {unit.upper()}FLOP"
 
 
 def of_limit(num_bytes: float, limit_bytes: float) -> str:
-    """What is filled of what may be: ``"65.7 of 72.2 GiB"``."""
+    """Format the memory in use and its limit: ``"65.7 of 72.2 GiB"``."""
     (size, unit), (limit, of_unit) = _size(num_bytes), _size(limit_bytes)
     if not math.isfinite(limit_bytes):
         return f"{size} {unit}"
@@ -88,73 +83,75 @@ def _size(num_bytes: float) -> tuple[str, str]:
 
 
 def describe_parallelism(decisions: Decisions) -> str:
-    """What is split how, by all layers: exact, or "mixed" and how most of them run."""
+    """ZeRO level, degrees and recomputation of all layers; where they differ, "mixed" and those of most layers."""
     strategies = decisions.layer_strategies
-    stored = [each for each in strategies if each.storage]
-    recomputing = _agreed("recompute", [_recompute(each) for each in strategies])
-    zero = _agreed("ZeRO", [f"ZeRO-{each.zero}" for each in stored])
-    mesh = _agreed("mesh", _meshes(strategies), _pipeline(decisions))
-    return _in_order(decisions, zero, mesh, recomputing)
+    with_state = [each for each in strategies if each.storage]
+    recompute = _common("recompute", [_recompute(each) for each in strategies])
+    zero = _common("ZeRO", [f"ZeRO-{each.zero}" for each in with_state])
+    mesh = _common("mesh", _meshes(strategies), _pipeline(decisions))
+    return _join_parts(decisions, zero, mesh, recompute)
 
 
 def describe_usual(decisions: Decisions) -> str:
-    """As `describe_parallelism`, of the way in which most layers run."""
+    """As `describe_parallelism`, for the combination that most layers have."""
     strategies = decisions.layer_strategies
-    words = Counter(zip((f"ZeRO-{each.zero}" for each in strategies), _meshes(strategies), map(_recompute, strategies),
-                        strict=True))  # fmt: skip
-    zero, mesh, recompute = words.most_common(1)[0][0]
-    return _in_order(decisions, zero, _join(mesh, _pipeline(decisions)), recompute)
+    counts = Counter(zip((f"ZeRO-{each.zero}" for each in strategies), _meshes(strategies), map(_recompute, strategies),
+                         strict=True))  # fmt: skip
+    zero, mesh, recompute = counts.most_common(1)[0][0]
+    return _join_parts(decisions, zero, _with_pipeline(mesh, _pipeline(decisions)), recompute)
 
 
-def _in_order(decisions: Decisions, zero: str, mesh: str, recompute: str) -> str:
-    """The parts of the line that say how a plan runs, with what holds for all of it."""
-    passes = "" if decisions.stages else _passes(decisions.num_microbatches)
-    again = "" if recompute == "no recompute" else recompute
-    return " · ".join(filter(None, (zero, mesh, passes, again, *_extras(decisions))))
+def _join_parts(decisions: Decisions, zero: str, mesh: str, recompute: str) -> str:
+    """Join the parts of the line that say how layers run with those that hold for the whole plan."""
+    microbatches = "" if decisions.stages else _microbatches(decisions.num_microbatches)
+    shown_recompute = "" if recompute == "no recompute" else recompute
+    return " · ".join(filter(None, (zero, mesh, microbatches, shown_recompute, *_extras(decisions))))
 
 
-def _agreed(what: str, words: Iterable[str], pipeline: str = "") -> str:
-    """The one word of all layers with what goes on behind it; else that they differ, and what most of them have."""
-    counted = Counter(words)
-    if not counted:
+def _common(what: str, texts: Iterable[str], pipeline: str = "") -> str:
+    """The text that all layers share, followed by the pipeline; or "mixed" and the text of most layers."""
+    counts = Counter(texts)
+    if not counts:
         return pipeline
-    word, most = counted.most_common(1)[0]
-    if len(counted) == 1:
-        return _join(word, pipeline)
-    mixed = f"{what} mixed (see table; {most} of {counted.total()} layers: {word})"
+    text, num_layers = counts.most_common(1)[0]
+    if len(counts) == 1:
+        return _with_pipeline(text, pipeline)
+    mixed = f"{what} mixed (see table; {num_layers} of {counts.total()} layers: {text})"
     return f"{mixed} · {pipeline}" if pipeline else mixed
 
 
-def _join(mesh: str, pipeline: str) -> str:
+def _with_pipeline(mesh: str, pipeline: str) -> str:
     return " x ".join(filter(None, (mesh, pipeline))) or "1 device"
 
 
 def _meshes(strategies: Iterable[LayerStrategy]) -> list[str]:
-    """What the mesh axes of each layer do."""
-    each = [_degrees(strategy) for strategy in strategies]
-    # A layer without attention can't tell which of the two splits the sequence, one without experts not how many share.
-    split = next((name for name in ("CP", "Ulysses") if any(name in degrees for degrees in each)), "SP")
-    experts = Counter(degrees["EP"] for degrees in each if "EP" in degrees)
-    is_cut = any("tensor+sequence" in strategy.labels for strategy in strategies)
-    words: list[str] = []
-    for degrees in each:
-        degrees[split] = degrees.pop("SP", 1) * degrees.pop(split, 1)
+    """The degrees of each layer as text: ``"DP 8 x TP 4"``."""
+    layers = [_degrees(strategy) for strategy in strategies]
+    # A layer without attention can't tell which of the two splits the sequence, nor one without experts the EP degree.
+    # Both take them from the other layers.
+    sequence = next((name for name in ("CP", "Ulysses") if any(name in degrees for degrees in layers)), "SP")
+    experts = Counter(degrees["EP"] for degrees in layers if "EP" in degrees)
+    has_sequence_parallel = any("tensor+sequence" in strategy.labels for strategy in strategies)
+    texts: list[str] = []
+    for degrees in layers:
+        degrees[sequence] = degrees.pop("SP", 1) * degrees.pop(sequence, 1)
         if len(experts) == 1 and "EP" not in degrees and degrees.get("DP", 1) > 1:
             degrees["EP"] = next(iter(experts))
         names = [name for name in _ORDER if degrees.get(name, 1) > 1]
-        words.append(" x ".join(f"{n} {degrees[n]}{'+SP' if is_cut and n == 'TP' else ''}" for n in names))
-    return words
+        suffixes = {"TP": "+SP"} if has_sequence_parallel else {}
+        texts.append(" x ".join(f"{name} {degrees[name]}{suffixes.get(name, '')}" for name in names))
+    return texts
 
 
 def _degrees(strategy: LayerStrategy) -> dict[str, int]:
-    """Short name -> the product of the mesh axes that do that."""
-    found: dict[str, int] = {}
+    """Short name -> the product of the sizes of the mesh axes with that label."""
+    degrees: dict[str, int] = {}
     for label, size in zip(strategy.labels or ("",) * len(strategy.mesh), strategy.mesh, strict=True):
         name = _DEGREES.get(label, "other")
-        found[name] = found.get(name, 1) * size
-    if "EP" in found:
-        found["DP"] = found.get("DP", 1) * found["EP"]
-    return found
+        degrees[name] = degrees.get(name, 1) * size
+    if "EP" in degrees:
+        degrees["DP"] = degrees.get("DP", 1) * degrees["EP"]
+    return degrees
 
 
 def _pipeline(decisions: Decisions) -> str:
@@ -162,18 +159,18 @@ def _pipeline(decisions: Decisions) -> str:
         return ""
     groups, stages = decisions.num_groups, len(decisions.stages)
     schedule = _SCHEDULES.get(decisions.schedule, decisions.schedule)
-    several = f"{stages} stages, " if stages > groups else ""
-    return f"PP {groups} ({schedule}, {several}{_passes(decisions.num_microbatches) or '1 microbatch'})"
+    count = f"{stages} stages, " if stages > groups else ""
+    return f"PP {groups} ({schedule}, {count}{_microbatches(decisions.num_microbatches) or '1 microbatch'})"
 
 
-def _passes(num_microbatches: int) -> str:
+def _microbatches(num_microbatches: int) -> str:
     return f"{num_microbatches} microbatches" if num_microbatches > 1 else ""
 
 
 def _recompute(strategy: LayerStrategy) -> str:
-    word = strategy.recompute.partition("+")[0].partition(":")[0]
+    policy = strategy.recompute.partition("+")[0].partition(":")[0]
     names = {"none": "no recompute", "offload": "no recompute", "rerun": "recompute of some ops"}
-    return names.get(word, f"{word} recompute")
+    return names.get(policy, f"{policy} recompute")
 
 
 def _extras(decisions: Decisions) -> Iterable[str]:

@@ -1,7 +1,8 @@
-"""The tables of a printed plan: a row for each run of layers that run alike, and one for each stage.
+"""The tables of a printed plan: a row for each run of layers with equal strategy and cost, and one for each stage.
 
 Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
-layer and step; for a stage, ms of one microbatch, of the work done once per step, and of sending to its neighbours.
+layer and step.  The times of a stage are ms of one microbatch, of sending it to the neighbours, and of the work that
+is done once per step.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
 __all__ = ["format_size", "format_tables"]
 
 _WIDTH = 80
-_LONG_NAME = 18  # "model.embed_tokens", the usual longest, is not folded
-_SHORT_TEXT = 8  # "ZeRO-3," and "2 tensor" fold at no less
-_FEW_STAGES = 16  # of more, their own table alone says where layers are cut
+_LONG_NAME = 18  # wide enough for "model.embed_tokens", usually the longest name, so that it isn't folded
+_SHORT_TEXT = 8  # wide enough for "ZeRO-3," and "2 tensor", between which the text of a strategy folds
+_FEW_STAGES = 16  # with more stages, only their own table shows where layers are cut: the layer table stays short
 
 
 def format_tables(
     decisions: Decisions, prediction: Prediction, *, above: Sequence[str] = (), below: Sequence[str] = ()
 ) -> str:
-    """The table of layers and, with stages, the table of stages; lines `above` are not wrapped, those `below` are."""
-    from rich.console import Console  # noqa: PLC0415  (a plan needs no rich until it is printed)
+    """Format the table of layers and, with stages, the table of stages.
+
+    Lines `above` are not wrapped, lines `below` are.
+    """
+    from rich.console import Console  # noqa: PLC0415  (rich is needed only when a plan is printed)
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
@@ -65,14 +69,14 @@ def _layer_table(decisions: Decisions, prediction: Prediction) -> Table:
     starts = [stage.start for stage in decisions.stages] if len(decisions.stages) <= _FEW_STAGES else []
     costs = prediction.costs or (None,) * len(decisions.layers)
 
-    def alike(index: int) -> tuple[int, LayerCost | None, int]:
+    def row_key(index: int) -> tuple[int, LayerCost | None, int]:
         return decisions.layers[index].strategy, costs[index], bisect(starts, index)
 
-    for (strategy, cost, _), group in itertools.groupby(range(len(decisions.layers)), alike):
+    for (strategy, cost, _), group in itertools.groupby(range(len(decisions.layers)), row_key):
         layers = [decisions.layers[index] for index in group]
         names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
         table.add_row(names, _describe_strategy(decisions.strategies[strategy]), *_describe_cost(cost))
-    return _with_whole_numbers(table)
+    return _fit_columns(table)
 
 
 def _stage_table(decisions: Decisions, prediction: Prediction) -> Table:
@@ -82,31 +86,31 @@ def _stage_table(decisions: Decisions, prediction: Prediction) -> Table:
     table.add_column("ranks", no_wrap=True)
     for name in ("fwd", "bwd", "send", "back", "step", "live", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    number = 0
-    # Neighbouring stages with equally many layers and equal times share a row.
+    first = 0
+    # Consecutive stages with equal numbers of layers and equal times share a row.
     costs = prediction.stages or (None,) * len(decisions.stages)
-    for columns, alike in itertools.groupby(
-        zip(decisions.stages, costs, strict=True), lambda both: _describe_stage(*both)
+    for columns, group in itertools.groupby(
+        zip(decisions.stages, costs, strict=True), lambda pair: _describe_stage(*pair)
     ):
-        stages = [stage for stage, _ in alike]
+        stages = [stage for stage, _ in group]
         ranks = sorted(rank for stage in stages for rank in _end_ranks(stage, decisions.group_size))
         names = [layer.name for layer in decisions.layers[stages[0].start : stages[-1].stop]]
         table.add_row(
-            _span(number, number + len(stages) - 1),
+            _span(first, first + len(stages) - 1),
             names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
             _span(ranks[0], ranks[-1]),
             *columns[1:],
         )
-        number += len(stages)
-    return _with_whole_numbers(table)
+        first += len(stages)
+    return _fit_columns(table)
 
 
-def _with_whole_numbers(table: Table) -> Table:
-    """Columns of text share what the others leave of a line: rich would cut off what stands at its end."""
+def _fit_columns(table: Table) -> Table:
+    """Set the widths of text columns so that all numbers fit into the line: rich would cut off the last columns."""
     names, *texts = (column for column in table.columns if not column.no_wrap)
-    numbers = (max(map(len, map(str, (column.header, *column.cells)))) for column in table.columns if column.no_wrap)
-    edges = 2 * len(table.columns) + 1  # a space behind each column, and lines between and around them
-    rest = _WIDTH - edges - sum(numbers)
+    widths = (max(map(len, map(str, (column.header, *column.cells)))) for column in table.columns if column.no_wrap)
+    edges = 2 * len(table.columns) + 1  # a space after each column, and lines between and around them
+    rest = _WIDTH - edges - sum(widths)
     for column in texts:
         column.max_width = max(rest - _LONG_NAME, _SHORT_TEXT)
         rest -= min(column.max_width, max((len(str(cell)) for cell in column.cells), default=0))
@@ -117,13 +121,13 @@ def _with_whole_numbers(table: Table) -> Table:
 
 
 def _describe_stage(stage: Stage, cost: StageCost | None) -> tuple[str, ...]:
-    """The number of layers, then the columns."""
-    number = str(stage.stop - stage.start)
+    """The number of layers, then the cells of the columns after "ranks"."""
+    num_layers = str(stage.stop - stage.start)
     if cost is None:
-        return (number,)
+        return (num_layers,)
     times_s = (cost.forward_s, cost.backward_s, cost.send_forward_s, cost.send_backward_s, cost.step_s)
     size = format_size(cost.peak_memory_bytes)
-    return (number, *(three_digits(each * 1e3) for each in times_s), str(cost.in_flight), size)
+    return (num_layers, *(three_digits(each * 1e3) for each in times_s), str(cost.in_flight), size)
 
 
 def _end_ranks(stage: Stage, group_size: int) -> tuple[int, int]:
@@ -150,7 +154,7 @@ def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:
 
 
 def format_size(num_bytes: float) -> str:
-    """Three digits and K, M, G or T for KiB to TiB: ``1.31G``."""
+    """Format bytes with three digits and K, M, G or T for KiB to TiB: ``1.31G``."""
     size, units = num_bytes / 2**10, iter("KMGT")
     unit = next(units)
     while size >= 1000 and unit != "T":

@@ -1,10 +1,10 @@
-"""The Plan as plain data: what is decided, what is predicted of it, and what was asked for.
+"""The Plan as plain data: its decisions, its prediction, and the user's request.
 
-`Plan.decisions` alone says what runs: it is what is edited, compared across ranks, and hashed (`Decisions.digest`).
+`Plan.decisions` alone determines what runs: they are edited, compared across ranks, and hashed (`Decisions.digest`).
 `Plan.prediction` follows from the decisions and prices (`autopar.step.pricing.predict`); a plan runs without one.
 
-A plan holds no tensor, no module and no process group.  It names layers, ops and values as the traced graph
-does, and parameters by their names in the module.
+A plan holds no tensor, no module and no process group.  Layers, ops and values have their names in the traced graph,
+parameters their names in the module.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 
 FORMAT_VERSION = 5
 
-_FEW_NAMES = 4  # more parameters of one layout are counted, not listed
+_FEW_NAMES = 4  # more parameters of one layout are counted, not listed: their names would fill the screen
 
 T = TypeVar("T")
 
 
 class _From(Generic[T]):
-    """A field of a part of a plan (its decisions or prediction), read from the plan itself."""
+    """A read-only attribute of `Plan` that returns the field of that name of its decisions or prediction."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -64,8 +64,8 @@ class GroupPlan:
     """What a group of devices runs in a step in which groups run different programs.
 
     Args:
-        tokens: of a row; the group computes one row after the other.
-        decisions: for so many devices as form the group.
+        tokens: of a row; the group computes one row after another.
+        decisions: for the number of devices in the group.
     """
 
     tokens: int
@@ -74,25 +74,26 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions for one program on one number of devices, what is predicted of them, and what was asked for.
+    """Decisions for one program on a given number of devices, their prediction, and the user's request.
 
     Fields of `decisions` and `prediction` can be read from the plan itself: ``plan.step_time_s``.
 
     Args:
         decisions: what runs.
-        prediction: what is expected of it; without one nothing is known.
-        constraints: what the user asked for.
-        memory_limit_bytes: bytes per device that the plan was allowed.
-        memory_error: how far the peak memory can be off, relative to it; 0: unknown.
-        optimality_gap: the least ``step_time_s + overlapped_s`` that the search found, which is what it minimises, is
-            at most ``1 + optimality_gap`` times that of the best plan in the search space that may be chosen.  Of what
-            it found, the plan is the fastest when simulated.
+        prediction: what it is expected to cost; empty if nothing is predicted.
+        constraints: what the user requested.
+        memory_limit_bytes: bytes per device that the plan was allowed to use.
+        memory_error: relative error bound of the predicted peak memory; 0: unknown.
+        optimality_gap: the search minimises ``step_time_s + overlapped_s``.  The smallest value that it found is at
+            most ``1 + optimality_gap`` times that of the best allowed plan in the search space.  The plan is the
+            fastest in simulation among the candidates that the search kept.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
-        other_calls: decisions for calls in eval mode or with inputs of other shapes, by the fingerprints of their
-            programs, with parameters stored as `decisions` says.
-        groups: of a family for sequences of many lengths, what groups of devices run in steps in which they differ: the
-            largest first, which has the longest rows.  Parameters are gathered for them once a step.
+        other_calls: decisions for calls in eval mode or with inputs of other shapes, identified by the fingerprints of
+            their programs.  Parameters are stored as in `decisions`.
+        groups: for a family of plans for sequences of many lengths, what groups of devices run in steps in which their
+            programs differ; the largest group, which has the longest rows, comes first.  Parameters are gathered for
+            them once a step.
 
     Example:
         >>> plan = autopar.plan(model, autopar.Cluster.of("h100"), {"input_ids": ids, "labels": ids})
@@ -113,7 +114,7 @@ class Plan:
     groups: tuple[GroupPlan, ...] = ()
 
     def with_decisions(self, **changes: Any) -> Plan:
-        """The plan with some fields of `decisions` changed, of which nothing is predicted then, for its calls only."""
+        """Return the plan with some fields of `decisions` changed, without prediction, `other_calls` and `groups`."""
         changed = replace(self.decisions, **changes)
         return replace(self, decisions=changed, prediction=Prediction(), other_calls=(), groups=())
 
@@ -139,7 +140,7 @@ class Plan:
     costs = _From[tuple[LayerCost, ...]]("prediction")
 
     def group_peak_bytes(self, group: int) -> float:
-        """Predicted peak bytes of a device of this group."""
+        """The predicted peak memory of a device of this group, in bytes."""
         stages = zip(self.stages, self.prediction.stages, strict=False)
         peaks = (cost.peak_memory_bytes for stage, cost in stages if stage.group == group)
         return next(peaks, self.peak_memory_bytes)
@@ -154,9 +155,9 @@ class Plan:
         return _format_plan(self)
 
     def to_json(self) -> str:
-        """The plan as readable JSON; `from_json` reads it back to an equal plan."""
+        """The plan as readable JSON; `from_json` reads it back as an equal plan."""
         data: dict[str, Any] = {"autopar_plan": FORMAT_VERSION} | encode_record(self)
-        # So that it is known, when decisions are edited, that these are others.
+        # The digest tells `from_json` that decisions were edited, and that the prediction isn't theirs.
         data["prediction"] = {"of": self.decisions.digest()} | data["prediction"]
         return json.dumps(data, indent=1) + "\n"
 
@@ -164,7 +165,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Parse what `to_json` wrote (or a person edited).
 
-        A prediction that is missing or was made for other decisions is left out: `prediction` knows nothing then.
+        A prediction that is missing or was made for other decisions is dropped: `prediction` is empty then.
 
         Raises:
             PlanFormatError: not JSON, another format version, or a field is missing, unknown or of the wrong
@@ -184,11 +185,11 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanFormatError: there is no such file, or no plan in it.
+            PlanFormatError: the file can't be read, or holds no plan.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError, TypeError) as error:  # no file, no UTF-8, no path
+        except (OSError, ValueError, TypeError) as error:  # not a readable file, not UTF-8, not a path
             raise PlanFormatError(
                 f"plan={str(path)!r} can't be read: {error}. Pass a Plan, or the path of a file that Plan.save wrote "
                 f"and that every rank sees{suggest_path(path)}"
@@ -206,22 +207,22 @@ def _decode(text: str) -> Plan:
             f"not a plan of format {FORMAT_VERSION}: the file must hold "
             f'"autopar_plan": {FORMAT_VERSION}; plan again with this version of autopar'
         )
-    given = cast("dict[str, Any]", data)
-    given.setdefault("other_calls", [])
-    given.setdefault("groups", [])
-    others = [*objects_in(given["other_calls"]), *(each.get("decisions") for each in objects_in(given["groups"]))]
-    for each in objects_in([given.get("decisions"), *others]):
-        complete_decisions(each)
-    predicted = given.pop("prediction", None)
-    plan: Plan = decode_record(Plan, given | {"prediction": encode_record(Prediction())}, "plan")
+    fields = cast("dict[str, Any]", data)
+    fields.setdefault("other_calls", [])
+    fields.setdefault("groups", [])
+    others = [*objects_in(fields["other_calls"]), *(group.get("decisions") for group in objects_in(fields["groups"]))]
+    for decisions in objects_in([fields.get("decisions"), *others]):
+        complete_decisions(decisions)
+    predicted = fields.pop("prediction", None)
+    plan: Plan = decode_record(Plan, fields | {"prediction": encode_record(Prediction())}, "plan")
     for problem in _problems(plan):
         raise ValueError(problem)
     if not isinstance(predicted, dict) or cast("dict[str, Any]", predicted).pop("of", "") != plan.decisions.digest():
         return plan
     complete_prediction(cast("dict[str, Any]", predicted))
     prediction: Prediction = decode_record(Prediction, predicted, "prediction")
-    is_whole = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
-    return replace(plan, prediction=prediction) if is_whole else plan
+    is_complete = (len(prediction.costs), len(prediction.stages)) == (len(plan.layers), len(plan.stages))
+    return replace(plan, prediction=prediction) if is_complete else plan
 
 
 def _problems(plan: Plan) -> Iterator[str]:
@@ -231,30 +232,31 @@ def _problems(plan: Plan) -> Iterator[str]:
     for number, decisions in enumerate(plan.other_calls):
         yield from (f"other_calls[{number}]: {problem}" for problem in decision_problems(decisions))
         if decisions.host_storage != plan.decisions.host_storage:
-            yield f"other_calls[{number}]: host_storage is another than in decisions, but storage is one"
+            yield f"other_calls[{number}]: host_storage differs from that of decisions, but both share one storage"
 
 
 def _format_plan(plan: Plan) -> str:
-    """The plan as text: its headline, its tables, then the totals."""
-    heading = (plan.headline, _heading(plan))
-    return format_tables(plan.decisions, plan.prediction, above=heading, below=_totals(plan))
+    """Format the plan: its headline, its tables, then the totals."""
+    above = (plan.headline, _heading(plan))
+    return format_tables(plan.decisions, plan.prediction, above=above, below=_totals(plan))
 
 
 def _heading(plan: Plan) -> str:
-    speedups = (f"precision={name!r} is {times:.2g}x faster by estimate" for name, times in plan.prediction.speedups)
+    speedups = (f"precision={name!r} is {factor:.2g}x faster by estimate" for name, factor in plan.prediction.speedups)
     gradients = f", gradients in {plan.decisions.gradients}" if plan.decisions.gradients else ""
     precision = "".join(f"; computes in float32: {text}" for text in speedups)
     return f"Plan for {plan.world_size} x {plan.device or 'any device'}{gradients}{precision}"
 
 
 def _totals(plan: Plan) -> list[str]:
-    lines = _predicted(plan) if plan.costs else ["nothing is predicted of this plan: it was edited, or saved without"]
+    lines = _predicted(plan) if plan.costs else ["no prediction for this plan: it was edited, or saved without"]
     for index, strategy in enumerate(plan.strategies):
         if strategy.pieces:
             first = next((layer.name for layer in plan.layers if layer.strategy == index), "")
-            lines.append(f"beside products      collectives in pieces, as in {first}: {strategy.pieces_name}")
+            names = strategy.pieces_name
+            lines.append(f"in pieces            collectives overlapped with products, as in {first}: {names}")
     if plan.shared_storage:
-        lines.append(f"shared parameters    {_shared(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
+        lines.append(f"shared parameters    {_shared_storage(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
     if plan.constraints:
         lines.append("constraints          " + "; ".join(plan.constraints))
     if plan.planning_s:
@@ -265,13 +267,13 @@ def _totals(plan: Plan) -> list[str]:
 
 
 def _predicted(plan: Plan) -> list[str]:
-    rate = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
-    shares = plan.prediction.summary(plan.num_groups)
+    samples_per_s = plan.samples_per_step / plan.step_time_s if plan.step_time_s > 0 else 0.0
+    seconds = plan.prediction.summary(plan.num_groups)
     lines = [
-        f"predicted step time  {format_seconds(plan.step_time_s)} ({_shares(shares, plan.step_time_s)})",
+        f"predicted step time  {format_seconds(plan.step_time_s)} ({_shares(seconds, plan.step_time_s)})",
         *_overlapped(plan),
         *_gathered(plan.prediction),
-        f"predicted throughput {rate:.4g} samples/s ({plan.samples_per_step} per step)",
+        f"predicted throughput {samples_per_s:.4g} samples/s ({plan.samples_per_step} per step)",
         f"predicted peak       {of_limit(plan.peak_memory_bytes, plan.memory_limit_bytes)} per device allowed"
         f"{_error(plan.memory_error)}",
         *_offloaded(plan.prediction),
@@ -279,16 +281,16 @@ def _predicted(plan: Plan) -> list[str]:
         f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
     ]
     if plan.price_source:
-        lines.append("prices               " + ", ".join(f"{name} {part:.0%}" for name, part in plan.price_source))
+        lines.append("prices               " + ", ".join(f"{name} {share:.0%}" for name, share in plan.price_source))
     return lines
 
 
 def _lengths(expected: LengthPrediction) -> list[str]:
-    """What a family of plans gains where sequences have many lengths, and from what."""
+    """The lines on a family of plans: its expected step time, its members, and where it saves time."""
     if not expected.plans:
         return []
     saved_s, error_s = expected.static_s - expected.step_time_s, expected.standard_error_s
-    used = [each for each in expected.plans if each.share]
+    used_plans = [plan for plan in expected.plans if plan.share]
     gains = [f"{name} {format_seconds(seconds)}" for name, seconds in expected.gains if abs(seconds) > 0.01 * saved_s]
     return [
         f"lengths              {expected.lengths}",
@@ -297,9 +299,9 @@ def _lengths(expected: LengthPrediction) -> list[str]:
         f"{format_seconds(expected.static_s)}: {expected.static_s / expected.step_time_s:.3f}x as long, "
         f"+- {error_s / expected.step_time_s:.3f}",
         *(
-            f"rows of {each.row.tokens:,} tokens: {each.share:.0%} of steps, {format_seconds(each.step_time_s)} "
-            f"({each.axes})"
-            for each in used
+            f"rows of {plan.row.tokens:,} tokens: {plan.share:.0%} of steps, {format_seconds(plan.step_time_s)} "
+            f"({plan.axes})"
+            for plan in used_plans
         ),
         *([_groups(expected)] if expected.group_share else []),
         *([f"saved                {', '.join(gains)}"] if saved_s > 0 else []),
@@ -307,12 +309,12 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 
 
 def _groups(expected: LengthPrediction) -> str:
-    rows = ", ".join(f"{each.tokens:,} tokens on {each.degree} ({each.axes})" for each in expected.groups)
-    peak = format_size(max(each.peak_bytes for each in expected.groups))
+    rows = ", ".join(f"{row.tokens:,} tokens on {row.degree} ({row.axes})" for row in expected.groups)
+    peak = format_size(max(row.peak_bytes for row in expected.groups))
     return (
-        f"groups of unlike size: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)}, of it "
-        f"{format_seconds(expected.coupling_s)} for parameters of all devices, and up to {peak}iB per device; rows of "
-        f"{rows}"
+        f"groups of different sizes: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)} "
+        f"including {format_seconds(expected.coupling_s)} for parameters of all devices, up to {peak}iB per device; "
+        f"rows of {rows}"
     )
 
 
@@ -321,34 +323,34 @@ def _offloaded(prediction: Prediction) -> list[str]:
     return [f"host memory          {format_size(size)}iB per device"] if size else []
 
 
-def _shared(plan: Plan) -> str:
-    """The parameters whose storage is the plan's: a few by name, many as a count for each layout."""
-    names: dict[Layout, list[str]] = {}
+def _shared_storage(plan: Plan) -> str:
+    """The parameters of `shared_storage` by layout: a few by name, many as a count."""
+    by_layout: dict[Layout, list[str]] = {}
     for name, layout in plan.shared_storage:
-        names.setdefault(layout, []).append(name)
-    results: list[str] = []
-    for layout, each in names.items():
-        said = ", ".join(each) if len(each) <= _FEW_NAMES else f"{each[0]} and {len(each) - 1} more"
-        results.append(f"{said} ({format_layout(layout)})")
-    return "; ".join(results)
+        by_layout.setdefault(layout, []).append(name)
+    texts: list[str] = []
+    for layout, names in by_layout.items():
+        shown = ", ".join(names) if len(names) <= _FEW_NAMES else f"{names[0]} and {len(names) - 1} more"
+        texts.append(f"{shown} ({format_layout(layout)})")
+    return "; ".join(texts)
 
 
 def _overlapped(plan: Plan) -> list[str]:
-    """The communication that the step time does not show: overlapped with compute, or saved by shared buffers."""
+    """The line on communication that adds nothing to the step time: overlapped with compute, or in shared buffers."""
     if plan.overlapped_s <= 0:
         return []
-    hidden = format_seconds(plan.overlapped_s)
-    return [f"overlapped           {hidden} of communication, not part of the step time"]
+    seconds = format_seconds(plan.overlapped_s)
+    return [f"overlapped           {seconds} of communication, not part of the step time"]
 
 
 def _gathered(prediction: Prediction) -> list[str]:
-    """What the caller's script causes: collectives for its optimizer and for the outputs that it reads."""
+    """The lines on collectives that the caller's script causes: for its optimizer and for the outputs that it reads."""
     lines = (
         ("optimizer gathers", prediction.optimizer_gathers_s, "of the step, for whole parameters"),
         ("output gathers", prediction.output_gathers_s, "of the step, for whole outputs"),
         ("output reads", prediction.output_reads_s, "more in a step whose outputs are all read"),
     )
-    return [f"{name:20} {format_seconds(seconds)} {what}" for name, seconds, what in lines if seconds]
+    return [f"{name:20} {format_seconds(seconds)} {reason}" for name, seconds, reason in lines if seconds]
 
 
 def _error(share: float) -> str:
@@ -356,4 +358,5 @@ def _error(share: float) -> str:
 
 
 def _shares(seconds: dict[str, float], step_s: float) -> str:
-    return ", ".join(f"{name} {each / step_s:.0%}" for name, each in seconds.items() if each >= 0.005 * step_s > 0)
+    # Shares below 0.5 % would print as 0 %.
+    return ", ".join(f"{name} {part / step_s:.0%}" for name, part in seconds.items() if part >= 0.005 * step_s > 0)
