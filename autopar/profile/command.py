@@ -155,7 +155,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
             return 0
         with showing(_console(), is_shown=ranks.rank == 0) as tell:
             spend_s = budget_s or (_QUICK_S if options.quick else _UNHURRIED_S)
-            profile = measure_missing(ranks, missing, result, spend_s, path, tell=tell, stops=budget_s is not None)
+            profile = measure_missing(ranks, missing, result, spend_s, path, on_progress=tell, stops=budget_s is not None)
         if ranks.rank == 0:
             _summarize(profile, path, len(missing), len(missing_probes(missing, profile)))
         return 0
