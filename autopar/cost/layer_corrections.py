@@ -20,7 +20,7 @@ __all__ = ["LayerCorrections", "LocalOp", "TimedLayer", "layer_key"]
 
 # The version of the inputs that are made up for timed layers: times with another version are measured again.
 # 2: documents have the lengths that prices assume; before, they had about two tokens each.
-_INPUTS = 2
+_INPUTS_VERSION = 2
 _SWEEPS = 40  # of iterative proportional fitting: it converges geometrically, and a sweep costs almost nothing
 _Factors = tuple[float, float]
 
@@ -53,7 +53,7 @@ def layer_key(layer: Layer, ops: Sequence[LocalOp], *, compiled: bool) -> str:
             return ("ref", numbers.setdefault(arg.name, len(numbers)))
         return tuple(map(shape_of, arg)) if isinstance(arg, tuple) else arg
 
-    lines: list[object] = [_INPUTS, compiled, len(layer.inputs), len(layer.state)]
+    lines: list[object] = [_INPUTS_VERSION, compiled, len(layer.inputs), len(layer.state)]
     for op, local in zip(layer.ops, ops, strict=True):
         kwargs = tuple((name, shape_of(arg)) for name, arg in op.kwargs)
         lines.append((op.target, tuple(map(shape_of, op.args)), kwargs, _types(local.operands), _types(local.results)))

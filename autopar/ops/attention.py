@@ -32,16 +32,16 @@ positions away, with `is_causal` none after themselves.
 """
 
 
-_LENGTH = 7  # the place of `length` among the arguments of `DOCUMENTS`
+_LENGTH = 7  # the position of `length` in the arguments of `DOCUMENTS`
 
 
 def document_length(op: Op, row: int) -> int:
-    """Tokens of a token's document that prices assume of a `DOCUMENTS` op, in rows of so many tokens."""
+    """The length of a token's document that prices assume for a `DOCUMENTS` op; by default that of the row."""
     return cast("int", argument(op, _LENGTH, "length", row))
 
 
 def with_document_length(op: Op, length: int) -> Op:
-    """A `DOCUMENTS` op that prices take to have such documents."""
+    """A `DOCUMENTS` op for which prices assume documents of this length."""
     return replace(op, args=(*op.args[:_LENGTH], length, *op.args[_LENGTH + 1 :]))
 
 

@@ -1,4 +1,4 @@
-"""What plan files of earlier versions lack: it is added when they are read."""
+"""Adds the fields that plan files of earlier versions lack."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ _COST = ("split_bytes", "leave_s", "return_s", "host_bytes", "copies_s")
 
 
 def objects_in(values: object) -> list[dict[str, Any]]:
-    """Those of the entries of a list that are JSON objects; none if it is no list."""
+    """The entries of a list that are JSON objects; none if `values` is not a list."""
     entries = cast("list[Any]", values) if isinstance(values, list) else []
     return [cast("dict[str, Any]", each) for each in entries if isinstance(each, dict)]
 
 
-def complete_decisions(decided: dict[str, Any]) -> None:
-    """Add what earlier versions did not decide."""
-    for name, nothing in (("compiled", False), ("gradients", ""), ("host_storage", False), ("piece_tokens", 0)):
-        decided.setdefault(name, nothing)
-    for strategy in objects_in(decided.get("strategies")):
+def complete_decisions(decisions: dict[str, Any]) -> None:
+    """Add defaults for the decisions that files of earlier versions lack."""
+    for name, default in (("compiled", False), ("gradients", ""), ("host_storage", False), ("piece_tokens", 0)):
+        decisions.setdefault(name, default)
+    for strategy in objects_in(decisions.get("strategies")):
         strategy.setdefault("pieces", {})
 
 
-def complete_prediction(predicted: dict[str, Any]) -> None:
-    """Add what earlier versions did not predict."""
-    for name, nothing in _PREDICTED.items():
-        predicted.setdefault(name, nothing)
-    _complete_record(predicted, "row", RowCost())
-    _complete_record(predicted, "lengths", LengthPrediction())
-    lengths = predicted["lengths"]
-    if isinstance(lengths, dict):
-        known = cast("dict[str, Any]", lengths)
-        _complete_record(known, "static", RowCost())
-        for each in objects_in(known.get("plans")):
-            _complete_record(each, "row", RowCost())
-    for cost in objects_in(predicted.get("costs")):
+def complete_prediction(prediction: dict[str, Any]) -> None:
+    """Add defaults for the predictions that files of earlier versions lack."""
+    for name, default in _PREDICTED.items():
+        prediction.setdefault(name, default)
+    _complete_record(prediction, "row", RowCost())
+    _complete_record(prediction, "lengths", LengthPrediction())
+    if isinstance(prediction["lengths"], dict):
+        lengths = cast("dict[str, Any]", prediction["lengths"])
+        _complete_record(lengths, "static", RowCost())
+        for plan in objects_in(lengths.get("plans")):
+            _complete_record(plan, "row", RowCost())
+    for cost in objects_in(prediction.get("costs")):
         for name in _COST:
             cost.setdefault(name, 0.0)
 
 
 def _complete_record(data: dict[str, Any], name: str, default: object) -> None:
-    """Give the record at `name` the fields of `default` that it lacks."""
-    given = data.setdefault(name, {})
-    if isinstance(given, dict):
-        data[name] = encode_record(default) | cast("dict[str, Any]", given)
+    """Add to the record at `name` the fields of `default` that it lacks."""
+    record = data.setdefault(name, {})
+    if isinstance(record, dict):
+        data[name] = encode_record(default) | cast("dict[str, Any]", record)

@@ -135,16 +135,16 @@ class RowCost:
     row_bytes: float = 0.0
 
     def at_once(self, rows: int, limit_bytes: float) -> int:
-        """How many of `rows` rows of a rank are in one microbatch, where a device may use so many bytes.
+        """How many of a rank's `rows` rows are in one microbatch, if a device may use `limit_bytes`.
 
-        A plan without microbatches runs steps of more rows in one as well, as long as they fit into memory; all others
-        run them in microbatches of `rows` each.  `autopar.search.plan_reuse` keeps to it.
+        A plan without microbatches also runs steps of more rows in one pass, as long as they fit in memory; other plans
+        run them in microbatches of `self.rows` each.  `autopar.search.plan_reuse` follows this.
         """
         fits = self.held_bytes + rows * self.row_bytes <= limit_bytes
         return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
 
     def fixed_s(self, rows: int, at_once: int) -> float:
-        """Seconds of a step of so many rows of a rank whatever is in them, so many at once."""
+        """The seconds of a step that don't depend on sequences, with `rows` rows of a rank, `at_once` per microbatch."""
         return self.step_s + self.microbatch_s * math.ceil(rows / max(1, at_once))
 
 
