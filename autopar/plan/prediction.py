@@ -144,7 +144,7 @@ class RowCost:
         return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
 
     def fixed_s(self, rows: int, at_once: int) -> float:
-        """The seconds of a step that don't depend on sequences, with `rows` rows of a rank, `at_once` per microbatch."""
+        """Seconds of a step that don't depend on sequences, for `rows` rows of a rank with `at_once` per microbatch."""
         return self.step_s + self.microbatch_s * math.ceil(rows / max(1, at_once))
 
 
