@@ -165,15 +165,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     given_model, given_inputs = model, example_inputs
     model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
     state = share(group, lambda: generator_state(communicator.device))
-    given, given_texts = plan, constraints
+    given_plan, given_texts = plan, constraints
     distribution = agree(group, lambda: read_distribution(lengths))
     constraints = agree(group, lambda: check_constraints(model, given_texts, communicator.world_size))
-    plan = agree(group, lambda: load_plan(given))
+    plan = agree(group, lambda: load_plan(given_plan))
     loaded: Profile | Literal[False] | None = share(
         group, lambda: profile if profile is None or profile is False else load_profile(profile)
     )
     draws = agree(group, lambda: _record_draws(model, initialize, state))
-    prepared, found = agree(
+    prepared, unadjusted = agree(
         group,
         lambda: _prepare(
             model,
@@ -187,15 +187,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         ),
     )
     # Ranks may have other examples; the first one's count.
-    expected = share(group, lambda: prepared.expected.seeing(found, example_call(model, example_inputs)))
+    expected = share(group, lambda: prepared.expected.seeing(unadjusted, example_call(model, example_inputs)))
     setup = replace(prepared, draws=draws, expected=expected)
-    traced = setup.expecting(found)
+    traced = setup.expecting(unadjusted)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
     is_local, whole_outputs = agree(group, lambda: (are_inputs_local(inputs), read_outputs(outputs)))
-    asked = agree(group, lambda: read_compile(compile))
+    compile_choice = agree(group, lambda: read_compile(compile))
     own_setup = replace(
-        setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=asked
+        setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=compile_choice
     )  # fmt: skip
     setup = agree(group, lambda: _with_lengths(own_setup, distribution, model, example_inputs, traced))
     arguments = f"{_describe_arguments(plan, profile, setup)}, inputs={inputs}, outputs={outputs}"
@@ -204,7 +204,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        setup = replace(setup, compile=agree(group, lambda: check_compiler(asked, mesh.device_type)))
+        setup = replace(setup, compile=agree(group, lambda: check_compiler(compile_choice, mesh.device_type)))
         with generators_kept(communicator.device):  # ranks measure, and draw, differently
             prices = mesh_prices(loaded, communicator, mesh, setup.dtype)
             setup = setup.priced(prices)
@@ -214,16 +214,16 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
         traced = traced.in_pieces(plan.piece_tokens)
     else:
-        own = plan if asked in (None, plan.compiled) else plan.with_decisions(compiled=asked)
-        traced = traced.in_pieces(own.piece_tokens)
-        agree(group, lambda: check_compiler(own.compiled, mesh.device_type))
-        agree(group, lambda: check_fit(own, traced.program, communicator.world_size))
-        plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
-        agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
+        local_plan = plan if compile_choice in (None, plan.compiled) else plan.with_decisions(compiled=compile_choice)
+        traced = traced.in_pieces(local_plan.piece_tokens)
+        agree(group, lambda: check_compiler(local_plan.compiled, mesh.device_type))
+        agree(group, lambda: check_fit(local_plan, traced.program, communicator.world_size))
+        plan = share(group, lambda: with_prediction(local_plan, traced.program, mesh, setup.training))
+        agree(group, lambda: check_same_decisions(local_plan, communicator.rank, plan))
     chosen = plan
     setup = replace(setup, training=setup.training.by(plan.decisions))
     watch_optimizers(model.parameters())
-    made = agree(
+    module = agree(
         group,
         lambda: build(
             model,
@@ -236,16 +236,16 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             compile_layers=chosen.compiled,
         ),
     )
-    made.call_inputs = agree(
+    module.call_inputs = agree(
         group,
-        lambda: call_inputs(model, example_inputs, traced.program, made.data_split, communicator, is_local=is_local),
+        lambda: call_inputs(model, example_inputs, traced.program, module.data_split, communicator, is_local=is_local),
     )
-    made.whole_outputs = whole_outputs
-    mode, made.training = made.training, True
+    module.whole_outputs = whole_outputs
+    mode, module.training = module.training, True
     for args, kwargs in agree(group, lambda: [as_call(as_batch(batch) or ()) for batch in shapes]):
-        made.plan_for(*args, **kwargs)
-    made.training = mode
-    return made
+        module.plan_for(*args, **kwargs)
+    module.training = mode
+    return module
 
 
 @shown(here=is_first_rank)
@@ -368,19 +368,19 @@ def _search_and_time(
     def search_here() -> Plan:
         request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
-            result = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
+            plan = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
         new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return finish(result, traced.program, setup)
+        return finish(plan, traced.program, setup)
 
     return share(communicator.process_group, search_here)
 
 
 def mesh_prices(
-    given: Profile | str | Path | Literal[False] | None,
+    profile: Profile | str | Path | Literal[False] | None,
     communicator: ProcessGroupCommunicator,
     mesh: DeviceMesh,
     dtype: torch.dtype | None = None,
@@ -391,14 +391,14 @@ def mesh_prices(
     """
     group = communicator.process_group
     measured = None
-    if given is None:
+    if profile is None:
         dtypes = default_dtypes(communicator.device)
         if dtype is not None and dtype.is_floating_point:
             dtypes = tuple(dict.fromkeys((*dtypes, str(dtype).removeprefix("torch."))))
         with phase("measuring what this machine's profile lacks"):
             measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
-    elif given is not False:
-        measured = share(group, lambda: load_profile(given))
+    elif profile is not False:
+        measured = share(group, lambda: load_profile(profile))
     return agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
 
 
