@@ -55,9 +55,7 @@ class CandidateSet:
     states: dict[BoundaryState, int]
     shared_costs: dict[str, SharedCost]
     _named: dict[int, LayerStrategy] = field(default_factory=dict[int, LayerStrategy], repr=False)
-    _hideable: dict[int, tuple[Hideable, ...]] = field(
-        default_factory=dict[int, "tuple[Hideable, ...]"], repr=False
-    )
+    _hideable: dict[int, tuple[Hideable, ...]] = field(default_factory=dict[int, "tuple[Hideable, ...]"], repr=False)
 
     @property
     def candidates(self) -> tuple[tuple[LayerCandidate, ...], ...]:

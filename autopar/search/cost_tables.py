@@ -94,8 +94,8 @@ class TiedParameter:
 class CostTables:
     """All layers for one number of device groups and of microbatches; layers and arrays may repeat.
 
-    `transfers` has one entry or none (None) between each layer and the next; `skips` the others.  Of what a backward does
-    later for parameters, a schedule that splits backwards hides the share `split_gain` where devices would wait.
+    `transfers` has one entry or none (None) between each layer and the next; `skips` the others.  `split_gain` is the
+    fraction of the second part of backwards (W) that a schedule which splits them runs while devices would wait.
     """
 
     num_microbatches: int
@@ -110,7 +110,7 @@ class CostTables:
     split_gain: float = 0.0
 
     def seconds(self, layer: LayerCosts) -> Array:
-        """Of a whole step, less what is hidden by splitting backwards."""
+        """Seconds of a whole step, less those of W that fill the bubble."""
         return layer.total_s(self.num_microbatches) - self.split_gain * self.num_microbatches * layer.weight_s
 
     @property

@@ -74,19 +74,7 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
     batch = request.training.batch_bytes(program)
     limit = allowed / (1 + request.memory_error) - batch
     single_stage = SingleStageSearch(context, limit)
-
-    def flat_s() -> float:
-        return simulated_s(single_stage.searched, limit, batch, request.rival_s)
-
-    pipelines: PipelineResults | None = None
-    pending = _considers_pipelines(request, constraints, demands)
-    if not demands.needs_pipeline:
-        single_stage.begin()
-        if pending and flat_s() > _FAR * context.ideal_s:
-            pipelines, pending = _search_pipelines(context, demands, limit, enough_s(flat_s(), request)), False
-        single_stage.go_on(lambda: min(flat_s(), STAGES_GAIN * pipelines.best_s if pipelines else math.inf))
-    if pending:
-        pipelines = _search_pipelines(context, demands, limit, enough_s(flat_s(), request))
+    pipelines = _search_all(context, demands, single_stage, limit, batch)
     _report_considered(request, single_stage.searched, pipelines)
     bounded = pipelines
     try:
@@ -118,6 +106,33 @@ def search(program: Program, world_size: int, prices: Prices, request: SearchReq
         notes=(*program.notes, *prices.notes, *filter(None, dict.fromkeys(notes))),
         planning_s=(("search", time.perf_counter() - started),),
     )
+
+
+def _search_all(
+    context: SearchContext, demands: PipelineDemands, single_stage: SingleStageSearch, limit: float, batch: float
+) -> PipelineResults | None:
+    """Search plans without stages, and pipelines if they are considered, the more promising of both first.
+
+    Args:
+        context: of the search.
+        demands: on pipelines.
+        single_stage: begins and goes on here, unless a pipeline is demanded.
+        limit: of memory in bytes, without the batch.
+        batch: bytes of the caller's batch.
+    """
+    request = context.request
+
+    def flat_s() -> float:
+        return simulated_s(single_stage.searched, limit, batch, request.rival_s)
+
+    pipelines: PipelineResults | None = None
+    pending = _considers_pipelines(request, context.constraints, demands)
+    if not demands.needs_pipeline:
+        single_stage.begin()
+        if pending and flat_s() > _FAR * context.ideal_s:
+            pipelines, pending = _search_pipelines(context, demands, limit, enough_s(flat_s(), request)), False
+        single_stage.go_on(lambda: min(flat_s(), STAGES_GAIN * pipelines.best_s if pipelines else math.inf))
+    return _search_pipelines(context, demands, limit, enough_s(flat_s(), request)) if pending else pipelines
 
 
 def _training_by(constraints: Constraints, training: TrainingSpec) -> TrainingSpec:

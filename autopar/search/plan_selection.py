@@ -28,7 +28,15 @@ from autopar.search.single_stage import SingleStagePaths
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict
 
-__all__ = ["STAGES_GAIN", "enough_s", "host_shortage", "preferred_s", "replaced_by_stages_s", "select_plan", "simulated_s"]
+__all__ = [
+    "STAGES_GAIN",
+    "enough_s",
+    "host_shortage",
+    "preferred_s",
+    "replaced_by_stages_s",
+    "select_plan",
+    "simulated_s",
+]
 
 # Pipelines that are simulated, small ones and others: sums rank them well but for what is overlapped, and each takes
 # about 0.02 s, or up to a second.
@@ -37,8 +45,8 @@ _LARGE_PIPELINES = 2
 # The mean error of predicted steps on published rows held out (6.2 %, docs/accuracy.md).
 STAGES_GAIN = 1.06
 _WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
-# Of a plan without stages, simulated seconds are at least so many times the estimated ones: of 2,400 paths of LLaMA-3 8B,
-# 70B, 405B and Mixtral the least was 0.903.
+# Simulated seconds of a plan without stages are at least this fraction of the estimated ones: of 2,400 paths of LLaMA-3
+# 8B, 70B, 405B and Mixtral the smallest was 0.903.
 _LOW = 0.9
 _FLAT_TRIED = 8  # plans without stages that are simulated to know what pipelines have to beat
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.

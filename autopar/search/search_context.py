@@ -27,8 +27,8 @@ __all__ = ["SearchContext", "input_rows", "shared_storage_choices"]
 
 Array = npt.NDArray[np.float64]
 
-# If there are more meshes than this (from 1,024 devices on, of two axes), only those are tried whose inner axes span a few
-# nodes: each takes some 0.2 s.
+# If there are more meshes than this (from 1,024 devices on, of two axes), only those are tried whose inner axes span a
+# few nodes: each takes some 0.2 s.
 _ENOUGH_MESHES = 9
 _WIDEST_INNER_NODES = 4
 # All of a device's memory at the usual price, as a share of the ideal step time.  It only decides which strategies of a

@@ -14,7 +14,7 @@ from autopar.errors import ConstraintError
 from autopar.plan import Decisions, Plan
 from autopar.schedules import Flight
 from autopar.search.candidate_sets import CandidateSet, make_candidate_set
-from autopar.search.chain_dp import Chain, ChainLayer, path_costs
+from autopar.search.chain_dp import Chain, path_costs
 from autopar.search.lagrangian import PathPool, fastest_paths, pareto_indices
 from autopar.search.microbatches import TimeAssignment, time_assignment
 from autopar.search.search_context import SearchContext, shared_storage_choices
@@ -137,7 +137,9 @@ def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     by_class = candidates.by_class.items()
     visible = _less(candidates, chain, {f: np.array([each.overlapped_s for each in own]) for f, own in by_class})
     least = _less(
-        candidates, chain, {first: np.array([each.total_s for each in candidates.hideable(first)]) for first, _ in by_class}
+        candidates,
+        chain,
+        {first: np.array([each.total_s for each in candidates.hideable(first)]) for first, _ in by_class},
     )
     pool = fastest_paths(visible)
     if least is not visible:

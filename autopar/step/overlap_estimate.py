@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Program
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.parameter_costs import brought_s

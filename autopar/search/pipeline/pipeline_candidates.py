@@ -26,7 +26,7 @@ from autopar.search.cost_tables import CostTables, path_stages, useful_candidate
 from autopar.search.lagrangian import fastest_paths
 from autopar.search.pipeline.group_strategies import SHORT_CHAIN, GroupSolver
 from autopar.search.pipeline.relaxed_pipelines import relaxed_bounds
-from autopar.search.pipeline.schedule_estimates import idle_of
+from autopar.search.pipeline.schedule_estimates import Idle, idle_of
 from autopar.search.pipeline.stage_cuts import PipelineCuts, SpanCosts, choose_cuts, largest_first, span_costs
 from autopar.step.stage_costs import pipeline_step_s
 
@@ -139,7 +139,7 @@ class PipelineCandidate:
     @property
     def inner_sizes(self) -> frozenset[int]:
         """Devices of the inner axes of its usual layers' meshes."""
-        (mesh, _), = Counter(each.strategy.mesh for each in self.candidates.along(self.path)).most_common(1)
+        ((mesh, _),) = Counter(each.strategy.mesh for each in self.candidates.along(self.path)).most_common(1)
         return frozenset({math.prod(mesh[1:])})
 
     @property
@@ -272,38 +272,54 @@ def search_pipelines(
     idle = {shape: idle_of(shape, shape.actions(results.schedules)) for shape in shapes}
     if not any(layer.weight_s.any() for layer in whole.layers):
         idle = {shape: each._replace(split_gain=0.0) for shape, each in idle.items()}
-    gains = sorted({each.split_gain for each in idle.values()})
-    by_gain = {gain: _guide_paths(replace(whole, split_gain=gain), shapes) for gain in gains}
-    tables, rows = useful_candidates(whole, np.concatenate(list(by_gain.values())), _typical_flights(shapes), gains)
-    guides = {
-        gain: largest_first(tables, np.stack([np.searchsorted(own, column) for own, column in zip(rows, paths.T)], axis=1))
-        for gain, paths in by_gain.items()
-    }  # fmt: skip
-    choices = {gain: PipelineTables(candidates, replace(tables, split_gain=gain), rows) for gain in gains}
-    spans: dict[tuple[float, int], SpanCosts] = {}
-    ways: list[list[tuple[float, PipelineCuts]]] = []
-    for shape, (fill_share, gain) in idle.items():
-        own = choices[gain].tables
-        if demanded_cuts:
-            ways.append([(0.0, PipelineCuts(shape, (0, *demanded_cuts, len(own.layers))))])
-            continue
-        if (gain, shape.num_stages) not in spans:
-            spans[gain, shape.num_stages] = span_costs(own, guides[gain], shape.num_stages)
-        ways.append(choose_cuts(own, spans[gain, shape.num_stages], shape, fill_share)[:_TRIED_CUTS])
-    best_s, seen = math.inf, 0
-    for own in sorted(ways, key=lambda own: own[0][0]):
+    guided = _guided_tables(candidates, whole, idle)
+    best_s, ways = math.inf, _ways_to_cut(guided, idle, demanded_cuts)
+    for seen, own in enumerate(sorted(ways, key=lambda own: own[0][0])):
         least_s = own[0][0] * (1 - _ESTIMATE_ERROR)
         is_hopeless = seen >= _MOST_SHAPES or least_s >= min(best_s, enough_s) < math.inf
         if results.found and not demanded_cuts and is_hopeless:
             return min(best_s, own[0][0])
-        seen += 1
         for estimated_s, cuts in own:
             if estimated_s <= own[0][0] * _NEAR:
-                gain = idle[cuts.shape].split_gain
-                found = choices[gain].pipeline(cuts, guides[gain][0].tolist(), results.schedules)
+                choices, guides = guided[idle[cuts.shape].split_gain]
+                found = choices.pipeline(cuts, guides[0].tolist(), results.schedules)
                 results.found.append(found)
                 best_s = found.step_s if found.peak_bytes <= results.limit_bytes and found.step_s < best_s else best_s
     return best_s
+
+
+# By the gain of split backwards: tables that take it into account, and the paths that guide cuts.
+_Guided = dict[float, tuple[PipelineTables, Indices]]
+
+
+def _guided_tables(candidates: CandidateSet, whole: CostTables, idle: Mapping[Shape, Idle]) -> _Guided:
+    """For each gain of split backwards the most useful candidates, which are the same for all, and their fast paths."""
+    shapes, gains = list(idle), sorted({each.split_gain for each in idle.values()})
+    by_gain = {gain: _guide_paths(replace(whole, split_gain=gain), shapes) for gain in gains}
+    tables, rows = useful_candidates(whole, np.concatenate(list(by_gain.values())), _typical_flights(shapes), gains)
+    guided: _Guided = {}
+    for gain, paths in by_gain.items():
+        guides = np.stack([np.searchsorted(own, paths[:, layer]) for layer, own in enumerate(rows)], axis=1)
+        choices = PipelineTables(candidates, replace(tables, split_gain=gain), rows)
+        guided[gain] = choices, largest_first(tables, guides)
+    return guided
+
+
+def _ways_to_cut(
+    guided: _Guided, idle: Mapping[Shape, Idle], demanded_cuts: tuple[int, ...]
+) -> list[list[tuple[float, PipelineCuts]]]:
+    """For each shape a few ways to cut with the estimated seconds, the fastest first; 0 s if cuts are demanded."""
+    spans: dict[tuple[float, int], SpanCosts] = {}
+    ways: list[list[tuple[float, PipelineCuts]]] = []
+    for shape, (fill_share, gain) in idle.items():
+        choices, guides = guided[gain]
+        if demanded_cuts:
+            ways.append([(0.0, PipelineCuts(shape, (0, *demanded_cuts, len(choices.tables.layers))))])
+            continue
+        if (gain, shape.num_stages) not in spans:
+            spans[gain, shape.num_stages] = span_costs(choices.tables, guides, shape.num_stages)
+        ways.append(choose_cuts(choices.tables, spans[gain, shape.num_stages], shape, fill_share)[:_TRIED_CUTS])
+    return ways
 
 
 def _guide_paths(tables: CostTables, shapes: list[Shape]) -> Indices:
