@@ -275,6 +275,8 @@ def _least_costs(costs: LayerCosts, hideable: Sequence[Hideable], num_microbatch
         backward_s=costs.backward_s - backward_s / num_microbatches,
         weight_s=np.maximum(0.0, costs.weight_s - weight_s / num_microbatches),
         step_s=costs.step_s - begin_s - end_s,
+        leave_s=np.zeros_like(costs.leave_s),
+        return_s=np.zeros_like(costs.return_s),
         begin_s=begins_s,
     )
 

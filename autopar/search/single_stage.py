@@ -32,15 +32,16 @@ _BOUND_PRICES = 10
 @dataclass(frozen=True, eq=False)
 class SingleStagePaths:
     """Paths through all layers of a candidate set, by their seconds less what is overlapped by estimate; `least_s` has
-    what they take at least, however much is overlapped, and `least` the chain that says so of any path.
+    what they take at least, however much is overlapped, and `least` the fast paths of the chain that says so of any.
     """
 
     candidates: CandidateSet
     pool: PathPool
-    least: Chain
+    least: PathPool
     least_s: Array
     plans: dict[int, Plan] = field(default_factory=dict[int, Plan], repr=False)
     """Those of paths that were simulated."""
+    _near: dict[float, PathPool] = field(default_factory=dict[float, PathPool], repr=False)
 
     def decisions(self, path: int) -> Decisions:
         """Those of the path of this index."""
@@ -62,8 +63,13 @@ class SingleStagePaths:
 
     def lower_bound_s(self, limit_bytes: float) -> float:
         """No path of the candidates that fits takes less, as simulated."""
-        bounds = fastest_paths(self.least, max_prices=_BOUND_PRICES, mixes=False, aim_bytes=limit_bytes)
-        return bounds.lower_bound_s(limit_bytes)
+        least = self.least
+        if self.fastest[1][1] > limit_bytes:  # else the hull without a limit is exact
+            least = self._near.get(limit_bytes) or fastest_paths(
+                least.chain, max_prices=_BOUND_PRICES, mixes=False, aim_bytes=limit_bytes
+            )
+            self._near[limit_bytes] = least
+        return least.lower_bound_s(limit_bytes)
 
 
 class SingleStageSearch:
@@ -93,14 +99,12 @@ class SingleStageSearch:
         """Search with more, as far as that may be faster than the best plan by then that was simulated, of so many
         seconds.
         """
-        least_s = self._bound_s(self._last)
         for count, assignment in self._counts if self._last else ():
-            if self._is_settled(rival_s()) or not self._try(count, assignment):
+            if self._is_settled(rival_s()):
                 return
-            bound_s = self._bound_s(self._last)
-            if least_s <= bound_s < math.inf:
+            last_s = self._bound_s(self._last)
+            if not self._try(count, assignment) or last_s <= self._bound_s(self._last) < math.inf:
                 return
-            least_s = bound_s
 
     def _bound_s(self, searched: Sequence[SingleStagePaths]) -> float:
         return min((paths.lower_bound_s(self._limit_bytes) for paths in searched), default=math.inf)
@@ -142,9 +146,10 @@ def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
         {first: np.array([each.total_s for each in candidates.hideable(first)]) for first, _ in by_class},
     )
     pool = fastest_paths(visible)
-    if least is not visible:
-        pool.add(*fastest_paths(least, mixes=False).paths)
-    return SingleStagePaths(candidates, pool, least, path_costs(least, np.stack(pool.paths))[:, 0])
+    fastest = pool if least is visible else fastest_paths(least, mixes=False)
+    if fastest is not pool:
+        pool.add(*fastest.paths)
+    return SingleStagePaths(candidates, pool, fastest, path_costs(least, np.stack(pool.paths))[:, 0])
 
 
 def _less(candidates: CandidateSet, chain: Chain, hidden_s: dict[int, Array]) -> Chain:

@@ -168,7 +168,8 @@ def hideable_s(
     """What no step hides more of, however much other layers compute at the same time.
 
     With stages what is gathered once is gathered before the first action, where all groups but the first wait anyway;
-    and what is reduced once is reduced after the last one, where nothing computes.
+    and what is reduced once is reduced after the last one, where nothing computes.  Copies to the host's memory, and
+    back, of the last layer of a stage may even overlap with nothing but the wait for other groups.
     """
     whole_s, merged_s = gathers.overlapped_s(_ENDLESS), gathers.overlapped_s(())
     reduced_s = reduces.overlapped_s(_ENDLESS)
@@ -183,7 +184,7 @@ def hideable_s(
         begin_s = whole_s if zero == 2 or num_microbatches == 1 else merged_s
     if zero < 2:
         end_s = reduces.overlapped_s(()) if has_stages else reduced_s
-    copies_s = taken_by_copies * cost.copies_s
+    copies_s = 0.0 if has_stages else taken_by_copies * cost.copies_s
     forward_s += max(0.0, cost.leave_s - copies_s)
     backward_s += max(0.0, cost.return_s - copies_s)
     return Hideable(forward_s, backward_s, begin_s, end_s, weight_s, begins_s)
