@@ -1,0 +1,86 @@
+"""What plans take at least, with all overlapped that may be: no simulated step takes less."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cluster import HostLink
+from autopar.lower.run.schedule_lists import schedule_actions
+from autopar.plan import Decisions
+from autopar.schedules import Shape
+from autopar.search import SearchRequest, TrainingSpec, plan_search, search
+from autopar.search.pipeline.pipeline_candidates import PipelineResults
+from autopar.search.pipeline.schedule_estimates import idle_of
+from autopar.search.single_stage import SingleStagePaths
+from autopar.step.pricing import predict
+from tests.search.across_programs import decoder_model
+from tests.search.inner_programs import TablePrices
+
+PROGRAM = decoder_model(3, 8, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2, tied=True)
+PRICES = TablePrices(devices_per_node=2, host_link=HostLink(1e10, memory_bytes=1e12))
+CASES = [
+    (),
+    ("zero=2", "microbatches=2"),
+    ("zero=3", "recompute=full"),
+    ("offload=activations", "pipeline=2", "schedule=gpipe"),
+    ("pipeline=2", "schedule=1f1b", "zero=1", "microbatches=4"),
+    ("pipeline=2", "schedule=zbv", "zero=3", "recompute=selective"),
+]
+
+
+def looked_at(
+    monkeypatch: pytest.MonkeyPatch, constraints: tuple[str, ...]
+) -> tuple[list[SingleStagePaths], list[PipelineResults]]:
+    """What a search looked at."""
+    searched: list[SingleStagePaths] = []
+    results: list[PipelineResults] = []
+
+    def note(_: SearchRequest, own: list[SingleStagePaths], pipelines: PipelineResults | None) -> None:
+        searched.extend(own)
+        results.extend([pipelines] if pipelines else [])
+
+    monkeypatch.setattr(plan_search, "_report_considered", note)
+    search(PROGRAM, 4, PRICES, SearchRequest(None, TrainingSpec(), constraints, 4, schedules=schedule_actions))
+    return searched, results
+
+
+def simulated_s(decisions: Decisions) -> float:
+    return predict(PROGRAM, decisions, PRICES, TrainingSpec(), schedule_actions).step_time_s
+
+
+@pytest.mark.parametrize("constraints", CASES, ids=str)
+def test_no_step_takes_less_than_the_least(monkeypatch: pytest.MonkeyPatch, constraints: tuple[str, ...]) -> None:
+    searched, results = looked_at(monkeypatch, constraints)
+    pairs = [
+        (simulated_s(paths.decisions(path)), paths.least_s[path]) for paths in searched for path in paths.front[::29]
+    ]
+    for pipelines in results:
+        bounds = {(id(each.candidates), each.shape): each for each in pipelines.bounds}
+        pipelines.raise_bounds(2 * pipelines.best_s)
+        for found in pipelines.fitting[::5]:
+            seconds = simulated_s(found.decisions())
+            pairs += [(seconds, found.least_s), (seconds, bounds[id(found.candidates), found.shape].bound_s)]
+    assert pairs
+    assert all(seconds >= least_s * (1 - 1e-9) > 0 for seconds, least_s in pairs)
+    assert min(seconds / least_s for seconds, least_s in pairs) < 1.2, "the bounds say nothing"
+
+
+@pytest.mark.parametrize(
+    ("shape", "fill_share"),
+    [
+        (Shape("gpipe", 4, 4, 8), 1.0),
+        (Shape("1f1b", 4, 4, 8), 1.0),
+        (Shape("interleaved_1f1b", 4, 8, 8), (2 + 3) / 8),  # the bubble is half of that of 1F1B
+    ],
+    ids=str,
+)
+def test_idle_time_is_that_of_the_schedule(shape: Shape, fill_share: float) -> None:
+    idle = idle_of(shape, shape.actions(schedule_actions))
+    assert idle.fill_share == pytest.approx(fill_share)
+    assert idle.split_gain == 0
+
+
+def test_split_backwards_gain_less_the_more_microbatches_there_are() -> None:
+    shapes = [Shape("zbv", 4, 8, count) for count in (8, 16, 32)]
+    gains = [idle_of(shape, shape.actions(schedule_actions)).split_gain for shape in shapes]
+    assert 1 >= gains[0] > gains[1] > gains[2] > 0
