@@ -84,9 +84,9 @@ class Plan:
         constraints: what the user requested.
         memory_limit_bytes: bytes per device that the plan was allowed to use.
         memory_error: relative error bound of the predicted peak memory; 0: unknown.
-        optimality_gap: the search minimises ``step_time_s + overlapped_s``.  The smallest value that it found is at
-            most ``1 + optimality_gap`` times that of the best allowed plan in the search space.  The plan is the
-            fastest in simulation among the candidates that the search kept.
+        optimality_gap: ``step_time_s`` is at most ``1 + optimality_gap`` times that of the best allowed plan among the
+            candidates that the search considered, overlap included.  A plan with pipeline stages counts as slower by
+            the mean error of predictions, which it must gain to be chosen.
         notes: what the user should know.
         planning_s: seconds spent, by stage ("trace", "search" ...).
         other_calls: decisions for calls in eval mode or with inputs of other shapes, identified by the fingerprints of
@@ -278,7 +278,7 @@ def _predicted(plan: Plan) -> list[str]:
         f"{_error(plan.memory_error)}",
         *_offloaded(plan.prediction),
         *_lengths(plan.prediction.lengths),
-        f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
+        f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate",
     ]
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {share:.0%}" for name, share in plan.price_source))

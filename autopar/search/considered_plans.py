@@ -26,8 +26,9 @@ def describe_paths(paths: SingleStagePaths) -> Iterator[ConsideredPlan]:
     front = pareto_indices(time_s, peak)
     on_front = set(front)
     behind = [index for index in np.lexsort((peak, time_s)).tolist() if index not in on_front]
-    for index in (*_spread(front, _MOST_ON_FRONT), *_spread(behind, _MOST_BEHIND)):
-        yield ConsideredPlan(time_s[index], peak[index], describe_usual(paths.decisions(index)))
+    shown = [*_spread(front, _MOST_ON_FRONT), *_spread(behind, _MOST_BEHIND)]
+    for index, seconds in zip(shown, paths.sums_s(shown).tolist(), strict=True):
+        yield ConsideredPlan(seconds, peak[index], describe_usual(paths.decisions(index)))
 
 
 def describe_pipeline(pipeline: PipelineCandidate) -> ConsideredPlan:

@@ -1,10 +1,10 @@
 """The last choice of a search: which plan is fastest when steps are simulated.
 
-A search minimises sums of seconds; what compute overlaps is only seen when a step is simulated.  Of the paths without
-stages, all are simulated that may turn out fastest: those that no other beats in memory and seconds, be it their sum or
-what is left of it by estimate (`autopar.step.overlap_estimate`).  Which ones these are does not depend on the memory
-limit, so more memory never gives a slower plan.  Which pipelines a search looks at does depend on it; of them those are
-simulated that may turn out fastest, up to a few, the least sums of seconds first.
+A search minimises seconds less what is overlapped by estimate (`autopar.step.overlap_estimate`); what compute really
+overlaps is only seen when a step is simulated.  Of the paths without stages, all are simulated that may turn out
+fastest: those that no other beats in memory and seconds, by estimate or with all overlapped that may be.  Which ones
+these are does not depend on the memory limit, so more memory never gives a slower plan.  Which pipelines a search looks
+at does depend on it; of them those are simulated that may turn out fastest, up to a few, the least seconds first.
 
 Stages ask more of the caller's code (microbatches, a backward inside the call), so nobody gets them for a gain that may
 not be there: a pipeline must be faster than what runs without stages by more than predictions are off (`STAGES_GAIN`).
@@ -45,8 +45,8 @@ _LARGE_PIPELINES = 2
 # The mean error of predicted steps on published rows held out (6.2 %, docs/accuracy.md).
 STAGES_GAIN = 1.06
 _WORTH_A_NOTE = 0.005  # of the step: less is nothing to anyone
-# Simulated seconds of a plan without stages are at least this fraction of the estimated ones: of 2,400 paths of LLaMA-3
-# 8B, 70B, 405B and Mixtral the smallest was 0.903.
+# Simulated seconds of a plan without stages are at least this fraction of the estimated ones: of 2,400 paths of
+# decoders of 8B, 70B and 405B parameters and a mixture of experts the smallest was 0.903.
 _LOW = 0.9
 _FLAT_TRIED = 8  # plans without stages that are simulated to know what pipelines have to beat
 # Prices may be off by so much: a caller that times layers wants to time those of pipelines that seem slower, too.

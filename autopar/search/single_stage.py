@@ -47,6 +47,10 @@ class SingleStagePaths:
         """Those of the path of this index."""
         return self.candidates.decisions(self.pool.paths[path].tolist())
 
+    def sums_s(self, paths: Sequence[int]) -> Array:
+        """Seconds of the paths of these indices if nothing is overlapped."""
+        return path_costs(_chain(self.candidates), np.stack([self.pool.paths[path] for path in paths]))[:, 0]
+
     @cached_property
     def front(self) -> tuple[int, ...]:
         """Paths that no other beats in bytes and in seconds, by estimate or at least; the smallest first."""
@@ -132,12 +136,7 @@ class SingleStageSearch:
 
 def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     """Fast paths by their seconds less what is overlapped by estimate, and by what they take at least."""
-    shared = candidates.shared_costs.values()
-    chain = replace(
-        candidates.tables.chain(Flight()),
-        fixed_s=sum(cost.step_s for cost in shared),
-        fixed_bytes=sum(cost.memory.persistent_bytes for cost in shared),
-    )
+    chain = _chain(candidates)
     by_class = candidates.by_class.items()
     visible = _less(candidates, chain, {f: np.array([each.overlapped_s for each in own]) for f, own in by_class})
     least = _less(
@@ -150,6 +149,16 @@ def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     if fastest is not pool:
         pool.add(*fastest.paths)
     return SingleStagePaths(candidates, pool, fastest, path_costs(least, np.stack(pool.paths))[:, 0])
+
+
+def _chain(candidates: CandidateSet) -> Chain:
+    """All that the candidates cost, one after the other."""
+    shared = candidates.shared_costs.values()
+    return replace(
+        candidates.tables.chain(Flight()),
+        fixed_s=sum(cost.step_s for cost in shared),
+        fixed_bytes=sum(cost.memory.persistent_bytes for cost in shared),
+    )
 
 
 def _less(candidates: CandidateSet, chain: Chain, hidden_s: dict[int, Array]) -> Chain:

@@ -39,8 +39,8 @@ _GUIDE_PRICES = 8
 _GUIDE_CAPS = 2
 _ENDLESS_BYTES = 1e30  # stands for no limit, in products
 _TRIED_CUTS = 4  # ways to cut for each schedule: those for the other bounds on the slowest stage are seldom different
-# How far estimates of steps may be too high: of LLaMA-3 405B on 8 to 32 groups, 43 shapes, they were by up to 20 %
-# (1F1B, whose first stages differ most), of those that were the best of their numbers by up to 4 %.
+# How far estimates of steps may be too high: of a decoder of 126 layers on 8 to 32 groups, 43 shapes, they were by up
+# to 20 % (1F1B, whose first stages differ most), of those that were the best of their numbers by up to 4 %.
 _ESTIMATE_ERROR = 0.1
 _NEAR = 1.03  # of the first estimate of a shape: other cuts that seem to take no longer are tried too
 _MOST_SHAPES = 6  # of one pair of numbers are looked at: each takes 0.1 to 0.3 s
