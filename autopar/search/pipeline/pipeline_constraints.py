@@ -14,9 +14,9 @@ from autopar.search.constraints import Constraints
 __all__ = ["PipelineDemands", "pipeline_demands"]
 
 # Stages per device group that are tried: more of them shrink the bubble by ever less, and send ever more.  A decoder of
-# 405B parameters (126 layers) on 16,384 devices is predicted 10 % faster with 4 than with 3.  More than 3 are tried only
-# if stages have 2 layers or more on average: where stages of one layer and of two alternate, all wait for the longer
-# ones (6 and 8 took a third longer).
+# 405B parameters (126 layers) on 16,384 devices is predicted 10 % faster with 4 than with 3.  More than 3 are tried
+# only if stages have 2 layers or more on average: where stages of one layer and of two alternate, all wait for the
+# longer ones (6 and 8 took a third longer).
 _ROUNDS = (1, 2, 3, 4, 6, 8)
 _FEW_ROUNDS = 3
 _LONG_STAGE = 2
