@@ -155,18 +155,21 @@ def make_dtensor(
 ) -> DTensor:
     """The DTensor of global `shape` whose local part is `local`, without communication.
 
-    It shares `local`'s storage.  `stride` is the global one, row-major by default.
+    It shares `local`'s storage, which may be in the host's memory: torch would copy that to a device of `mesh`.
+    `stride` is the global one, row-major by default.
     """
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local.detach(),
+    is_there = local.device.type == mesh.device_type
+    made = DTensor.from_local(
+        local.detach() if is_there else local.detach().to("meta"),
         mesh,
         to_torch_placements(layout),
         run_check=False,
         shape=torch.Size(shape),
         stride=tuple(stride),
     )
+    return made if is_there else dtensor_like(local.detach(), made)
 
 
 def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:
@@ -263,8 +266,8 @@ def compile_graph(
         noting: gets the forward's graph, and the backward's; what it returns is called whenever that one runs.
     """
     with_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-    is_cuda = any(x.is_cuda for x in tensors)
-    device = torch.cuda.current_device() if is_cuda else None
+    on_accelerator = any(x.device.type not in ("cpu", "meta") for x in tensors)
+    device = torch.accelerator.current_device_index() if on_accelerator else None
     examples = [x.detach().requires_grad_(x.requires_grad and with_gradients) for x in tensors]
     inductor: Any = importlib.import_module("torch._inductor.compile_fx")
     functorch: Any = importlib.import_module("torch._functorch.config")
@@ -287,7 +290,7 @@ def compile_graph(
         with torch.set_grad_enabled(with_gradients), functorch.patch(donated_buffer=False):
             if device is None:
                 return inductor.compile_fx(module, examples, inner_compile=inner_compile)
-            with torch.cuda.device(device):
+            with torch.accelerator.device_index(device):
                 return inductor.compile_fx(module, examples, inner_compile=inner_compile)
 
     # In a thread of its own: hooks on what autograd saves, which may be in force here, are not to see the tracing.

@@ -34,6 +34,7 @@ _DEGREES = {
 }  # fmt: skip
 _ORDER = (*dict.fromkeys(_DEGREES.values()), "other")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_DEVICES = {"cuda": "GPU", "npu": "NPU", "hpu": "HPU"}  # the usual word for a device of these types
 _SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "interleaved 1F1B", "zbv": "ZBV", "dualpipev": "DualPipeV",
     "interleaved_zero_bubble": "interleaved zero bubble", "looped_bfs": "looped BFS",
@@ -51,7 +52,7 @@ def describe_headline(decisions: Decisions, prediction: Prediction, limit_bytes:
 
 def throughput(prediction: Prediction, world_size: int, step_s: float) -> str:
     """Tokens or samples per second, model FLOP/s and MFU of each device, if a step takes `step_s` seconds."""
-    device = "GPU" if device_type_of(prediction.device) == "cuda" else "device"
+    device = _DEVICES.get(device_type_of(prediction.device), "device")
     count, unit = (prediction.tokens_per_step, "tokens") if prediction.tokens_per_step else (
         prediction.samples_per_step, "samples")  # fmt: skip
     parts = [f"{short_count(count / step_s / world_size)} {unit}/s/{device}"]

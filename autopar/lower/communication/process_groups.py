@@ -280,7 +280,7 @@ class _Received:
 
     def to_handle(self) -> Handle:
         # nothing here refers to it: a circle would keep the buffers until Python looks for circles
-        return Handle(self._finish, None if self._buffer.is_cuda else self._on_arrival)
+        return Handle(self._finish, self._on_arrival if self._buffer.device.type == "cpu" else None)
 
     def _on_arrival(self, action: Callable[[], None]) -> None:
         torch_groups.on_completion(self._work, action)

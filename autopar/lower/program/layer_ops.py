@@ -17,7 +17,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels import KERNELS, resolve_target
-from autopar.lower.kernels.random import RandomState, random_scope
+from autopar.lower.kernels.random import RandomState, makes_generators, random_scope
 from autopar.lower.kernels.row_pieces import RowPieces, moved_row_product, row_products_of_moved
 from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
@@ -127,7 +127,7 @@ def draw(
         raise ValueError(f"{target} draws random numbers, but this program was run without a source of them")
     shard = _shards(axes, context).index
     number = context.first_op + op_index
-    if family_of(target).takes_generator:
+    if family_of(target).takes_generator and makes_generators(random.device):
         return resolve_target(target)(*args, **kwargs, generator=random.generator(number, shard))
     with random_scope(random.seed(number, shard), random.device):
         return resolve_target(target)(*args, **kwargs)
