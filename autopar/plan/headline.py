@@ -25,7 +25,7 @@ from autopar.plan.decisions import Decisions, LayerStrategy
 from autopar.plan.prediction import Prediction
 from autopar.quantities import count_unit, short_count, size_unit, three_digits
 
-__all__ = ["describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
+__all__ = ["describe_gap", "describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
 
 # Labels of `autopar.search.labels` -> their short names, in the order in which the headline lists them.
 _DEGREES = {
@@ -181,3 +181,8 @@ def _extras(decisions: Decisions) -> Iterable[str]:
         yield "offload of optimizer"
     if decisions.compiled:
         yield "compiled"
+
+
+def describe_gap(optimality_gap: float) -> str:
+    """How far a plan can be from the best one.  The bound is on sums of seconds, in which nothing overlaps."""
+    return f"within {optimality_gap:.1%} of the search space's best, overlap aside"

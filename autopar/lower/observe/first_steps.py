@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.accelerators import peak_bytes, reset_peak_bytes, times_events
+from autopar.pages.shapes import digits, size
 from autopar.plan import Plan
 
 __all__ = ["FirstSteps", "StepComparison"]
@@ -51,9 +52,9 @@ class StepComparison:
 
     def __str__(self) -> str:
         """One line, and one more with what to do if the peak is above its error bar."""
-        text = f"step: {self.measured_s * 1e3:.4g} ms, predicted {self.predicted_s * 1e3:.4g} ms"
+        text = f"step: {digits(self.measured_s * 1e3)} ms, predicted {digits(self.predicted_s * 1e3)} ms"
         if self.measured_bytes:
-            text += f"; peak: {self.measured_bytes / 2**30:.4g} GiB, predicted {self.predicted_bytes / 2**30:.4g} GiB"
+            text += f"; peak: {size(self.measured_bytes).text}, predicted {size(self.predicted_bytes).text}"
             text += f" +- {self.memory_error:.0%}" if self.memory_error else ""
         if self.is_large:
             text += (
