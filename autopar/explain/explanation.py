@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.cluster import Device
-from autopar.explain.kind_work import certainty
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
 from autopar.pages.shapes import size
@@ -53,7 +52,7 @@ class Explanation:
         links: collectives by link.
         binds: one sentence: what keeps the plan from being faster.
         memory_share: predicted peak over the limit.
-        sources: share of the seconds of work and communication by what their prices rest on: ``"measured"`` here,
+        sources: `Plan.price_source`, the share of the seconds by what their prices rest on: ``"measured"`` here,
             ``"published"``, ``"calibrated"`` on published training runs, ``"estimate"``.
         memory_error: how far the peak memory can be off, relative to it; 0: not known.
         optimality_gap: the step takes at most ``1 + optimality_gap`` times that of the best plan in the search space.
@@ -73,6 +72,7 @@ class Explanation:
     planning_s: tuple[tuple[str, float], ...]
 
 
+_SOURCES = ("measured", "published", "calibrated", "estimate")  # the surest first
 FULL = 0.9  # of the limit: the error of a predicted peak is half of what is left, so such a plan was cut to fit
 _SAID = 0.01  # of the step
 _BYTES = {
@@ -92,7 +92,7 @@ def explain(answer: Answer) -> Explanation:
         links=links,
         binds=_binds(plan, answer.question.cluster.device, links),
         memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
-        sources=certainty(answer),
+        sources=tuple((name, dict(plan.price_source).get(name, 0.0)) for name in _SOURCES),
         memory_error=plan.memory_error,
         optimality_gap=plan.optimality_gap,
         runners_up=runners_up(answer.considered, plan),

@@ -13,6 +13,7 @@ __all__ = ["next_steps"]
 
 _MOST_SLOWER = 0.05  # a runner-up that is slower by less is worth a look where it needs less memory
 _LESS_MEMORY = 0.9  # of the plan's peak
+_MOST = 0.8  # of the step
 _LITTLE = 0.02  # of the step
 _MANY = 0.1  # of the step: less of it is no reason to change anything
 
@@ -45,19 +46,21 @@ def next_steps(answer: Answer, explanation: Explanation, forced: tuple[Alternati
     if shares.get("waiting in the pipeline", 0.0) >= _MANY:
         yield (
             f"Devices wait in the pipeline for {shares['waiting in the pipeline']:.0%} of the step. More microbatches "
-            f"shorten that: --what-if batch={2 * plan.samples_per_step}; so do fewer stages: --constraint pipeline=1."
+            f"shorten that: --what-if batch={2 * plan.samples_per_step}; so do fewer device groups: --constraint "
+            f"pipeline={max(1, plan.num_groups // 2)}."
         )
     if explanation.memory_share > FULL:
         yield (
             f"Memory is {explanation.memory_share:.0%} full and shapes the plan. What more of it gains: --what-if "
             f"memory={2 * plan.memory_limit_bytes / 2**30:.0f}GiB."
         )
-    if max(shares, key=lambda name: shares[name]) == "compute" and len(shares) > 1:
+    if shares.get("compute", 0.0) >= _MOST and question.cluster.world_size > 1:
         recomputes = shares.get("recompute", 0.0) >= _LITTLE
         less = "less recomputation (more memory), " if recomputes else ""
+        nodes = question.cluster.num_nodes
         yield (
-            f"Most of the step is compute: only {less}a lower precision or more devices make it faster. How it scales: "
-            f"--sweep nodes={question.cluster.num_nodes},{2 * question.cluster.num_nodes} --weak."
+            f"{shares['compute']:.0%} of the step is compute: only {less}a lower precision or more devices make it "
+            f"faster. How it scales: --sweep nodes={nodes},{2 * nodes} --weak."
         )
     for runner in explanation.runners_up:
         small = runner.peak_memory_bytes < _LESS_MEMORY * plan.peak_memory_bytes

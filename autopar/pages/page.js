@@ -41,6 +41,7 @@ const outlined = (trace) => {
 const draw = async () => {
   for (const [name, figure] of Object.entries(figures)) {
     await Plotly.react(name, figure.data.map(outlined), themed(figure.layout), config);
+    await new Promise((resume) => { setTimeout(resume); }); // the browser shows this one before the next
   }
 };
 

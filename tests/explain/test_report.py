@@ -167,8 +167,8 @@ def test_alternating_layers_share_rows(found: Findings) -> None:
     decisions = replace(plan.decisions, layers=layers, stages=(), schedule="")
     costs = (plan.costs[0], plan.costs[-1]) * 63
     large = replace(plan, decisions=decisions, prediction=replace(plan.prediction, costs=costs))
-    assert [row[0] for row in layer_table(large).rows] == ["layers.0 .. layers.124 (63 of 125)",
-                                                           "layers.1 .. layers.125 (63 of 125)"]  # fmt: skip
+    assert [row[0] for row in layer_table(large).rows] == ["layers.0 .. 124 (63 of 125)",
+                                                           "layers.1 .. 125 (63 of 125)"]  # fmt: skip
     assert len(str(large).splitlines()) < 40
 
 

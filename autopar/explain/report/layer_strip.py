@@ -23,7 +23,7 @@ _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
     ("storage", lambda strategy: strategy.storage_name),
     (
         "recompute",
-        lambda strategy: f"{strategy.recompute_name} recompute" if strategy.recompute != "none" else _NOTHING,
+        lambda strategy: ", ".join(strategy.keeping) or _NOTHING,
     ),
 )
 
