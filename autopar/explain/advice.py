@@ -125,7 +125,9 @@ def _script(advice: Advice, saved: str | None) -> Iterator[str]:
     cluster, device = question.cluster, json.dumps(question.cluster.device.type)
     nodes = f"--nnodes {cluster.num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     where = nodes if cluster.num_nodes > 1 else "--standalone"
-    yield _labelled("run", f"torchrun {where} --nproc-per-node {cluster.devices_per_node} train.py    # in which:")
+    yield _labelled(
+        "run", f"torchrun {where} --nproc-per-node {cluster.devices_per_node} train.py    # with these lines:"
+    )
     yield f"dist.init_process_group(); mesh = init_device_mesh({device}, ({cluster.world_size},))"
     yield advice.recipe
     yield f"model = autopar.parallelize(model, mesh, inputs{''.join(_arguments(question, saved))})"

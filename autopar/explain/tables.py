@@ -53,7 +53,7 @@ def kind_table(kinds: Sequence[KindRow]) -> Table:
         for kind in kinds
     )  # fmt: skip
     columns = ("layers", *(_SHORT.get(name, name) for name in spent), "memory")
-    return Table("Layer kinds: ms and memory of all layers of a kind together, per device and step", columns, rows)
+    return Table("Layer kinds: ms and bytes of all layers of a kind, not all held at the same time", columns, rows)
 
 
 def link_table(explanation: Explanation) -> Table:
@@ -66,20 +66,18 @@ def link_table(explanation: Explanation) -> Table:
             (row.link, row.kind, count(row.runs), size(row.num_bytes), milliseconds(row.seconds), gigabytes_per_s)
         )
     columns = ("link", "collective", "runs", "bytes", "ms", "GB/s")
-    caption = "Collectives of one device in one step; bytes as in the NCCL tests, so that GB/s may exceed a link's rate"
-    return Table(caption, columns, tuple(rows))
+    return Table("Collectives of one device in one step (bytes and GB/s as in the NCCL tests)", columns, tuple(rows))
 
 
 def runner_table(runners: Sequence[RunnerUp]) -> Table:
     """The plans that came next."""
     rows = tuple(
-        (each.what, milliseconds(each.step_time_s), "yes" if each.is_simulated else "no",
+        (each.what, milliseconds(each.step_time_s), "yes" if each.is_simulated else "no, a sum",
          _change(each.loses), size(each.peak_memory_bytes))
         for each in runners
     )  # fmt: skip
     columns = ("most layers", "ms", "simulated", "vs. the plan", "memory")
-    caption = "Runners-up: the best plans of other kinds that fit (not simulated: without overlap)"
-    return Table(caption, columns, rows)
+    return Table("Runners-up: the best plans of other kinds that fit", columns, rows)
 
 
 def forced_table(rows: Sequence[Alternative], plan: Plan) -> Table:

@@ -104,6 +104,11 @@ def open_block_mask(value: Any) -> tuple[tuple[Any, ...], BlockMaskForm] | None:
     """What the `mask_mod` of a block mask captures, and the rest of it; None for anything else."""
     if not isinstance(value, BlockMask):
         return None
+    if not hasattr(_flex, "_extract_callable_pytree"):
+        raise TraceError(
+            f"an argument is a BlockMask, which autopar can't open with torch {torch.__version__}: make it in the "
+            "model's forward, or use torch 2.13 or later"
+        )
     captured, structure, mask_mod = _flex._extract_callable_pytree(value.mask_mod)
     return tuple(captured), BlockMaskForm(mask_mod, value.seq_lengths, *value.BLOCK_SIZE, structure)
 
