@@ -156,7 +156,7 @@ class FamilyPlanner:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
             own = in_pieces(program, first.piece_tokens)
-            groups = plan_groups(own, first, tokens, self.trace, self.prices, self._by(first))
+            groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first))
             with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups

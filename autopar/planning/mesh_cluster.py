@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 def mesh_cluster(mesh: DeviceMesh, communicator: ProcessGroupCommunicator) -> Cluster:
-    """The cluster of `mesh`; every rank calls it.
+    """The cluster of `mesh`; every rank calls this.
 
     Raises:
         MeshError: its devices or its nodes differ.
@@ -81,10 +81,9 @@ def mesh_prices(
     *,
     cache_dir: str | Path = CACHE_DIR,
 ) -> ClusterPrices:
-    """The prices of `mesh`, by the profile given, measured (None) or estimated (False); every rank calls it.
+    """The prices of `mesh`: from a given profile, measured (None) or estimated (False); every rank calls this.
 
-    What is measured includes products in `dtype`; only what the machine's kept profile lacks is measured, and then
-    kept.
+    It measures only what is missing in this machine's profile, including products in `dtype`, and saves the results.
 
     Raises:
         MeshError: as `mesh_cluster`.
