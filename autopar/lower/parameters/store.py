@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ModelError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import make_dtensor, make_mesh, module_tables
+from autopar.lower.compat import make_dtensor, make_mesh, module_tables, to_torch_placements
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
@@ -76,6 +77,22 @@ class ParameterStore:
         """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
         stored = self.stored[name]
         return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise ModelError unless `tensor` can take the place of parameter `name`."""
+        stored = self.stored[name]
+        untyped: Any = tensor
+        if (
+            isinstance(tensor, DTensor)
+            and tuple(tensor.shape) == stored.shape
+            and tuple(untyped.placements) == to_torch_placements(stored.layout)
+        ):
+            return
+        raise ModelError(
+            f"the parameter {name!r} of a parallelized model was replaced by a tensor of shape {list(tensor.shape)} that "
+            "is not shared out over the devices as it was. Give the parameter other values in place of another "
+            "parameter: with torch.no_grad(): p.copy_(values), or p.data = values"
+        )
 
     def home(self, local: Tensor) -> Tensor:
         """A part of a parameter, which is on the device, where parameters are stored."""

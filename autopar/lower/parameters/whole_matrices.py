@@ -29,6 +29,7 @@ from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.store import ParameterStore, local_part
+from autopar.lower.parameters.view_writes import note_write
 from autopar.placement import REPLICATE, Layout, reshard
 
 __all__ = ["OptimizerService", "works_on_slices"]
@@ -152,6 +153,7 @@ def _keep_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for swap in _SWAPS.pop(optimizer, ()):
         swap.params[swap.place] = swap.parameter
         local_part_of(swap.parameter).copy_(swap.slices.part(swap.whole))
+        note_write()
         _move_state(optimizer, swap.whole, swap.parameter, partial(_cut, swap))
 
 

@@ -25,12 +25,13 @@ from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
+from autopar.lower.parameters.dtensor_functions import watch_functions
 from autopar.lower.parameters.gradient_norm import GradientNorm
+from autopar.lower.parameters.known_meshes import know_mesh
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
-from autopar.lower.parameters.whole_numbers import give_whole_numbers
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
@@ -144,9 +145,10 @@ class ParallelModule(ModuleInspection):
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = CallExecutors(self._executor, planner, compile_layers, self._attributes)
         self._make_nothing()
-        if communicator.calls is not None:
+        if communicator.calls is not None or communicator.world_size == 1:
             is_whole = not self._executor.stages.is_pipeline
-            give_whole_numbers(store.device_mesh, communicator.calls, is_whole_world=is_whole)
+            know_mesh(store.device_mesh, self, communicator.calls, is_whole_world=is_whole)
+            watch_functions()
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
         self.call_inputs = None
