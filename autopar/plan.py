@@ -25,6 +25,7 @@ from autopar.headline import describe_headline, of_limit
 from autopar.json_reading import read_json
 from autopar.placement import Layout, format_layout
 from autopar.prediction import LayerCost, LengthPrediction, Prediction, RowCost
+from autopar.progress import random_kept
 from autopar.quantities import format_seconds, three_digits
 from autopar.records import decode_record, encode_record
 from autopar.schedules.action_lists import StageCost
@@ -288,7 +289,8 @@ def _format_plan(plan: Plan) -> str:
     Bytes (parameters, gradients, optimizer state, saved for backward, temporary) are per device and layer, "ms" is per
     layer and step; of a stage the ms of one microbatch, of what it does once a step and of sending to its neighbours.
     """
-    from rich.console import Console  # noqa: PLC0415  (a plan needs no rich until it is printed)
+    with random_kept():
+        from rich.console import Console  # noqa: PLC0415  (a plan needs no rich until it is printed)
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)

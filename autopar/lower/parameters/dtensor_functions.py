@@ -212,7 +212,7 @@ def _replicated(x: Any) -> Any:
 def _write(func: Any, name: str, found: list[Tensor], ours: list[DTensor], args: Args, kwargs: Kwargs) -> Any:
     target = args[0] if args else found[0]
     if isinstance(target, list | tuple):
-        return _write_each(func, name, found, ours, args, kwargs)
+        return _write_each(func, found, ours, args, kwargs)
     if not (isinstance(target, DTensor) and is_known(target)):
         return _on_whole_but_first(func, args, kwargs)
     others = [x for x in found if x is not target and x.dim()]
@@ -263,27 +263,36 @@ def _on_whole_but_first(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0], *plain[0], **plain[1])
 
 
-def _write_each(func: Any, name: str, found: list[Tensor], ours: list[DTensor], args: Args, kwargs: Kwargs) -> Any:
+def _write_each(func: Any, found: list[Tensor], ours: list[DTensor], args: Args, kwargs: Kwargs) -> Any:
     """Of functions that change a list of tensors (``torch._foreach_...``): each by its own operands."""
     if not _is_mixed(found, ours):
-        note_write()
-        return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError:
+            pass
+        else:
+            note_write()
+            return result
     count = len(args[0])
     for place in range(count):
         own = [[x[place]] if isinstance(x, list | tuple) and len(x) == count else x for x in args]
-        target = own[0][0]
-        if isinstance(target, DTensor) and is_known(target):
-            if GATHERED_VIEW in vars(target):
-                refresh(target)
-            plain = [y for x in own if isinstance(x, list) for y in x if isinstance(y, Tensor)]
-            compare_plain(target, [y for y in plain if not isinstance(y, DTensor)])
-            own = [[_laid(y, target) for y in x] if isinstance(x, list) else x for x in own]
-        else:
-            own = map_leaves(lambda x, target=target: x if x is target else _plain(x), own)
-        func(*own, **kwargs)
-        if isinstance(target, DTensor):
-            write_through(target)
+        _write_one(func, own[0][0], own, kwargs)
     return None
+
+
+def _write_one(func: Any, target: Tensor, args: list[Any], kwargs: Kwargs) -> None:
+    """`func` of lists of one tensor each, of which it changes `target`."""
+    operands = [x for operand in args for x in (operand if isinstance(operand, list) else ())]
+    if isinstance(target, DTensor) and is_known(target):
+        if GATHERED_VIEW in vars(target):
+            refresh(target)
+        compare_plain(target, [x for x in operands if isinstance(x, Tensor) and not isinstance(x, DTensor)])
+        laid = [local_tensor(_laid(x, target)) if isinstance(x, Tensor) and x.dim() else x for x in operands]
+        lists = iter(laid)
+        func(*([next(lists) for _ in operand] if isinstance(operand, list) else operand for operand in args), **kwargs)
+        write_through(target)
+    else:
+        func(args[0], *map_leaves(_plain, args[1:]), **kwargs)
 
 
 def _write_out(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
-from autopar.lower.autograd import on_gradient
+from autopar.lower.autograd import call_function, on_gradient
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
@@ -27,7 +27,7 @@ from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.parameters.dtensor_functions import watch_functions
 from autopar.lower.parameters.gradient_norm import GradientNorm
-from autopar.lower.parameters.known_meshes import know_mesh
+from autopar.lower.parameters.known_meshes import know_mesh, laid_as
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
@@ -194,13 +194,15 @@ class ParallelModule(ModuleInspection):
     def _run_part(self, part: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The forward of a submodule, on inputs that every rank passes whole, also with local inputs.
 
-        With pipeline stages and without gradients every rank runs it on whole parameters, gathered for the call.
+        Every rank runs it on whole parameters, gathered for the call, if it gets no tensors (the parametrization that
+        computes a weight), and with pipeline stages without gradients.
         """
         self._first_steps.interrupt()
         args, kwargs = map_leaves(_plain, (tuple(args), dict(kwargs)))
         with self.global_inputs():
             if not self._executor.stages.is_pipeline:
-                return self._run(args, kwargs, part)
+                run = self._run if named_tensors(args, kwargs) else self._run_on_whole
+                return run(args, kwargs, part)
             if not torch.is_grad_enabled():
                 return self._run_on_whole(args, kwargs, part)
             try:
@@ -211,6 +213,13 @@ class ParallelModule(ModuleInspection):
                     "torch.no_grad(), let forward() return what it gives, or plan without stages ('pipeline=1')"
                 ) from error
 
+    def _differentiable(self, name: str, whole: Tensor) -> Tensor:
+        """The whole parameter of this name, with gradients that reach it."""
+        part = self._own_part(name)
+        if part is None or not (part.requires_grad and torch.is_grad_enabled()):
+            return whole
+        return call_function(_Whole, part, whole)
+
     def _own_part(self, name: str) -> Tensor | None:
         table, last = self._store.slot(name)
         return table[last]
@@ -219,7 +228,7 @@ class ParallelModule(ModuleInspection):
         self._check_modes()
         self._enter(f"{part!r}{_ALIKE} {{}}", lambda: (None, named_tensors(args, kwargs)))
         names = [name for name in self._store.stored if name.startswith(f"{part}.")]
-        whole = {name: self._whole(name, self._own_part(name)) for name in names}
+        whole = {name: self._differentiable(name, self._whole(name, self._own_part(name))) for name in names}
         like = self.get_submodule(part)
         made = self._executors.submodule(part, whole | {f"{part}.{n}": x for n, x in like.named_buffers()})
         for module, own in zip(made.modules(), like.modules(), strict=True):
@@ -373,6 +382,19 @@ class ParallelModule(ModuleInspection):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+
+class _Whole(torch.autograd.Function):
+    """A whole tensor as if computed of the parameter of which it is; every rank has the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: DTensor, whole: Tensor) -> Tensor:
+        ctx.like = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return laid_as(gradient, ctx.like), None
 
 
 def _plain(x: Any) -> Any:
