@@ -35,6 +35,7 @@ from autopar.lower.parameters.known_meshes import (
     read_whole,
     share_whole,
 )
+from autopar.lower.parameters.optimizer_state import refuse_file
 from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh, write_through
 from autopar.tensor_questions import QUESTIONS
 
@@ -398,6 +399,7 @@ _RULES: Mapping[Any, Rule] = {
     _tensor.data.__set__: _set_data,
     _tensor.grad.__set__: _set_grad,
     Tensor.__format__: _format,
+    Tensor.__reduce_ex__: refuse_file,
     Tensor.__deepcopy__: _copy,
     Tensor.backward: _backward,
     torch.autograd.grad: _gradients,

@@ -28,6 +28,7 @@ from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.host_storage import HostCopies
+from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
 from autopar.placement import REPLICATE, Layout, reshard
@@ -122,6 +123,7 @@ def _watch_steps() -> None:
 
 
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    fit_loaded_state(optimizer)
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
