@@ -20,17 +20,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import item_by, local_tensor
 
-__all__ = ["compare_plain", "has_local_inputs", "is_known", "know_mesh", "laid_as", "read_whole", "share_whole"]
+__all__ = ["compare_plain", "has_local_inputs", "is_known", "is_on_all_ranks", "know_mesh", "laid_as", "read_whole", "share_whole"]
 
 
 @dataclass
 class _Known:
     """A mesh, and the parallel modules that have parameters on it.
 
-    `calls` compares what ranks do; None: only some of the ranks are in the mesh, and they aren't compared.
+    `is_whole_world`: all ranks are in it, and not those of a pipeline stage; `calls` then compares what they do.
     """
 
     mesh: DeviceMesh
+    is_whole_world: bool
     calls: weakref.ReferenceType[CallConsensus] | None = None
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
 
@@ -44,7 +45,7 @@ def know_mesh(mesh: DeviceMesh, module: nn.Module, calls: CallConsensus | None, 
     With `is_whole_world` ranks that do something else are told; the ranks of one of several pipeline stages are not
     compared, as each has parameters of its own.
     """
-    known = _KNOWN.setdefault(id(mesh), _Known(mesh))
+    known = _KNOWN.setdefault(id(mesh), _Known(mesh, is_whole_world))
     known.calls = weakref.ref(calls) if calls is not None and is_whole_world else None
     known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
@@ -53,6 +54,11 @@ def know_mesh(mesh: DeviceMesh, module: nn.Module, calls: CallConsensus | None, 
 def is_known(x: DTensor) -> bool:
     """Whether it is of a parallel module, or computed of what is."""
     return id(x.device_mesh) in _KNOWN
+
+
+def is_on_all_ranks(x: Tensor) -> bool:
+    """Whether it is a known DTensor that all ranks share, and not those of a pipeline stage."""
+    return isinstance(x, DTensor) and is_known(x) and _KNOWN[id(x.device_mesh)].is_whole_world
 
 
 def has_local_inputs(x: DTensor) -> bool:

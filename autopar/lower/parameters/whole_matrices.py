@@ -28,6 +28,7 @@ from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
 from autopar.lower.parameters.host_storage import HostCopies
+from autopar.lower.parameters.known_meshes import is_on_all_ranks
 from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.store import ParameterStore, local_part
 from autopar.lower.parameters.view_writes import note_write
@@ -129,6 +130,7 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return  # without a look at each module's parameters: trials make dozens of such steps
+    has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
     shared = dict(pair for service in services for pair in service.parameters())
@@ -137,10 +139,13 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
             slices = shared.get(id(parameter))
             if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
                 continue
-            if any(callable(x) for x in (*args[1:], *kwargs.values())):
+            if has_closure and is_on_all_ranks(parameter):
+                continue  # it runs the model on its own parameters: functions of these are right, only slower
+            if has_closure:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} needs whole parameters, which are gathered before a step, so that a "
-                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure"
+                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure, or, "
+                    "with pipeline stages, plan without them ('pipeline=1')"
                 )
             whole = nn.Parameter(slices.whole(parameter))
             whole.grad = slices.whole(parameter.grad)
