@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache, partial, partialmethod
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from autopar.errors import ModelError
@@ -83,6 +84,7 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 
 def _forward(runtime: Any, signature: inspect.Signature) -> Callable[..., Any]:
+    @torch.compiler.disable  # a torch.compile around it compiles what is outside of this call
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return runtime.forward(self, *args, **kwargs)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from autopar.errors import SubmoduleError
@@ -29,6 +30,7 @@ def bind_submodules(root: nn.Module) -> None:
 
 
 def _forward(name: str, kind: Any) -> Callable[..., Any]:
+    @torch.compiler.disable
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         root = self.__dict__["_parallel_root"]()
         if root is None or root.get_submodule(name) is not self:
