@@ -50,6 +50,8 @@ __all__ = [
     "map_leaves",
     "module_tables",
     "named_tensors",
+    "native_functions",
+    "not_compiled",
     "register_container",
     "scale_in_place",
     "set_local_tensor",
@@ -344,6 +346,16 @@ def item_by(read: Callable[[DTensor], Tensor]) -> None:
     untyped._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
 
 
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a ``torch.compile`` around it leaves as it is."""
+    untyped: Any = torch.compiler
+    return untyped.disable(function)
+
+
+native_functions: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+"""``with native_functions():`` functions of DTensors are torch's own, whatever `functions_by` was told."""
+
+
 def functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """From now on functions of torch that get a DTensor are ``run(function, args, kwargs)``.
 
@@ -351,7 +363,7 @@ def functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> 
     """
 
     def function(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        with native_functions():
             return run(func, args, kwargs or {})
 
     untyped: Any = DTensor

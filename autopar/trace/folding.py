@@ -56,7 +56,7 @@ def hoist_buffer_ops(graph: Graph) -> Graph:
 
 
 def copy_what_leaves(graph: Graph) -> Graph:
-    """Have an op put out each constant, parameter and buffer that the model returns or gives a buffer: a layer's value."""
+    """Have an op put out each constant, parameter and buffer that the model returns, or gives a buffer."""
     state = {"constant", "parameter", "buffer"}
     leaving = [name for name in dict.fromkeys(graph.outputs) if graph.roles.get(name) in state]
     leaving += [name for name in dict.fromkeys(graph.updates.values()) if graph.roles.get(name) in state]

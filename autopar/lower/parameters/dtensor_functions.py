@@ -2,56 +2,55 @@
 
 torch's own DTensor refuses a plain tensor as another operand, gives each rank random numbers of its own for its part,
 loses what is written to a view that had to be gathered, and ignores ``p.data = x``.  Scripts do all of this:
-``h @ model.head.weight.T``, ``nn.init.normal_(p)``, ``p[0] = 0``, an average of weights put in place.  So for DTensors of
-parallel modules (`known_meshes`)
+``h @ model.head.weight.T``, ``nn.init.normal_(p)``, ``p[0] = 0``, an average of weights put in place.  So for DTensors
+of parallel modules (`known_meshes`)
 
-- an op with plain tensors gets whole tensors, and gives one;
-- a change in place by plain tensors changes this rank's part by its part of them, or the whole tensor where the op is not
-  one for each element;
-- random numbers are drawn for the whole tensor, and are those of the first rank;
+- a function of them and plain tensors gets whole tensors, and gives what it gives of those;
+- a change in place by plain tensors changes this rank's part by its part of them, or the whole tensor where it is not
+  one for each element (`dtensor_writes`);
+- random numbers are those that one device draws (`dtensor_draws`);
+- views that were gathered follow the tensor that they are of, and it follows them (`view_writes`);
 - what torch has no rule for runs on whole tensors.
 
-Plain tensors are taken to be the same on every rank, as everything is that a script computes alike on all ranks.
+Plain tensors are the same on every rank, as everything is that a script computes alike on all ranks.  Every rank calls
+the same functions, as some communicate.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.errors import MeshError, ModelError
-from autopar.lower.communication.late_tensor import LateTensor
-from autopar.lower.compat import functions_by, local_tensor, map_leaves, set_local_tensor
-from autopar.lower.parameters.known_meshes import (
-    compare_plain,
-    has_local_inputs,
-    is_known,
-    laid_as,
-    read_whole,
-    share_whole,
-)
+from autopar.errors import MeshError
+from autopar.lower.compat import functions_by, map_leaves, native_functions
+from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
+from autopar.lower.parameters.dtensor_writes import copy_deeply, is_write, set_data, set_grad, write, write_out
+from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
+from autopar.lower.parameters.known_meshes import has_local_inputs, is_known, read_whole
 from autopar.lower.parameters.optimizer_state import refuse_file
-from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh, write_through
+from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh
 from autopar.tensor_questions import QUESTIONS
 
-__all__ = ["watch_functions"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+__all__ = ["begin_native_step", "end_native_step", "watch_functions"]
 
 _tensor: Any = Tensor
+_torch: Any = torch
 _FACTS = QUESTIONS | {
     _tensor.grad.__get__, _tensor.requires_grad.__set__, _tensor.is_leaf.__get__, _tensor.grad_fn.__get__,
     _tensor.requires_grad_, _tensor.is_contiguous, _tensor.register_hook, _tensor.__hash__, _tensor.__repr__,
     _tensor.register_post_accumulate_grad_hook, _tensor.retain_grad,
 }  # fmt: skip
 """What asks or sets facts that are alike for a part and for the whole; optimizers call these most often."""
-_READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.equal, torch.equal})
+_WHOLE = frozenset({
+    "numpy", "__array__", "tolist", "equal", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+    "dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "normal", "poisson", "multinomial",
+})  # fmt: skip
+"""They want the whole tensor: all of it on the host, memory of any shape, or random numbers for it."""
 _VIEWS = frozenset({
     "view", "reshape", "flatten", "ravel", "unflatten", "select", "narrow", "t", "transpose", "permute", "movedim",
     "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "expand", "expand_as", "view_as", "reshape_as",
@@ -61,23 +60,9 @@ _VIEWS = frozenset({
 _VIEW_GETTERS = frozenset(
     getter.__get__ for getter in (_tensor.data, _tensor.T, _tensor.mT, _tensor.H, _tensor.mH, _tensor.real)
 )
+_SET_GRAD = _tensor.grad.__set__
 _FOR_SHAPE = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "is_same_size", "to"})
 """Of their other operand they read the shape or the type only."""
-_BY_ELEMENT = frozenset({
-    "copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_", "pow_", "clamp_",
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "logical_and_", "logical_or_",
-})  # fmt: skip
-"""An entry of their result follows from the same entries of operands of the same shape."""
-_NO_WRITES = frozenset({"requires_grad_", "share_memory_", "detach_", "rename_"})
-_DRAWS_IN_PLACE = frozenset({
-    "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_",
-})  # fmt: skip
-_DRAWS_LIKE = frozenset({"randn_like", "rand_like", "randint_like", "bernoulli", "normal", "poisson"})
-_DROPS = frozenset({"dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "native_dropout"})
-_NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})
-"""Tensors of any shape, to compute with: plain ones."""
-_NO_RULE = ("DTensor", "sharding", "Sharding", "placement", "tensor subclass", "redistribut")
-"""What torch's errors say where a function has no rule for DTensors, or none for how these lie."""
 
 
 def watch_functions() -> None:
@@ -85,322 +70,124 @@ def watch_functions() -> None:
     functions_by(_run)
 
 
-def _run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if func in _FACTS:
-        return func(*args, **kwargs)
-    found: list[Tensor] = []
-    _find_tensors(args, found)
-    if kwargs:
-        _find_tensors(kwargs.values(), found)
-    ours = [x for x in found if isinstance(x, DTensor) and is_known(x)]
-    if not ours:
-        return func(*args, **kwargs)
-    for x in ours:
+class _NativeStep(threading.local):
+    """The context of the optimizer step that this thread is in, if its functions are torch's own."""
+
+    context: Any = None
+
+
+_STEP = _NativeStep()
+
+
+def begin_native_step() -> None:
+    """An optimizer of torch begins a step, all of whose functions torch's DTensor does right: to do them here takes as
+    long again.
+    """
+    end_native_step()
+    note_write()
+    _STEP.context = native_functions()
+    _STEP.context.__enter__()
+
+
+def end_native_step() -> None:
+    """The step has ended, or failed."""
+    context, _STEP.context = _STEP.context, None
+    if context is not None:
+        context.__exit__(None, None, None)
+
+
+def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function in _FACTS or (function == _SET_GRAD and args[1] is None):
+        return function(*args, **kwargs)
+    tensors = find_tensors((*args, *kwargs.values()) if kwargs else args)
+    known = [x for x in tensors if isinstance(x, DTensor) and is_known(x)]
+    if not known:
+        return function(*args, **kwargs)
+    for x in known:
         if GATHERED_VIEW in vars(x):
             refresh(x)
-    rule = _RULES.get(func)
+    call = FunctionCall(function, args, kwargs, tensors, known)
+    rule = _RULES.get(function)
     if rule is not None:
-        return rule(func, args, kwargs)
-    name = getattr(func, "__name__", "")
-    if func in _READS or name in _NEW:
-        return _on_whole(func, args, kwargs)
-    if getattr(func, "__module__", "") == "torch.nn.init" or name in _DRAWS_IN_PLACE:
-        return _draw_in_place(func, ours[0], args, kwargs)
-    if name in _DRAWS_LIKE or name in _DROPS:
-        return _draw_like(func, name, ours[0], args, kwargs)
+        return rule(call)
+    if is_write(call.name):
+        return draw_in_place(call) if draws_in_place(call) else write(call)
     if kwargs.get("out") is not None:
-        return _write_out(func, args, kwargs)
-    if _is_write(name):
-        return _write(func, name, found, ours, args, kwargs)
-    if name not in _FOR_SHAPE and _is_mixed(found, ours):
-        return _on_whole(func, args, kwargs)
-    return _natively(func, name, args, kwargs)
+        return write_out(call)
+    if draws_like(call):
+        return draw_like(call)
+    if call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed()):
+        return _on_whole(call)
+    return _natively(call)
 
 
-def _find_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
-    for x in values:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, list | tuple):
-            _find_tensors(x, found)
+def _on_whole(call: FunctionCall) -> Any:
+    """The function of whole plain tensors.
 
-
-def _has_tensor(values: Iterable[Any]) -> bool:
-    found: list[Tensor] = []
-    _find_tensors(values, found)
-    return bool(found)
-
-
-def _is_write(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED)
-    return name.endswith("_") and name not in _NO_WRITES
-
-
-_AUGMENTED = frozenset("add sub mul truediv floordiv mod pow and or xor lshift rshift".split())
-
-
-def _is_mixed(found: Sequence[Tensor], ours: Sequence[DTensor]) -> bool:
-    """Whether torch has no rule for these together: a plain tensor that is more than a number, or another mesh."""
-    mesh = id(ours[0].device_mesh)
-    return any(id(x.device_mesh) != mesh for x in ours[1:]) or any(_is_foreign(x) for x in found)
-
-
-def _is_foreign(x: Tensor) -> bool:
-    if isinstance(x, DTensor):
-        return False
-    return isinstance(x, LateTensor) or x.dim() > 0 or (x.requires_grad and torch.is_grad_enabled())
-
-
-# --- reading
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, LateTensor):
-        return x.whole()
-    return read_whole(x) if isinstance(x, DTensor) and is_known(x) else x
-
-
-def _on_whole(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`func` of whole plain tensors."""
-    if torch.is_grad_enabled():
-        found: list[Tensor] = []
-        _find_tensors((*args, *kwargs.values()), found)
-        local = [x for x in found if isinstance(x, DTensor) and x.requires_grad and has_local_inputs(x)]
-        if local and any(_is_foreign(x) and x.dim() for x in found):
+    Raises:
+        MeshError: a parameter would get the gradient of this rank's rows only.
+    """
+    if torch.is_grad_enabled() and len(call.known) < len(call.tensors):
+        local = [x for x in call.known if x.requires_grad and has_local_inputs(x)]
+        if local and call.plain_tensors():
             raise MeshError(
-                f"{getattr(func, '__name__', func)} got a parameter of shape {list(local[0].shape)} and a plain tensor, "
-                "and each rank has other rows (inputs='local'), so that the parameter's gradient would be that of this "
-                "rank's rows only: compute it in forward() or in the loss_fn of autopar.parallelize"
+                f"{call.name} got a parameter of shape {list(local[0].shape)} and a plain tensor, and each rank has "
+                "other rows (inputs='local'), so that the parameter's gradient would be that of this rank's rows only: "
+                "compute it in forward() or in the loss_fn of autopar.parallelize"
             )
-    plain = map_leaves(_plain, (args, kwargs))
-    result = func(*plain[0], **plain[1])
-    if func is Tensor.numpy:
+    result = call.with_leaves(plain)
+    if call.name == "numpy":
         result.setflags(write=False)  # it is a copy, and who writes to it means the parameter
     return result
 
 
-def _natively(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """What torch's DTensor does, or, where it has no rule, `func` of whole tensors."""
-    is_view = name in _VIEWS or func in _VIEW_GETTERS
+def _natively(call: FunctionCall) -> Any:
+    """What torch's DTensor does, or, where it has no rule, the function of whole tensors."""
+    is_view = call.name in _VIEWS or call.function in _VIEW_GETTERS
     try:
-        result = func(*args, **kwargs)
+        result = call.natively()
     except (NotImplementedError, RuntimeError) as error:
-        if not _has_no_rule(error):
+        if not has_no_rule(error):
             raise
         if not is_view:
-            return _on_whole(func, args, kwargs)
-        everywhere = map_leaves(_replicated, (args, kwargs))
-        result = func(*everywhere[0], **everywhere[1])
-    if is_view and args and isinstance(args[0], DTensor) and not _has_tensor(args[1:]):
-        note_views(args[0], lambda whole: func(whole, *args[1:], **kwargs), result)
+            return _on_whole(call)
+        result = call.with_leaves(_replicated)
+    if is_view and call.args and call.args[0] is call.known[0] and len(call.tensors) == 1:
+        function, rest, kwargs = call.function, call.args[1:], call.kwargs
+        note_views(call.known[0], lambda whole: function(whole, *rest, **kwargs), result)
     return result
-
-
-def _has_no_rule(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError) or any(word in str(error) for word in _NO_RULE)
 
 
 def _replicated(x: Any) -> Any:
     if not (isinstance(x, DTensor) and is_known(x)):
         return x
-    return x.redistribute(x.device_mesh, [Replicate()] * x.device_mesh.ndim)
+    untyped: Any = x
+    return untyped.redistribute(untyped.device_mesh, [Replicate()] * untyped.device_mesh.ndim)
 
 
-# --- writing
+def _format(call: FunctionCall) -> str:
+    x, spec = call.args
+    return format(x.item(), spec) if x.dim() == 0 else call.natively()
 
 
-def _write(func: Any, name: str, found: list[Tensor], ours: list[DTensor], args: Args, kwargs: Kwargs) -> Any:
-    target = args[0] if args else found[0]
-    if isinstance(target, list | tuple):
-        return _write_each(func, found, ours, args, kwargs)
-    if not (isinstance(target, DTensor) and is_known(target)):
-        return _on_whole_but_first(func, args, kwargs)
-    others = [x for x in found if x is not target and x.dim()]
-    is_mixed = _is_mixed([x for x in found if x is not target], [target, *ours])
-    if target.requires_grad and torch.is_grad_enabled():
-        if is_mixed and not target.is_leaf:
-            raise ModelError(
-                f"{name} changes what was computed of a parameter by a plain tensor, in place and with gradients: "
-                "write to x.full_tensor() instead"
-            )
-        return func(*args, **kwargs)  # torch says that a parameter that requires grad can't be written to
-    is_apart = is_mixed or any(tuple(x.placements) != tuple(target.placements) for x in ours if x.dim())
-    compare_plain(target, [_whole_output(x) for x in others if not isinstance(x, DTensor)])
-    if name in _BY_ELEMENT and is_apart and all(x.shape == target.shape for x in others):
-        laid = map_leaves(lambda x: _laid(x, target), (args, kwargs))
-        result = func(*laid[0], **laid[1])
-    elif is_apart or name == "__setitem__":
-        result = _write_whole(func, target, args, kwargs)
-    else:
-        try:
-            result = func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError) as error:
-            if not _has_no_rule(error):
-                raise
-            result = _write_whole(func, target, args, kwargs)
-    write_through(target)
-    return result
+def _backward(call: FunctionCall) -> None:
+    """Of a loss that is made of parameters only."""
+    call.function(read_whole(call.known[0]), *call.args[1:], **call.kwargs)
 
 
-def _laid(x: Any, target: DTensor) -> Any:
-    if x is target or not isinstance(x, Tensor) or not x.dim():
-        return x
-    return laid_as(_plain(x) if isinstance(x, LateTensor) else x, target)
-
-
-def _write_whole(func: Any, target: DTensor, args: Args, kwargs: Kwargs) -> Any:
-    """Change the whole tensor, and keep this rank's part."""
-    with torch.no_grad():
-        whole = read_whole(target).clone()
-        rest = map_leaves(_plain, (args[1:], kwargs))
-        result = func(whole, *rest[0], **rest[1])
-        local_tensor(target).copy_(local_tensor(laid_as(whole, target)))
-    return target if result is whole else result
-
-
-def _on_whole_but_first(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    plain = map_leaves(_plain, (args[1:], kwargs))
-    return func(args[0], *plain[0], **plain[1])
-
-
-def _write_each(func: Any, found: list[Tensor], ours: list[DTensor], args: Args, kwargs: Kwargs) -> Any:
-    """Of functions that change a list of tensors (``torch._foreach_...``): each by its own operands."""
-    if not _is_mixed(found, ours):
-        try:
-            result = func(*args, **kwargs)
-        except NotImplementedError:
-            pass
-        else:
-            note_write()
-            return result
-    count = len(args[0])
-    for place in range(count):
-        own = [[x[place]] if isinstance(x, list | tuple) and len(x) == count else x for x in args]
-        _write_one(func, own[0][0], own, kwargs)
-    return None
-
-
-def _write_one(func: Any, target: Tensor, args: list[Any], kwargs: Kwargs) -> None:
-    """`func` of lists of one tensor each, of which it changes `target`."""
-    operands = [x for operand in args for x in (operand if isinstance(operand, list) else ())]
-    if isinstance(target, DTensor) and is_known(target):
-        if GATHERED_VIEW in vars(target):
-            refresh(target)
-        compare_plain(target, [x for x in operands if isinstance(x, Tensor) and not isinstance(x, DTensor)])
-        laid = [local_tensor(_laid(x, target)) if isinstance(x, Tensor) and x.dim() else x for x in operands]
-        lists = iter(laid)
-        func(*([next(lists) for _ in operand] if isinstance(operand, list) else operand for operand in args), **kwargs)
-        write_through(target)
-    else:
-        func(args[0], *map_leaves(_plain, args[1:]), **kwargs)
-
-
-def _write_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`func` with ``out=``."""
-    out = kwargs["out"]
-    result = _run(func, args, {name: x for name, x in kwargs.items() if name != "out"})
-    with torch.no_grad():
-        _run(Tensor.copy_, (out, result), {})
-    return out
-
-
-# --- random numbers
-
-
-def _draw_in_place(func: Any, target: DTensor, args: Args, kwargs: Kwargs) -> Any:
-    """Give `target` the random numbers of one device, those of the first rank."""
-    if target.requires_grad and torch.is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init":
-        return func(*args, **kwargs)  # torch says that a parameter that requires grad can't be written to
-    with torch.no_grad():
-        whole = torch.empty(target.shape, dtype=target.dtype, device=local_tensor(target).device)
-        drawn = map_leaves(lambda x: whole if x is target else _plain(x), (args, kwargs))
-        func(*drawn[0], **drawn[1])
-        local_tensor(target).copy_(local_tensor(share_whole(whole, target)))
-    write_through(target)
-    return target
-
-
-def _draw_like(func: Any, name: str, like: DTensor, args: Args, kwargs: Kwargs) -> Any:
-    """`func`, which draws, of whole tensors: a number for each entry, those of the first rank."""
-    if name in _DROPS or not name.endswith("_like"):
-        return _on_whole(func, args, kwargs)
-    whole = torch.empty(like.shape, dtype=like.dtype, device=local_tensor(like).device)
-    drawn = func(whole, *args[1:], **{name: x for name, x in kwargs.items() if name != "input"})
-    return share_whole(drawn, like).requires_grad_(bool(kwargs.get("requires_grad", False)))
-
-
-# --- functions with rules of their own
-
-
-def _set_data(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """``p.data = x``: torch changes the wrapper, and leaves the part that ops read as it was."""
-    target, value = args
-    if not (isinstance(target, DTensor) and is_known(target)):
-        func(target, _plain(value).detach())
-        return
-    if value.shape != target.shape or value.dtype != target.dtype:
-        raise ModelError(
-            f"a parameter of shape {list(target.shape)} and dtype {target.dtype} was given data of shape "
-            f"{list(value.shape)} and dtype {value.dtype}: the program of a parallelized model has the shapes of its "
-            "parameters. Change the original model, and call autopar.parallelize after it"
-        )
-    set_local_tensor(target, local_tensor(laid_as(_whole_output(value), target)).detach())
-    write_through(target)
-
-
-def _set_grad(func: Any, args: Args, kwargs: Kwargs) -> None:
-    target, value = args
-    if value is not None:
-        is_ours = isinstance(target, DTensor) and is_known(target)
-        if value.shape == target.shape:
-            value = laid_as(_whole_output(value), target) if is_ours else _plain(value).detach()
-    func(target, value)
-
-
-def _whole_output(x: Tensor) -> Tensor:
-    return x.whole() if isinstance(x, LateTensor) else x
-
-
-def _format(func: Any, args: Args, kwargs: Kwargs) -> str:
-    x, spec = args
-    return format(x.item(), spec) if x.dim() == 0 else func(*args)
-
-
-def _backward(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """A loss that is made of parameters only."""
-    func(read_whole(args[0]), *args[1:], **kwargs)
-
-
-def _gradients(func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _gradients(call: FunctionCall) -> Any:
     """``torch.autograd.grad(outputs, inputs)``, which also gets parameters among inputs."""
-    rest = {"outputs": args[0] if args else None, **kwargs}
-    if args:
-        rest["outputs"] = map_leaves(_plain, rest["outputs"])
-        return func(rest.pop("outputs"), *args[1:], **rest)
-    return func(**{**rest, "outputs": map_leaves(_plain, rest["outputs"])})
+    if call.args:
+        return call.function(map_leaves(plain, call.args[0]), *call.args[1:], **call.kwargs)
+    return call.function(**{**call.kwargs, "outputs": map_leaves(plain, call.kwargs["outputs"])})
 
 
-def _copy(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``copy.deepcopy``, also where the part begins within other memory: torch takes its place there for a pointer."""
-    x, memo = args
-    if id(x) in memo or type(x) is not DTensor or not x.is_leaf:
-        return func(x, memo)
-    made = x.detach().clone().requires_grad_(x.requires_grad)
-    memo[id(x)] = made
-    if x.grad is not None:
-        made.grad = copy.deepcopy(x.grad, memo)
-    vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(x).items() if name != GATHERED_VIEW})
-    return made
-
-
-Rule = Callable[[Any, Args, Kwargs], Any]
-_RULES: Mapping[Any, Rule] = {
-    _tensor.data.__set__: _set_data,
-    _tensor.grad.__set__: _set_grad,
-    Tensor.__format__: _format,
-    Tensor.__reduce_ex__: refuse_file,
-    Tensor.__deepcopy__: _copy,
-    Tensor.backward: _backward,
-    torch.autograd.grad: _gradients,
+_RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
+    _tensor.data.__set__: set_data,
+    _SET_GRAD: set_grad,
+    _tensor.__format__: _format,
+    _tensor.__reduce_ex__: refuse_file,
+    _tensor.__deepcopy__: copy_deeply,
+    _tensor.backward: _backward,
+    _torch.autograd.grad: _gradients,
 }

@@ -20,7 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autopar.lower.communication.call_consensus import CallConsensus
 from autopar.lower.compat import item_by, local_tensor
 
-__all__ = ["compare_plain", "has_local_inputs", "is_known", "is_on_all_ranks", "know_mesh", "laid_as", "read_whole", "share_whole"]
+__all__ = [
+    "compare_plain", "has_local_inputs", "is_known", "is_on_all_ranks", "know_mesh", "laid_as", "placements_of",
+    "read_whole", "share_whole",
+]  # fmt: skip
 
 
 @dataclass
@@ -72,9 +75,8 @@ def read_whole(x: DTensor) -> Tensor:
 
     Without gradients it may share the memory of `x`.
     """
-    untyped: Any = x
     is_differentiable = x.requires_grad and torch.is_grad_enabled()
-    if all(each.is_replicate() for each in untyped.placements):
+    if all(each.is_replicate() for each in placements_of(x)):
         return x.full_tensor() if is_differentiable else local_tensor(x).detach()
     calls = _calls(x)
     if calls is None:
@@ -96,23 +98,28 @@ def share_whole(whole: Tensor, like: DTensor) -> DTensor:
     """What the first rank of the mesh has as `whole`, laid out as `like`; every rank calls it, with a tensor of its
     own, such as random numbers.
     """
-    untyped: Any = like
     calls = _calls(like)
     if calls is not None:
         calls.enter("drawing random numbers like a parameter ({})", lambda: (None, ()))
-    return distribute_tensor(whole.detach(), untyped.device_mesh, untyped.placements)
+    return distribute_tensor(whole.detach(), like.device_mesh, placements_of(like))
 
 
 def laid_as(x: Tensor, like: DTensor) -> DTensor:
     """`x`, of the shape of `like`, laid out as it is, without gradient.  A plain tensor is the same on every rank."""
-    untyped: Any = like
-    mesh, placements = untyped.device_mesh, untyped.placements
-    if isinstance(x, DTensor) and id(x.device_mesh) != id(mesh):
-        x = read_whole(x.detach())
     if isinstance(x, DTensor):
-        return x if tuple(x.placements) == tuple(placements) else x.detach().redistribute(mesh, placements)
+        untyped: Any = x
+        if untyped.device_mesh is like.device_mesh:
+            is_laid = placements_of(x) == placements_of(like)
+            return x if is_laid else untyped.detach().redistribute(like.device_mesh, placements_of(like))
+        x = read_whole(untyped.detach())
     whole = x.detach().to(local_tensor(like).device)
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return distribute_tensor(whole, like.device_mesh, placements_of(like), src_data_rank=None)
+
+
+def placements_of(x: DTensor) -> tuple[Any, ...]:
+    """How it is cut, by axis of its mesh."""
+    untyped: Any = x
+    return tuple(untyped.placements)
 
 
 def _calls(x: DTensor) -> CallConsensus | None:

@@ -86,7 +86,7 @@ class LayerParameters:
             ModelError: one was replaced by a tensor that is not laid out as it is.
         """
         found = [table[name] for table, name in self._slots]
-        if len(self._checked) != len(found) or any(a is not b for a, b in zip(found, self._checked, strict=True)):
+        if self.store.has_parts and not _are_same(found, self._checked):
             for name, parameter in zip(self.names, found, strict=True):
                 if parameter is not None:
                     self.store.check(name, parameter)
@@ -128,6 +128,10 @@ class LayerParameters:
 
     def _cast(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [local_part_of(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
+
+
+def _are_same(xs: Sequence[object], ys: Sequence[object]) -> bool:
+    return len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -
 
     def whole(x: Any) -> Any:
         if isinstance(x, DTensor) and is_known(x):
-            x = read_whole(x.detach())
+            x = read_whole(x)
         if not isinstance(x, Tensor) or not keeps:
             return None if isinstance(x, Tensor) else x
         return x.detach().to("cpu" if on_host else x.device, copy=True)
@@ -56,8 +56,8 @@ def fit_loaded_state(optimizer: Optimizer) -> None:
 def refuse_file(*_: Any) -> NoReturn:
     """Raise ModelError: a part of a tensor is about to be pickled."""
     raise ModelError(
-        "a parameter, gradient or optimizer state of a parallelized model is this rank's part of a whole tensor, so that a "
-        f"file of it is no checkpoint. Of weights, {SAVE_INSTEAD}. Of an optimizer, save "
-        "model.full_optimizer_state_dict(optimizer), which every rank calls; optimizer.load_state_dict takes it. Of other "
-        "tensors save x.full_tensor(). torch.distributed.checkpoint saves the parts themselves, from all ranks"
+        "a parameter, gradient or optimizer state of a parallelized model is this rank's part of a whole tensor, so "
+        f"that a file of it is no checkpoint. Of weights, {SAVE_INSTEAD}. Of an optimizer, save "
+        "model.full_optimizer_state_dict(optimizer), which every rank calls; optimizer.load_state_dict takes it. Of "
+        "other tensors save x.full_tensor(). torch.distributed.checkpoint saves the parts themselves, from all ranks"
     )

@@ -53,7 +53,8 @@ class ParameterStore:
     ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
     `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
     `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's; `host` copies parameters that
-    are stored in the host's memory, None: they are on the device.
+    are stored in the host's memory, None: they are on the device.  `has_parts`: every parameter is a DTensor of its
+    layout; elsewhere (`torch.compile`) the caller's own parameters are used as they are.
     """
 
     mesh: tuple[int, ...]
@@ -63,6 +64,7 @@ class ParameterStore:
     first_name: Mapping[str, str]
     gradient_dtype: torch.dtype | None = None
     host: HostCopies | None = None
+    has_parts: bool = False
 
     def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where the parameter is registered: to look it up each step without walking the module's tree."""
@@ -89,8 +91,8 @@ class ParameterStore:
         ):
             return
         raise ModelError(
-            f"the parameter {name!r} of a parallelized model was replaced by a tensor of shape {list(tensor.shape)} that "
-            "is not shared out over the devices as it was. Give the parameter other values in place of another "
+            f"the parameter {name!r} of a parallelized model was replaced by a tensor of shape {list(tensor.shape)} "
+            "that is not shared out over the devices as it was. Give the parameter other values in place of another "
             "parameter: with torch.no_grad(): p.copy_(values), or p.data = values"
         )
 
@@ -174,7 +176,7 @@ def make_store(
         draws.play(communicator.device, keep_drawn)
     copy_skeleton(module, target, make_parameter, make_buffer)
     dtype = getattr(torch, plan.decisions.gradients) if plan.decisions.gradients else None
-    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype, host)
+    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype, host, has_parts=True)
 
 
 def _stored(

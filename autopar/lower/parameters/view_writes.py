@@ -59,7 +59,7 @@ class _Origin:
 
 def note_views(source: DTensor, view: View, result: Any) -> None:
     """`result`, a tensor or several, is what ``view(source)`` gave: remember it of what has memory of its own."""
-    results: Sequence[Any] = list(result) if isinstance(result, list | tuple) else [result]
+    results: Sequence[Any] = result if type(result) in (list, tuple) else [result]
     has_graph = torch.is_grad_enabled() and source.requires_grad
     for place, each in enumerate(results):
         if not isinstance(each, DTensor) or each is source:

@@ -27,6 +27,7 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
+from autopar.lower.parameters.dtensor_functions import begin_native_step, end_native_step
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.known_meshes import is_on_all_ranks
 from autopar.lower.parameters.optimizer_state import fit_loaded_state
@@ -40,6 +41,7 @@ _BY_ELEMENT = frozenset({
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 })  # fmt: skip
 """Those of torch that need no trial."""
+_BY_MASKS = frozenset({"Rprop"})  # ``sign[sign.gt(0)] = ...``, which torch's DTensor has no rule for
 _TRIAL_SIZE = 256  # of a dim at most: optimizers treat dims below 128 in other ways than large ones
 _TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
 
@@ -125,12 +127,14 @@ def _watch_steps() -> None:
 
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     fit_loaded_state(optimizer)
+    has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
+        if not has_closure and type(optimizer).__name__ not in _BY_MASKS:
+            begin_native_step()
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return  # without a look at each module's parameters: trials make dozens of such steps
-    has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     swaps: list[_Swap] = []
     services = [service for each in tuple(_SERVICES) if (service := each()) is not None]
     shared = dict(pair for service in services for pair in service.parameters())
@@ -157,6 +161,7 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _keep_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    end_native_step()
     for swap in _SWAPS.pop(optimizer, ()):
         swap.params[swap.place] = swap.parameter
         local_part_of(swap.parameter).copy_(swap.slices.part(swap.whole))

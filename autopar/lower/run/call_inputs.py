@@ -285,7 +285,8 @@ def _full(x: DTensor) -> Callable[[Tensor], Tensor]:
 def _refuse_gradient(_: Tensor) -> NoReturn:
     """Raise LossError: gradients of each rank's own loss would add up to those of no loss that one device computes."""
     raise LossError(
-        "backward() came from a loss that this rank computed of its own rows (inputs='local'). The loss of one device is "
-        "that of the rows of all data ranks, which only the model's program knows: let forward() return the loss, or pass "
-        "it to autopar.parallelize(..., loss_fn=criterion, example_target=target) and call loss = model(x, target=target)"
+        "backward() came from a loss that this rank computed of its own rows (inputs='local'). The loss of one device "
+        "is that of the rows of all data ranks, which only the model's program knows: let forward() return the loss, "
+        "or pass it to autopar.parallelize(..., loss_fn=criterion, example_target=target) and call "
+        "loss = model(x, target=target)"
     )

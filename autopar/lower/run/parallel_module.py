@@ -25,7 +25,7 @@ from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
-from autopar.lower.parameters.dtensor_functions import watch_functions
+from autopar.lower.parameters.dtensor_functions import end_native_step, watch_functions
 from autopar.lower.parameters.gradient_norm import GradientNorm
 from autopar.lower.parameters.known_meshes import know_mesh, laid_as
 from autopar.lower.parameters.materialize import Draws
@@ -181,6 +181,7 @@ class ParallelModule(ModuleInspection):
             MeshError: ranks got different batches; on an accelerator of the step before.
             RankError: another rank does something else, failed or ended.
         """
+        end_native_step()  # of an optimizer that raised in it
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)

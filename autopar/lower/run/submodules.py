@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from autopar.errors import SubmoduleError
+from autopar.lower.compat import not_compiled
 from autopar.lower.run.generation import generation_methods
 
 __all__ = ["bind_submodules"]
@@ -30,7 +30,6 @@ def bind_submodules(root: nn.Module) -> None:
 
 
 def _forward(name: str, kind: Any) -> Callable[..., Any]:
-    @torch.compiler.disable
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         root = self.__dict__["_parallel_root"]()
         if root is None or root.get_submodule(name) is not self:
@@ -41,5 +40,6 @@ def _forward(name: str, kind: Any) -> Callable[..., Any]:
             )
         return root._run_part(name, args, kwargs)
 
-    forward.__signature__ = inspect.signature(kind.forward)  # pyright: ignore[reportFunctionMemberAccess]
-    return forward
+    made: Any = not_compiled(forward)
+    made.__signature__ = inspect.signature(kind.forward)
+    return made
