@@ -116,13 +116,14 @@ def _write_each(call: FunctionCall) -> None:
         if GATHERED_VIEW in vars(target):
             refresh(target)
         compare_plain(target, [x for x in find_tensors(own) if not isinstance(x, DTensor)])
-        laid = map_leaves(lambda x, target=target: _local(_laid(x, target)), own)
+        laid = map_leaves(lambda x, target=target: _local(_laid(x, target) if x is not target else x, target), own)
         call.function(*laid, **call.kwargs)
         write_through(target)
 
 
-def _local(x: Any) -> Any:
-    return local_tensor(x) if isinstance(x, DTensor) and x.dim() else x
+def _local(x: Any, target: DTensor) -> Any:
+    """An operand of `target`, laid out as that is or a number, for this rank's part of it."""
+    return local_tensor(x) if isinstance(x, DTensor) and (x is target or x.dim()) else plain(x)
 
 
 def write_out(call: FunctionCall) -> Any:

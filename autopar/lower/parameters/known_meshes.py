@@ -30,12 +30,13 @@ __all__ = [
 class _Known:
     """A mesh, and the parallel modules that have parameters on it.
 
-    `is_whole_world`: all ranks are in it, and not those of a pipeline stage; `calls` then compares what they do.
+    `is_whole_world`: all ranks are in it, and not those of a pipeline stage; `calls`, which is that of the latest module
+    on every rank, whether it lives or not, then compares what they do.
     """
 
     mesh: DeviceMesh
     is_whole_world: bool
-    calls: weakref.ReferenceType[CallConsensus] | None = None
+    calls: CallConsensus | None = None
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
 
 
@@ -49,7 +50,7 @@ def know_mesh(mesh: DeviceMesh, module: nn.Module, calls: CallConsensus | None, 
     compared, as each has parameters of its own.
     """
     known = _KNOWN.setdefault(id(mesh), _Known(mesh, is_whole_world))
-    known.calls = weakref.ref(calls) if calls is not None and is_whole_world else None
+    known.calls = calls if is_whole_world else None
     known.modules.add(module)
     item_by(lambda x: read_whole(x) if is_known(x) else local_tensor(x))
 
@@ -123,5 +124,4 @@ def placements_of(x: DTensor) -> tuple[Any, ...]:
 
 
 def _calls(x: DTensor) -> CallConsensus | None:
-    reference = _KNOWN[id(x.device_mesh)].calls
-    return None if reference is None else reference()
+    return _KNOWN[id(x.device_mesh)].calls
