@@ -92,7 +92,7 @@ def check_closure(make_optimizer: Any) -> None:
 def check_stages() -> None:
     model, inputs = models.make("plain_gpt")
     parallel: Any = parallelize(model, inputs, constraints=("pipeline=2",))
-    with pytest.raises(ModelError, match="get_optimizer_state_dict"):
+    with pytest.raises(ModelError, match=r"has no form that one device knows.*get_optimizer_state_dict"):
         parallel.full_optimizer_state_dict(torch.optim.SGD(parallel.parameters()))
 
 
