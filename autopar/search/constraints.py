@@ -47,7 +47,8 @@ from autopar.decisions import GRADIENT_DTYPES
 from autopar.errors import ConstraintError
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
-from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
+from autopar.search.microbatches import PER_MICROBATCH
+from autopar.search.time_problem import is_named, option_per_microbatch
 from autopar.step.activation_policies import policy_names
 from autopar.suggestions import suggest
 

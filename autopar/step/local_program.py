@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from autopar.errors import PlanMismatchError
-from autopar.placement import REPLICATE, Layout, Placement, local_shape, reshard
+from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, local_shape, reshard
 from autopar.program import Op, TensorType, Value
-from autopar.step.instructions import LocalProgram, LocalValue, Reshard, RunOp, TakeMicrobatch
+from autopar.step.instructions import KeepInFirst, LocalProgram, LocalValue, Reshard, RunOp, Single, TakeMicrobatch
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.pieces import in_pieces
 
@@ -76,7 +76,7 @@ class _Builder:
         self.local = local
         self.view = local.view
         self.values: list[LocalValue] = []
-        self.instructions: list[TakeMicrobatch | Reshard | RunOp] = []
+        self.instructions: list[Single] = []
         self.produced: dict[str, int] = {}
         self.copies: dict[str, int] = {}
 
@@ -141,6 +141,10 @@ class _Builder:
         is_whole = place.time.kind in "RB"
         if is_whole and time.kind in "RB" and (not value.requires_grad or value.role == "parameter"):
             return source
+        if is_whole and time == PARTIAL and (not value.requires_grad or place.time == BROADCAST):
+            target = self._new(value, place.layout, time)
+            self.instructions.append(KeepInFirst(source, target))
+            return target
         if not (is_whole and time.is_shard) or value.requires_grad:
             raise PlanMismatchError(
                 f"layer {self.local.layer.name}: microbatches can't take {value.name} from {place.time} to {time} in "

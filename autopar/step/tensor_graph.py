@@ -148,7 +148,7 @@ class _TensorGraphBuilder:
                 self._add_move(each)
             elif isinstance(each, InPieces):
                 self._add_in_pieces(each)
-            else:  # a view
+            else:  # a view, or a term, whose zeros are no larger
                 self.piece += 1
                 order = in_order(local.values[each.target].type.shape)
                 self.located[each.target] = self.located[each.source]._replace(order=order)
