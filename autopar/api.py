@@ -212,10 +212,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 plan = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
-        traced = traced.in_pieces(plan.piece_tokens)
+        traced = traced.decided_by(plan.decisions)
     else:
         own = plan if asked in (None, plan.compiled) else plan.with_decisions(compiled=asked)
-        traced = traced.in_pieces(own.piece_tokens)
+        traced = traced.decided_by(own.decisions)
         agree(group, lambda: check_compiler(own.compiled, mesh.device_type))
         agree(group, lambda: check_fit(own, traced.program, communicator.world_size))
         plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))

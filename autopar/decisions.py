@@ -135,6 +135,9 @@ class Decisions:
         host_storage: whether parameters as they are stored, their final gradients, and the optimizer's state are in the
             host's memory, and updated there; layers then compute with copies.
         piece_tokens: how many tokens of a device get their logits at a time; 0: all (`autopar.step.logits`).
+        late_ops: the ops that run once a step, on sums over all microbatches (`autopar.step.tail`).
+        statistics: the ops of whose statistics each microbatch may take its own for the whole batch's
+            (`autopar.step.statistics`).
     """
 
     fingerprint: str
@@ -150,6 +153,8 @@ class Decisions:
     gradients: str = ""
     host_storage: bool = False
     piece_tokens: int = 0
+    late_ops: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
 
     @property
     def num_groups(self) -> int:

@@ -251,10 +251,10 @@ def _problems(plan: Plan) -> Iterator[str]:
 
 def _complete_decisions(decided: dict[str, Any]) -> None:
     """Add what earlier versions did not decide."""
-    decided.setdefault("compiled", False)
-    decided.setdefault("gradients", "")
-    decided.setdefault("host_storage", False)
-    decided.setdefault("piece_tokens", 0)
+    for name, nothing in (("compiled", False), ("gradients", ""), ("host_storage", False), ("piece_tokens", 0)):
+        decided.setdefault(name, nothing)
+    for name in ("late_ops", "statistics"):
+        decided.setdefault(name, [])
     strategies = decided.get("strategies")
     for strategy in cast("list[Any]", strategies) if isinstance(strategies, list) else []:
         if isinstance(strategy, dict):

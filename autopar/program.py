@@ -280,6 +280,10 @@ class Program:
         piece_tokens: how many tokens at a time get their logits; 0: all at once (`autopar.step.logits`).
         carried: those of `inputs` and `outputs` that go from call to call (keys and values of tokens): devices keep
             their parts of them in between.
+        tail: the ops that run behind all layers, once a step, whole on every device: they read sums over the whole
+            batch (`autopar.step.tail`).
+        statistics: the ops of whose statistics each microbatch may take its own for the whole batch's
+            (`autopar.step.statistics`).
     """
 
     values: Mapping[str, Value] = field(hash=False)
@@ -297,6 +301,43 @@ class Program:
     late: tuple[LateOutput, ...] = ()
     piece_tokens: int = 0
     carried: frozenset[str] = frozenset()
+    tail: tuple[Op, ...] = ()
+    statistics: tuple[str, ...] = ()
+
+    @cached_property
+    def tail_reads(self) -> tuple[str, ...]:
+        """What layers compute and `tail` reads, in the order in which it does."""
+        made = {name for op in self.tail for name in op.results}
+        read = dict.fromkeys(name for op in self.tail for name in op.operands)
+        return tuple(name for name in read if name not in made and self.values[name].role == "op")
+
+    @cached_property
+    def is_loss_late(self) -> bool:
+        """Whether `tail` makes the loss, so that no backward begins before all forwards have ended."""
+        return any(self.loss in op.results for op in self.tail)
+
+    @property
+    def has_loss_in_layers(self) -> bool:
+        """Whether each microbatch makes a term of the loss, with which its backward may begin."""
+        return bool(self.loss) and not self.is_loss_late
+
+    @cached_property
+    def loss_terms(self) -> tuple[str, ...]:
+        """What layers make of the loss: the loss, or what `tail` makes it of; nothing without a loss."""
+        if self.is_loss_late:
+            return self.tail_reads
+        return (self.loss,) if self.loss else ()
+
+    @cached_property
+    def whole_results(self) -> tuple[str, ...]:
+        """What layers give whole to every device: what they make of the loss, what `tail` reads, new values of buffers.
+
+        Without a loss also all outputs.
+        """
+        late = {name for op in self.tail for name in op.results}
+        returned = self.loss_terms if self.loss else self.outputs
+        names = dict.fromkeys((*returned, *self.tail_reads, *self.updates.values()))
+        return tuple(name for name in names if name not in late)
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:

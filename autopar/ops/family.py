@@ -137,6 +137,8 @@ class OpFamily:
         runs_apart: a compiler leaves it out of what it compiles.
         is_attention: results are [..., heads, queries, head size].
         row_products: by qualified name, of products that work row by row, if their matrix has two dims.
+        count_arg: position of the argument that becomes the number of microbatches where each of them takes its own
+            terms for the whole batch's sum; -1: there is none.
     """
 
     rules: Mapping[str, Rule | None] = field(hash=False)
@@ -164,6 +166,7 @@ class OpFamily:
     runs_apart: bool = False
     is_attention: bool = False
     row_products: Mapping[str, RowProduct] = field(default_factory=dict[str, RowProduct], hash=False)
+    count_arg: int = -1
 
     @cached_property
     def is_pointwise(self) -> bool:

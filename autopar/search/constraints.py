@@ -319,7 +319,7 @@ def _check_per_microbatch(program: Program, scoped: ScopedConstraint) -> None:
         places = ", ".join(dict.fromkeys(op.module or op.name for op in able)) or "nowhere in this model"
         raise ConstraintError(
             f"constraint {scoped.text!r}: {scoped.pattern!r} matches nothing that can take a microbatch for the whole "
-            f"batch; only batch norm in training can: {places}"
+            f"batch; only batch norm in training and statistics that balance losses multiply can: {places}"
         )
 
 

@@ -5,11 +5,11 @@ nothing can be communicated along it; only these moves are possible:
 
 * a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, or ``R -> B``, which is the
   same for a value without gradient);
-* a whole value is added to a sum of terms by the first microbatch alone (``R -> P`` without gradient; ``B -> P`` of what is made of
-  parameters alone);
+* a whole value is added to a sum of terms by the first microbatch alone (``R -> P`` without gradient; ``B -> P`` of
+  what is made of parameters alone);
 * a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
-* the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient end
-  as slices (``S(d)``), which the runtime joins, and whose gradients it slices.
+* the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient
+  end as slices (``S(d)``), which the runtime joins, and whose gradients it slices.
 
 Ops that need the whole batch may take each microbatch for it where the user says so by name (``"batch_norm:
 per_microbatch"``).  The result differs from one device's, so it is never chosen without that constraint, and the plan
@@ -28,6 +28,7 @@ from autopar.search.time_problem import (
     narrow,
     option_per_microbatch,
     propagate_forward,
+    without_whole_batches,
 )
 
 __all__ = ["PER_MICROBATCH", "TimeAssignment", "time_assignment"]
@@ -90,18 +91,14 @@ def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], nu
         others = f" and {len(inexact) - 1} more" if len(inexact) > 1 else ""
         yield (
             f"not what one device computes with the whole batch, as {PER_MICROBATCH!r} allows: {first.target} "
-            f"({first.module or first.name}{others}) uses the statistics of each of {num_microbatches} microbatches, "
-            "and each updates its running statistics"
+            f"({first.module or first.name}{others}) uses the statistics of each of {num_microbatches} microbatches"
+            + (", and each updates its running statistics" if len(first.results) > 1 else "")
         )
 
 
 def _first_coupling(program: Program, num_microbatches: int, per_microbatch: Sequence[str]) -> Op | None:
     """The first op that slices of the inputs don't get through, if nothing is computed redundantly."""
-    problem = build_problem(program, num_microbatches, per_microbatch)
-    for constraint in problem.constraints:
-        if any(operand[1] != "state" for operand in constraint.operands):
-            constraint.options = [option for option in constraint.options if option.factor != "~"]
-    stuck = propagate_forward(problem)
+    stuck = propagate_forward(without_whole_batches(build_problem(program, num_microbatches, per_microbatch)))
     return None if stuck is None else stuck.op
 
 

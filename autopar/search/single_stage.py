@@ -130,8 +130,9 @@ class SingleStageSearch:
 def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     """Fast paths by sums of seconds, and by what is left of them less what is overlapped by estimate."""
     shared = candidates.shared_costs.values()
+    count = candidates.settings.num_microbatches
     chain = replace(
-        candidates.tables.chain(Flight()),
+        candidates.tables.chain(Flight(count if candidates.context.program.is_loss_late else 1)),
         fixed_s=sum(cost.step_s for cost in shared),
         fixed_bytes=sum(cost.memory.persistent_bytes for cost in shared),
     )

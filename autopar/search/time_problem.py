@@ -1,9 +1,9 @@
 """The axis in time as a problem: what placements values may have in microbatches, and what ties them.
 
-An exact way to run in microbatches is a choice of one option per op such that every operand's placement follows by a free
-move from the placement of its value (`autopar.search.microbatches`).  Layers of one kind get the same choice.  The search
-is arc consistency over the sets of placements that values can have, then one pass of choices with propagation; the number
-of variables is that of the layer *kinds*, not of the layers.
+An exact way to run in microbatches is a choice of one option per op such that every operand's placement follows by a
+free move from the placement of its value (`autopar.search.microbatches`).  Layers of one kind get the same choice.
+The search is arc consistency over the sets of placements that values can have, then one pass of choices with
+propagation; the number of variables is that of the layer *kinds*, not of the layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.program import Layer, Op, Option, Program
 
 __all__ = [
     "TimeConstraint", "TimeProblem", "Variable", "build_problem", "choose", "is_named", "narrow",
-    "option_per_microbatch", "propagate_forward",
+    "option_per_microbatch", "propagate_forward", "without_whole_batches",
 ]  # fmt: skip
 
 Variable = tuple[int, str, int, int]  # layer kind, "state" | "input" | "op", position, index of the result
@@ -80,6 +80,14 @@ def build_problem(program: Program, num_microbatches: int, per_microbatch: Seque
     for constraint in problem.constraints:
         for variable in (*constraint.operands, *constraint.results):
             problem.readers.setdefault(variable, []).append(constraint)
+    return problem
+
+
+def without_whole_batches(problem: TimeProblem) -> TimeProblem:
+    """The problem if no microbatch computes anything that carries a gradient of the whole batch; changed in place."""
+    for constraint in problem.constraints:
+        if not problem.of_batch.isdisjoint(constraint.operands):
+            constraint.options = [option for option in constraint.options if option.factor != "~"]
     return problem
 
 
@@ -183,10 +191,10 @@ def _require_outputs(problem: TimeProblem, program: Program, producer: Mapping[s
     for name in program.outputs:
         if name in producer:
             is_joined = not program.loss and program.values[name].requires_grad
-            problem.final.setdefault(producer[name], {"S"} if is_joined else {"R", "S"})
-    for name in program.updates.values():
+            problem.final.setdefault(producer[name], {"S"} if is_joined else {"R", "S", "P"})
+    for name in (*program.updates.values(), *program.tail_reads):
         if name in producer:
-            problem.final[producer[name]] = {"R"}
+            problem.final[producer[name]] = {"P"} if program.values[name].requires_grad else {"R", "P"}
     if program.loss in producer:
         problem.final[producer[program.loss]] = {"P"}
 
@@ -330,10 +338,11 @@ def choose(problem: TimeProblem, constraint: TimeConstraint) -> bool:
 
 
 def option_per_microbatch(op: Op) -> Option | None:
-    """The option in which `op` reads a slice of the batch and uses the statistics of that slice, if it can do so."""
+    """The option in which `op` takes a slice of the batch, or its term of a sum, for all of it, if it can do so."""
     kernels = family_of(op.target).kernels
     for option in op.options:
-        if option.kernel in kernels and kernels[option.kernel].uses_statistics and option.operands[0] == shard(0):
+        is_part = option.operands[:1] in ((shard(0),), (PARTIAL,))
+        if is_part and option.kernel in kernels and kernels[option.kernel].uses_statistics:
             return option
     return None
 

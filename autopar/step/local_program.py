@@ -13,14 +13,17 @@ the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from autopar.errors import PlanMismatchError
+from autopar.ops import family_of
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, local_shape, reshard
 from autopar.program import Op, TensorType, Value
 from autopar.step.instructions import KeepInFirst, LocalProgram, LocalValue, Reshard, RunOp, Single, TakeMicrobatch
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.pieces import in_pieces
+from autopar.step.value_flows import option_of
 
 __all__ = ["derive", "local_program"]
 
@@ -111,7 +114,14 @@ class _Builder:
             )
         ]
         self.produced.update(zip(op.results, results, strict=True))
-        self.instructions.append(RunOp(index, op, state, tuple(operands), tuple(results)))
+        self.instructions.append(RunOp(index, self._counting(index, op), state, tuple(operands), tuple(results)))
+
+    def _counting(self, index: int, op: Op) -> Op:
+        """The op, told of how many microbatches its own is one, where it takes that for the whole batch."""
+        place = family_of(op.target).count_arg
+        if place < 0 or not option_of(op, self.view.factors[index]).kernel:
+            return op
+        return replace(op, args=(*op.args[:place], self.view.num_microbatches, *op.args[place + 1 :]))
 
     def leave(self, name: str, layout: Layout) -> int:
         end = len(self.local.layer.ops)

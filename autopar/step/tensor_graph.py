@@ -292,7 +292,7 @@ def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
     program, name = placed.program, flow.value.name
     if not flow.value.requires_grad:
         return False
-    if not program.loss or name == program.loss:
+    if not program.loss or name in program.loss_terms:
         return True
     return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
 

@@ -217,7 +217,7 @@ def _first_that_fits(
     for inputs in batches:
         try:
             traced = keep_double_program(trace_model(model, inputs, device_type=device_type_of(plan.device)))
-            traced = traced.in_pieces(plan.piece_tokens)
+            traced = traced.decided_by(plan.decisions)
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:
                 run_single(double, _as_double(inputs), 1, in_double=True)

@@ -641,6 +641,7 @@ def _special() -> list[Sample]:
         sample("autopar.dropout", x(4, 6), 0.5, shapes_only=True),
         sample("autopar.cross_entropy_denominator", target, None, -100, 12),
         sample("autopar.cross_entropy_denominator", target, weight, -100, 12),
+        sample("autopar.batch_statistic", u(4, 6).round(), 1, fixed=(0,)),
         sample("autopar.batch_norm", x(4, 6, 2, 4), x(6), x(6), x(6), u(6), 0.1, 1e-5, fixed=(3, 4)),
         sample("autopar.batch_norm", x(4, 6), None, None, None, None, 0.1, 1e-5),
         sample("autopar.batch_norm", x(4, 6, 2), x(6), None, x(6), u(6), 0.1, 1e-5, fixed=(2, 3)),

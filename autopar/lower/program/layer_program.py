@@ -112,7 +112,10 @@ class _Emitter:
     def add_placeholders(self) -> None:
         """Inputs, state (in their copy layouts), and the context."""
         for index in (*self.local.inputs, *self.local.state):
-            self._keep(index, self.graph.placeholder(node_name(self.local.values[index].value.name)))
+            node = self.graph.placeholder(node_name(self.local.values[index].value.name))
+            # fx renames what is named as a builtin ("sum" to "sum_1"), and would write over an argument of that name.
+            node.target = node.name
+            self._keep(index, node)
         self.context = self.graph.placeholder("context")
         self.places = {op.index: (op.op.module, op.op.source) for op in self._ops()}
 
