@@ -82,6 +82,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
     cleanup.drop_dead_ops,
+    cleanup.join_written_slices,
     expert_regions.join_experts,
     cleanup.drop_dead_ops,
     folding.fold_constants,

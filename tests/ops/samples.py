@@ -622,6 +622,7 @@ def _creation() -> list[Sample]:
         sample("new_full", x(4, 6), [4, 6], 2.0),
         sample("new_full", x(3), [4, 6], 2.0),
         sample("new_empty", x(3), [4, 6], shapes_only=True),
+        sample("new_empty", x(4, 3), [4, 6], shapes_only=True),
     ]
     return found + [sample(f"new_{name}", x(4, 6), size) for name in ("zeros", "ones") for size in ([4, 6], [4], [])]
 
