@@ -118,7 +118,9 @@ class KernelCollective:
         drop_dims: dims left out of that shape.
         dtype: dtype of the buffer.
         count: how many such tensors travel in one buffer.
-        is_ring: it runs once for each other device of the axis, as a ring does, not once.
+        is_ring: it runs once for each other device of the axis, as a ring does, not once; on several axes so for each
+            step on those further out.
+        returns: of a ring, what goes round comes home with a step more.
         piece: it runs for so many elements of that shape at a time; 0: for all at once.
         growth: (number of devices that run the kernel together, how many times as much travels as that shape says).
     """
@@ -130,6 +132,7 @@ class KernelCollective:
     dtype: str = "float32"
     count: float = 1
     is_ring: bool = False
+    returns: bool = False
     piece: int = 0
     growth: tuple[tuple[int, float], ...] = ()
 
@@ -148,8 +151,8 @@ class Option:
         kernel: ``""``: the op itself runs on the local tensors; else the name of a special kernel in
             ``lower.kernels``.
         collectives: what that kernel communicates.
-        travelling: operands whose slices the kernel has one after the other, see `autopar.ops.family.Kernel`; it runs
-            on one axis only.
+        travelling: operands whose slices the kernel has one after the other, see `autopar.ops.family.Kernel`.
+        is_on_one_axis: the kernel runs on one axis only.
     """
 
     factor: str
@@ -159,6 +162,7 @@ class Option:
     kernel: str = ""
     collectives: tuple[KernelCollective, ...] = ()
     travelling: tuple[int, ...] = ()
+    is_on_one_axis: bool = False
 
 
 @dataclass(frozen=True)

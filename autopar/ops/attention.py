@@ -84,7 +84,7 @@ def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
 def _ring_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """Keys and values, and their gradients, round the ring; of causal attention halves to and from the mirrored device.
 
-    Gradients travel in float32 at least, as all devices add to them, and take a step more than there are others.
+    Gradients travel in float32 at least, as all devices add to them, and go home with a step more.
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
     both = 1.0 + operands[2].num_elements / operands[1].num_elements
@@ -92,8 +92,7 @@ def _ring_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     moves = [
         KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True),
         KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True),
-        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True),
-        KernelCollective("send", "backward", 1, dtype=wide, count=both),
+        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True, returns=True),
     ]
     if argument(op, 5, "is_causal", False):
         halves = [("forward", each, 0.5) for each in (query, 1, 2, result)]
@@ -270,7 +269,9 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_windows": Kernel(),
-            "neighbour_windows": Kernel(_window_moves, least=lambda op: _window(op) - 1, travelling=(1, 2)),
+            "neighbour_windows": Kernel(
+                _window_moves, least=lambda op: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+            ),
         },
         buffers=_window_buffers,
         count_work=_work(-2),

@@ -42,8 +42,9 @@ class Kernel:
             it where a user allows that.
         unit: the size of a slice divides by it.
         least: the size of a slice of a call is at least this.
-        travelling: the operands whose slices travel round a ring, on one axis: a device computes with one after the
-            other, while the next one is under way (those of its collectives that are `is_ring`).
+        travelling: the operands whose slices travel round a ring: a device computes with one after the other, while the
+            next one is under way (those of its collectives that are `is_ring`).
+        is_on_one_axis: it runs on one axis only.
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()
@@ -52,6 +53,7 @@ class Kernel:
     unit: int = 1
     least: Callable[[Op], int] = lambda op: 1
     travelling: tuple[int, ...] = ()
+    is_on_one_axis: bool = False
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ def _in_units(op: Op, option: Option, family: OpFamily) -> Option | None:
     if not option.kernel:
         return option
     kernel = family.kernels[option.kernel]
-    option, unit = replace(option, travelling=kernel.travelling), kernel.unit
+    option = replace(option, travelling=kernel.travelling, is_on_one_axis=kernel.is_on_one_axis)
+    unit = kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
     most = option.extent // max(1, kernel.least(op))
     if extent > most:  # any number that divides the extent may be asked for
