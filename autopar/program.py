@@ -48,6 +48,14 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: str
 
+    def __hash__(self) -> int:
+        """Of shape and dtype; made once, as prices are looked up by types."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.dtype))
+
     @cached_property
     def num_elements(self) -> int:
         """The product of the shape."""

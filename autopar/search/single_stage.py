@@ -55,6 +55,17 @@ class SingleStagePaths:
         front = {*pareto_indices(self.pool.time_s, peak), *pareto_indices(self.visible_s, peak)}
         return tuple(sorted(front, key=lambda path: (peak[path], path)))
 
+    def fastest_fitting(self, limit_bytes: float) -> tuple[float, float]:
+        """Seconds of the fastest paths that fit, by their sums and by what is left of these less what is overlapped by
+        estimate; infinite if none fits.
+        """
+        fitting = np.array(self.pool.peak_bytes) <= limit_bytes
+
+        def least(seconds: Array) -> float:
+            return float(np.min(seconds, where=fitting, initial=math.inf))
+
+        return least(np.array(self.pool.time_s)), least(self.visible_s)
+
     @cached_property
     def fastest(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """(seconds, peak bytes) of the fastest path, whatever memory there is: by its sum of seconds, and by what is
@@ -70,7 +81,9 @@ class SingleStageSearch:
 
     Prices are such that cutting a batch in two makes nothing faster: more microbatches only save memory.  So there is
     no need for more where the fastest path of the last number fits, or where it is slower than a rival that fits, or
-    once they add (next to) nothing whatever the limit is.
+    once they add (next to) nothing whatever the limit is.  Nor is there where the fastest that fits has become slower
+    than that of the number before: by then the memory that is saved does not pay for what is gathered once more for
+    each microbatch, and what of it does pay was possible before.
     """
 
     def __init__(self, context: SearchContext, limit_bytes: float) -> None:
@@ -79,6 +92,7 @@ class SingleStageSearch:
         self._limit_bytes = limit_bytes
         self._counts = _microbatch_counts(context)
         self._last: list[SingleStagePaths] = []
+        self._fastest_fitting: list[tuple[float, float]] = []
 
     @property
     def best_s(self) -> float:
@@ -116,6 +130,8 @@ class SingleStageSearch:
         if self.searched and not any(_adds(paths, self.searched) for paths in self._last):
             return False
         self.searched += self._last
+        found = [paths.fastest_fitting(self._limit_bytes) for paths in self._last]
+        self._fastest_fitting.append((min(each[0] for each in found), min(each[1] for each in found)))
         return True
 
     def _is_settled(self, rival_s: float) -> bool:
@@ -124,6 +140,10 @@ class SingleStageSearch:
         """
         if min(paths.fastest[1][0] for paths in self._last) >= rival_s:
             return True
+        if len(self._fastest_fitting) > 1:
+            before, now = self._fastest_fitting[-2:]
+            if all(early < late for early, late in zip(before, now, strict=True)):
+                return True
         return all(min(paths.fastest[which] for paths in self._last)[1] <= self._limit_bytes for which in (0, 1))
 
 

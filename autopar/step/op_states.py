@@ -235,8 +235,8 @@ def kernel_hidden_s(
     """Seconds of each of `kernel_calls`, one time, that pass beside the kernel's computing, `phase_s` by phase.
 
     Of a ring of n devices, each step sends beside one n-th of the computing; a device is then busy for the longer one
-    of what it sends, and of what it computes and loses by sending (`Prices.interference`).  Rings on several axes send at
-    the same time, on links of their own.
+    of what it sends, and of what it computes and loses by sending (`Prices.interference`).  Rings on several axes send
+    at the same time, on links of their own.
     """
     step_bytes: dict[tuple[str, Axis], float] = {}
     for call, _ in calls:
