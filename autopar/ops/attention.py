@@ -47,10 +47,19 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
     return (gathered, ring) if can_split and len(operand_types) == 3 else (gathered,)
 
 
-def _documents(op: Op, operand_types: Types, result_types: Types) -> str:
-    """Whose documents a row has does not matter to slices of the batch and of heads; slices of rows need a kernel."""
+def _documents(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
+    """Whose documents a row has does not matter to slices of the batch and of heads; slices of rows need a kernel.
+
+    Factor ``q`` cuts rows of the query and leaves keys and values whole; ``r`` cuts all three.  With a window their
+    columns are near to them; without one documents are shared out among devices, and keys and values travel.
+    """
     ids = "_" if len(operand_types[3].shape) == 1 else "b _"
-    return f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
+    gathered = f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
+    near = f"b h r _, b h r _, b h r _, {ids} -> b h r _ | by r "
+    if not _window(op):
+        return gathered, f"{near}ring_documents"
+    is_in_order = argument(op, 5, "is_causal", False) and argument(op, 6, "is_sorted", False)
+    return (gathered, f"{near}neighbour_documents") if is_in_order else (gathered,)
 
 
 def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -127,16 +136,53 @@ def _document_exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]
     return tuple(KernelCollective("send", phase, operand, dtype=dtype, count=0.5) for phase, operand in sent)
 
 
+def _document_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """As `_ring_moves`, of the documents that are shared out, which go to where they are computed first."""
+    query, result, dtype = 0, len(operands), operands[0].dtype
+    wide = "float64" if dtype == "float64" else "float32"
+    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    growth = _shared_out(op, operands)
+    moves = [("forward", query), ("forward", 1), ("forward", 2), ("forward", result)]
+    moves += [("backward", result), ("backward", query), ("backward", 1), ("backward", 2)]
+    return (
+        *(KernelCollective("all_to_all", phase, each, dtype=dtype, growth=growth) for phase, each in moves),
+        KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True, growth=growth),
+        KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True, growth=growth),
+        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True, returns=True, growth=growth),
+    )
+
+
+def _shared_out(op: Op, operands: Types) -> tuple[tuple[int, float], ...]:
+    """By number of devices, the part of all tokens whose documents lie in several slices, or take half of one, if all
+    documents are as long as one in the mean: all, else about one document for each end of a slice.
+    """
+    tokens = operands[1].shape[2]
+    length = cast("float", argument(op, 7, "length", 0.0)) or tokens
+    devices = (count for count in range(2, tokens + 1) if tokens % count == 0)
+    return tuple((count, 1.0 if 2 * length * count > tokens else length * count / tokens) for count in devices)
+
+
 def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Copies by document of what is read, backward of the gradients as well."""
+    """Copies by document of what is read, backward of the gradients as well.
+
+    Where slices of keys and values travel, shared documents are kept where they are computed.
+    """
     read, result = sum_bytes(operands[:3]), results[0].num_bytes
-    return Buffers(forward=read + result, backward=2.0 * (read + result))
+    kept = 0.0
+    if has_kernel and operands[0].shape[2] == operands[1].shape[2]:
+        wide = max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
+        if not _window(op):
+            kept = operands[0].num_bytes + read + result  # in place of the query, which is kept as well
+            slices = sum_bytes(operands[1:3])
+            return Buffers(2.0 * slices + wide * result, read + result + (2.0 + 2.0 * wide) * slices, kept)
+        kept = operands[0].num_bytes + sum_bytes(operands[1:3]) * (_window(op) - 1) / operands[1].shape[2]
+    return Buffers(forward=read + result, backward=2.0 * (read + result), kept=kept)
 
 
 def _window_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """Rows of keys and values to the next device, and their gradients back."""
     both = 1.0 + operands[2].num_elements / operands[1].num_elements
-    count = (_window(op) - 1) * both
+    count = max(0, _window(op) - 1) * both
     moves = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
     return tuple(moves) if count else ()
 
@@ -255,7 +301,13 @@ FAMILIES = (
     OpFamily(
         {DOCUMENTS: _documents},
         is_cheap=False,
-        kernels={"context_documents": Kernel(_document_exchanges, unit=2)},
+        kernels={
+            "context_documents": Kernel(_document_exchanges, unit=2),
+            "ring_documents": Kernel(_document_moves, travelling=(1, 2), is_on_one_axis=True),
+            "neighbour_documents": Kernel(
+                _window_moves, least=lambda op: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+            ),
+        },
         buffers=_document_buffers,
         count_work=_work(-2),
         function="document_attention",

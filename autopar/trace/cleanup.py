@@ -195,10 +195,7 @@ def _spell_slice(op: Op, source: TensorType) -> Op:
 
 
 def join_written_slices(graph: Graph) -> Graph:
-    """Write slices that together overwrite all of a tensor, one after the other, as what they are: a cat.
-
-    DeepSeek's keys are made so.  What was in the tensor before is never read.
-    """
+    """Write slices that together overwrite all of a tensor as what they are: a cat.  What was in it is never read."""
     producers, at_end = graph.producers, graph.read_at_end
     counts: dict[str, int] = {}
     for name in (name for op in graph.ops for name in op.operands):
