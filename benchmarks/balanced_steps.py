@@ -1,24 +1,28 @@
 """Steps on real text, balanced by a family of plans against the best plan for the longest rows, in one run on gloo.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/balanced_steps.py [--steps 20] [--tokens 2048] [--json]
+    torchrun --standalone --nproc-per-node 4 -m autopar.profile --output profile.json
+    torchrun --standalone --nproc-per-node 4 benchmarks/balanced_steps.py --profile profile.json [--steps 20] [--json]
 
-Documents are what blank lines separate in the Python standard library's files, byte by byte.  Both models train on the
-same batches by turns, first one and then the other, so that what else the machine does slows both.  Printed are
-seconds of a step and their ratio, for each plan or groups that balanced steps ran by and for all, beside the ratio
-that the plan expects; and the ratio of CPU seconds of all ranks, which tells work apart from waiting where ranks share
-cores.  Neither has pipeline stages, beside which there are no groups.
+Documents are what blank lines separate in the Python standard library's files, byte by byte; a step has as many as fill
+`--rows` rows of `--tokens` bytes on average.  Both models train on the same batches by turns, first one and then the
+other, so that what else the machine does slows both.  Neither has pipeline stages, beside which there are no groups.
+
+For each plan or groups that balanced steps ran by, and for all steps, three ratios of static to balanced are printed:
+as predicted of these very batches; of CPU seconds of the rank that computes most, which is what a step takes where each
+rank has a core to itself and nothing else is waited for; and of seconds, which depend on what shares the cores.  The
+prediction's error is how far those CPU seconds are from predicted seconds: the mean over steps, and the range.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sysconfig
 import time
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +33,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.balance import BatchPlanner, Lengths
+from autopar.plan.prediction import LengthPrediction
+
+
+class Step(NamedTuple):
+    """A step of one of the two models, in seconds: as predicted, on the clock, and of the rank that computes most."""
+
+    predicted_s: float
+    wall_s: float
+    cpu_s: float
 
 
 def read_documents(most: int) -> list[dict[str, Tensor]]:
@@ -40,35 +53,34 @@ def read_documents(most: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
 
 
-def describe(plan: autopar.Plan, lengths: list[int]) -> str:
-    """What a batch of these lengths runs as."""
-    found = BatchPlanner(plan).assign(lengths)
-    if not found.unlike:
-        return f"rows of {found.row_cost.tokens}"
-    kinds = Counter((each.degree, each.tokens) for each in found.unlike)
-    return "groups of " + " + ".join(f"{count} x {degree} ({tokens})" for (degree, tokens), count in kinds.items())
+def planners_of(plan: autopar.Plan) -> tuple[BatchPlanner, BatchPlanner]:
+    """What shares batches out by the best plan for the longest rows alone, and by the whole family, at its prices."""
+    static = replace(plan.prediction, row=plan.prediction.lengths.static, lengths=LengthPrediction())
+    return BatchPlanner(replace(plan, prediction=static)), BatchPlanner(plan)
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> tuple[float, float, float]:
-    """Seconds of a step, CPU seconds of all ranks, and the loss."""
+    """Seconds of a step, the largest CPU seconds of a rank, and the loss."""
     dist.barrier()
     began_s, cpu_s = time.perf_counter(), time.process_time()
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    spent = torch.tensor(time.process_time() - cpu_s, dtype=torch.float64)
-    dist.all_reduce(spent)
-    return time.perf_counter() - began_s, float(spent), loss.item()
+    spent = torch.tensor([time.perf_counter() - began_s, time.process_time() - cpu_s], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    wall_s, most_s = spent.tolist()
+    return wall_s, most_s, loss.item()
 
 
 def main() -> None:
     """Train, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=32, help="documents of a step")
+    parser.add_argument("--rows", type=int, default=2, help="that the documents of a step fill")
     parser.add_argument("--tokens", type=int, default=2048, help="of a row, and the longest document")
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--profile", help="of this machine; without it what parallelize measures")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
 
@@ -78,44 +90,55 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     config = LlamaConfig(vocab_size=256, hidden_size=arguments.hidden, intermediate_size=3 * arguments.hidden,
                          num_hidden_layers=4, num_attention_heads=8, use_cache=False)  # fmt: skip
-    rows = max(1, math.ceil(arguments.batch_size * sum(lengths) / len(lengths) / arguments.tokens))
-    ids = torch.zeros(rows, arguments.tokens, dtype=torch.int64)
+    ids = torch.zeros(arguments.rows, arguments.tokens, dtype=torch.int64)
     example = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(arguments.tokens).expand_as(ids)}
     models: list[Any] = []
     for distribution in (None, Lengths.of(lengths)):
         torch.manual_seed(0)
         expected: Any = {"lengths": distribution} if distribution else {"documents": Lengths.of(lengths)}
-        model = LlamaForCausalLM(config)
-        models.append(autopar.parallelize(model, mesh, example, inputs="local", constraints="pipeline=1", **expected))
+        models.append(autopar.parallelize(LlamaForCausalLM(config), mesh, example, inputs="local",
+                                          profile=arguments.profile, constraints="pipeline=1", **expected))  # fmt: skip
+    planners = planners_of(models[1].plan)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-    loader = DataLoader(documents, batch_size=arguments.batch_size)
-    loaders = [autopar.balanced(loader, model, length_index=lengths, shifts="labels") for model in models]
-    ran: dict[str, list[Tensor]] = {}
+    size = models[1].plan.prediction.lengths.sequences
+    loaders = [
+        autopar.balanced(DataLoader(documents, batch_size=size), model, length_index=lengths, shifts="labels")
+        for model in models
+    ]
+    ran: dict[str, list[tuple[Step, Step]]] = {}
     apart = 0.0
     for is_timed in (False, True):  # forms of calls are planned and lowered when they first come
-        turns = zip(range(arguments.steps), zip(*loaders, strict=True), strict=False)
-        for step, batches in turns:
+        for number, batches in zip(range(arguments.steps), zip(*loaders, strict=True), strict=False):
             found = [train_step(*each) for each in zip(models, optimizers, batches, strict=True)]
             apart = max(apart, abs(found[0][2] / found[1][2] - 1))
             if is_timed:
-                own = lengths[step * arguments.batch_size :][: arguments.batch_size]
-                numbers = torch.tensor([each[:2] for each in found], dtype=torch.float64)
-                ran.setdefault(describe(models[1].plan, own), []).append(numbers)
+                assigned = [planner.assign(lengths[number * size :][:size]) for planner in planners]
+                both = [Step(each.step_time_s, *own[:2]) for each, own in zip(assigned, found, strict=True)]
+                ran.setdefault(assigned[1].runs_as, []).append((both[0], both[1]))
     if dist.get_rank() == 0:
         report(models, ran, apart, as_json=arguments.json)
     dist.destroy_process_group()
 
 
-def report(models: list[Any], ran: dict[str, list[Tensor]], apart: float, *, as_json: bool) -> None:
-    """`ran`: by what balanced steps ran, of each ``[static or balanced, seconds or CPU seconds]``."""
+def compare(steps: Sequence[tuple[Step, Step]]) -> dict[str, float]:
+    """The three ratios of these steps, static to balanced, and the error of what was predicted of each."""
+    numbers = torch.tensor(steps, dtype=torch.float64)  # [steps, 2, 3]
+    predicted, seconds, cpu = (numbers[:, 0].sum(0) / numbers[:, 1].sum(0)).tolist()
+    errors = numbers[:, :, 2] / numbers[:, :, 0]
+    found: dict[str, float] = {"steps": len(steps), "predicted": predicted, "of CPU": cpu, "of seconds": seconds}
+    for name, own in zip(("static", "balanced"), errors.unbind(1), strict=True):
+        found[f"{name} CPU / predicted"] = float(own.mean())
+        if len(own) > 1:
+            found[f"{name} from"], found[f"{name} to"] = float(own.min()), float(own.max())
+    return found
+
+
+def report(models: list[Any], ran: dict[str, list[tuple[Step, Step]]], apart: float, *, as_json: bool) -> None:
+    """`ran`: by what balanced steps ran, each static and balanced."""
     expected = models[1].plan.prediction.lengths
     steps = {"all": [step for found in ran.values() for step in found], **ran}
-    table: dict[str, dict[str, float]] = {}
-    for name, found in steps.items():
-        (static_s, static_cpu_s), (own_s, own_cpu_s) = torch.stack(found).mean(0).tolist()
-        table[name] = {"steps": len(found), "static s": static_s, "balanced s": own_s, "ratio": static_s / own_s,
-                       "ratio of CPU s": static_cpu_s / own_cpu_s}  # fmt: skip
-    of_mean = {"expected ratio": expected.static_s / expected.step_time_s,
+    table = {name: compare(found) for name, found in steps.items()}
+    of_mean = {"expected of drawn batches": expected.static_s / expected.step_time_s,
                "its standard error": expected.standard_error_s / expected.step_time_s,
                "losses apart": apart}  # fmt: skip
     if as_json:

@@ -89,7 +89,7 @@ def found_degrees(name: str) -> Degrees:
     for degree, plan in _plans(name):
         row = plan.prediction.row
         costs.append(GroupCost(degree, row.token_s, row.pair_s, row.tokens))
-        once_s[degree] = row.step_s
+        once_s[degree] = row.fixed_s(1, 1)
     return Degrees(costs, once_s)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.prediction import GroupRow, RowCost
+from autopar.plan.prediction import GroupRow, RowCost
 
 __all__ = ["Assignment"]
 
@@ -41,6 +42,7 @@ class Assignment:
     is_exact: bool = False
     row_cost: RowCost = _NO_ROWS
     unlike: tuple[GroupRow, ...] = ()
+    at_once: int = 0
 
     @property
     def largest_s(self) -> float:
@@ -48,10 +50,14 @@ class Assignment:
         return float(self.work_s.max(initial=0.0))
 
     @property
+    def fixed_s(self) -> float:
+        """Seconds of the step that depend on no sequence."""
+        return self.row_cost.fixed_s(self.rows, self.at_once or self.rows)
+
+    @property
     def step_time_s(self) -> float:
         """Predicted seconds of the step: rows are computed whole, whatever is in them."""
-        row = self.row_cost
-        return row.step_s + row.token_s * self.rows * row.tokens + self.largest_s
+        return self.fixed_s + self.row_cost.token_s * self.rows * self.row_cost.tokens + self.largest_s
 
     @property
     def imbalance(self) -> float:
@@ -63,6 +69,16 @@ class Assignment:
     def gap(self) -> float:
         """By which part the largest work may be above the least possible: 0 if it is known to be that."""
         return 0.0 if self.is_exact or not self.bound_s else max(0.0, self.largest_s / self.bound_s - 1.0)
+
+    @property
+    def runs_as(self) -> str:
+        """``"rows of 4,096"``, or ``"groups of 1 x 2 (4,096) + 2 x 1 (512)"``: how many, of so many devices, with rows
+        of so many tokens.
+        """
+        if not self.unlike:
+            return f"rows of {self.row_cost.tokens:,}"
+        kinds = Counter((each.degree, each.tokens) for each in self.unlike)
+        return "groups of " + " + ".join(f"{n} x {degree} ({tokens:,})" for (degree, tokens), n in kinds.items())
 
     def rows_of(self, group: int) -> list[list[int]]:
         """The rows of a group in order, each with its sequences in order; some may be empty."""

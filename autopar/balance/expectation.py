@@ -3,7 +3,7 @@
 Batches are drawn, and shared out among data-parallel ranks as `BatchPlanner` does.  A step of a batch b by the rows of
 a plan p takes
 
-    step_s[p] + token_s[p] * rows * tokens[p] + the largest attention of a rank
+    step_s[p] + microbatch_s[p] * microbatches + token_s[p] * rows * tokens[p] + the largest attention of a rank
 
 and is infinite where a sequence of b is longer than a row of p.  The expected step of a family is the mean over batches
 of the least over its plans, that of one plan the mean of its own.
@@ -19,9 +19,9 @@ from autopar.balance.assignment import Assignment
 from autopar.balance.group_rows import assign_groups
 from autopar.balance.lengths import Lengths
 from autopar.balance.planner import BatchPlanner
-from autopar.headline import describe_usual
 from autopar.plan import Plan
-from autopar.prediction import GroupRow, LengthPlan, LengthPrediction
+from autopar.plan.headline import describe_usual
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 
 __all__ = ["DRAWN", "draw_batches", "expected_step", "rows_worth_planning"]
 
@@ -94,6 +94,7 @@ def expected_step(
         coupling_s,
         shares[-1],
         means_s[-1],
+        static.prediction.row,
     )
 
 
@@ -101,7 +102,7 @@ def _assigned(planner: BatchPlanner, batch: np.ndarray) -> Assignment | None:
     return planner.assign(batch) if batch.max() <= planner.longest else None
 
 
-_PARTS = ("tokens", "places without a token", "attention", "waiting for the most work", "once a step")
+_PARTS = ("tokens", "places without a token", "attention", "waiting for the most work", "parameters")
 
 
 def _parts(assignment: Assignment | None) -> list[float]:
@@ -113,7 +114,7 @@ def _parts(assignment: Assignment | None) -> list[float]:
     tokens_s = row.token_s * float(assignment.lengths.sum()) / ranks
     mean_s = float(assignment.work_s.mean())
     computed_s = row.token_s * assignment.rows * row.tokens
-    return [tokens_s, computed_s - tokens_s, mean_s, assignment.largest_s - mean_s, row.step_s]
+    return [tokens_s, computed_s - tokens_s, mean_s, assignment.largest_s - mean_s, assignment.fixed_s]
 
 
 def _parts_of_groups(assignment: Assignment) -> list[float]:
@@ -127,4 +128,4 @@ def _parts_of_groups(assignment: Assignment) -> list[float]:
     attention_s = float((assignment.work_s - rows_s) @ degrees)
     mean_s = float(assignment.work_s @ degrees)
     places_s = float(rows_s @ degrees) - tokens_s
-    return [tokens_s, places_s, attention_s, assignment.largest_s - mean_s, assignment.row_cost.step_s]
+    return [tokens_s, places_s, attention_s, assignment.largest_s - mean_s, assignment.fixed_s]

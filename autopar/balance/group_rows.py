@@ -17,12 +17,13 @@ import numpy as np
 
 from autopar.balance.assignment import Assignment
 from autopar.balance.groups import candidate_counts, devices_bound
-from autopar.prediction import GroupRow, RowCost
+from autopar.plan.prediction import GroupRow, RowCost
 
 __all__ = ["assign_groups"]
 
-# Sequences placed in all trials, the first of which are most often the best: 8 microseconds each.
-_PLACED = 2500
+# Sequences placed in all trials, the first of which are most often the best: 8 microseconds each.  To begin a trial
+# takes as long as to place some.
+_PLACED, _BEGUN = 2500, 15
 
 
 def assign_groups(kinds: Sequence[GroupRow], coupling_s: float, devices: int, tokens: np.ndarray) -> Assignment | None:
@@ -48,7 +49,7 @@ def assign_groups(kinds: Sequence[GroupRow], coupling_s: float, devices: int, to
             break
         groups = tuple(each for each, count in zip(kinds, counts, strict=True) for _ in range(count))
         placed, group, row, load = _pack(groups, tokens, math.inf if best is None else best.largest_s)
-        spent += placed
+        spent += placed + _BEGUN
         if placed == len(tokens):
             rows = int(row.max(initial=-1)) + 1
             own = np.array([each.degree for each in groups])

@@ -16,7 +16,7 @@ from autopar.balance.groups import best_groups
 from autopar.balance.packing import Packed, Places, even_out, longest_first, tightest_rows, work_bound
 from autopar.errors import LengthError
 from autopar.plan import Plan
-from autopar.prediction import RowCost
+from autopar.plan.prediction import RowCost
 
 __all__ = ["BatchPlanner"]
 
@@ -25,8 +25,8 @@ class BatchPlanner:
     """Shares out the sequences of a batch among the data-parallel ranks of a plan, by the plan's own prices.
 
     Rows have the length that the plan was made for, and are computed whole.  So first as few rows as possible are
-    filled, equally many for each rank; then attention, which takes the squares of lengths, is evened out.  A rank
-    computes ``rows`` of them at once, or fewer, or in microbatches of so many: memory is as the plan predicts.
+    filled, equally many for each rank; then attention, which takes the squares of lengths, is evened out.  More rows
+    than the plan is for are in one microbatch if the plan has one and they fit into memory, else in whole microbatches.
 
     Of a family of plans (`autopar.plan(..., lengths=...)`) the one is taken by which the step is predicted to be
     fastest; `Assignment.row_cost` says which.
@@ -67,6 +67,7 @@ class BatchPlanner:
         self.groups = lengths.groups if packs else ()
         self.coupling_s = lengths.coupling_s
         self.devices = plans[0].world_size
+        self.limit_bytes = plans[0].memory_limit_bytes / (1 + plans[0].memory_error)
         self.costs = tuple(_group_cost(each) for each in plans)
         if len(plans) > 1:
             self._check_degrees([each.world_size for each in plans])
@@ -112,14 +113,15 @@ class BatchPlanner:
         pairs = np.square(tokens.astype(np.float64))
         rows = max(1, math.ceil(int(self._taken(row, tokens).sum()) / row.tokens / groups))
         attention_s = row.pair_s * max(float(pairs.sum()) / groups, float(pairs.max(initial=0.0)))
-        return row.step_s + row.token_s * rows * row.tokens + attention_s
+        fixed_s = row.fixed_s(rows, row.at_once(rows, self.limit_bytes))
+        return fixed_s + row.token_s * rows * row.tokens + attention_s
 
     def _assign_rows(self, row: RowCost, tokens: np.ndarray, batches: int) -> Assignment:
         groups = row.ranks * batches
         taken = self._taken(row, tokens)
         # Places without a token are computed like others, so only attention tells ranks apart.
         work = row.pair_s * np.square(tokens.astype(np.float64))[None]
-        for rows in _row_counts(row, taken, groups):
+        for rows in self._row_counts(row, taken, groups):
             places = Places(np.zeros(groups, np.int64), rows, float(row.tokens), taken, work)
             bound_s = work_bound(places)
             packed = longest_first(places) or tightest_rows(places)
@@ -136,7 +138,18 @@ class BatchPlanner:
             packed = packed.renumbered(np.argsort(np.argsort(-packed.load, kind="stable"), kind="stable"))
         degrees = np.full(groups, self.devices // row.ranks)
         order = _heaviest_row_first(packed, places)
-        return Assignment(tokens, packed.group, order, degrees, rows, packed.load, bound_s, is_exact, row)
+        at_once = row.at_once(rows, self.limit_bytes)
+        return Assignment(tokens, packed.group, order, degrees, rows, packed.load, bound_s, is_exact, row, (), at_once)
+
+    def _row_counts(self, row: RowCost, taken: np.ndarray, groups: int) -> Iterable[int]:
+        """How many rows each rank could compute, from what they can't be below to enough for a row for each sequence:
+        any number that a microbatch holds, else whole microbatches.
+        """
+        halves = int((2 * taken > row.tokens).sum())  # no two of these share a row
+        least = max(1, math.ceil(int(taken.sum()) / row.tokens / groups), math.ceil(halves / groups))
+        most = max(least, math.ceil(len(taken) / groups))
+        sizes = ((count, row.at_once(count, self.limit_bytes)) for count in range(least, most + 1))
+        return dict.fromkeys(-(-count // size) * size for count, size in sizes)
 
     def _check_degrees(self, worlds: Sequence[int]) -> None:
         degrees = sorted(cost.degree for cost in self.costs)
@@ -145,17 +158,6 @@ class BatchPlanner:
                 f"plans for groups of several degrees are for the same devices, and their degrees divide each other, "
                 f"but these are for {sorted(set(worlds))} devices, with {degrees} to a data-parallel rank"
             )
-
-
-def _row_counts(row: RowCost, taken: np.ndarray, groups: int) -> Iterable[int]:
-    """How many rows each rank could compute, from what they can't be below to enough for a row for each sequence: as
-    many as the plan computes at once, or fewer, or whole microbatches.
-    """
-    halves = int((2 * taken > row.tokens).sum())  # no two of these share a row
-    least = max(1, math.ceil(int(taken.sum()) / row.tokens / groups), math.ceil(halves / groups))
-    most = max(least, math.ceil(len(taken) / groups))
-    counts = (count if count <= row.rows else -(-count // row.rows) * row.rows for count in range(least, most + 1))
-    return dict.fromkeys(counts)
 
 
 def _group_cost(plan: Plan) -> GroupCost:

@@ -154,8 +154,9 @@ class _Share:
         digest = zlib.crc32(np.stack([assignment.lengths, assignment.group, assignment.row]).tobytes(), digest)
         row = assignment.row_cost
         alike_s = row.token_s * assignment.rows * row.tokens  # of rows, whatever is in them
-        mean_s = alike_s + float(assignment.work_s.mean())
-        dealt = Dealt(digest, assignment.step_time_s, (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0)
+        mean_s = alike_s + float(assignment.work_s @ assignment.degrees) / int(assignment.degrees.sum())
+        imbalance = (alike_s + assignment.largest_s) / mean_s if mean_s else 1.0
+        dealt = Dealt(digest, assignment.step_time_s, imbalance, assignment.runs_as)
         if assignment.unlike:
             group = assignment.group_of(self.device)
             return dealt, assignment.unlike[group].tokens, [row for row in assignment.rows_of(group) if row]
@@ -170,7 +171,7 @@ def rank_rows(assignment: Assignment, rank: int, ranks: int) -> list[list[int]]:
     number j of microbatch m is the batch's row ``(m * groups + g) * at_once + j``.
     """
     groups = len(assignment.degrees)
-    at_once = min(assignment.row_cost.rows, assignment.rows)
+    at_once = assignment.at_once or assignment.rows
     rows_of = [assignment.rows_of(group) for group in range(groups)]
     found: list[list[int]] = []
     own = own_rows(groups * assignment.rows, rank, ranks)

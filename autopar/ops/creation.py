@@ -1,4 +1,4 @@
-"""Ops that make tensors from sizes.  Constant content can be made slice by slice."""
+"""Ops that create tensors from sizes.  Constant content can be created slice by slice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["FAMILIES"]
 
 
 def _new(op: Op, operand_types: Types, result_types: Types) -> str:
-    """new_zeros(x, sizes) ...: x gives only its dtype and device; where it has as many dims, those of equal sizes are
-    split along.
+    """new_zeros(x, sizes) ...: only the dtype and device of x matter; if it has as many dims as the result, dims of
+    equal sizes are split together.
     """
     given, made = operand_types[0].shape, result_types[0].shape
     dims = " ".join(f"d{dim}" for dim in range(len(made))) or "()"
@@ -23,7 +23,7 @@ def _new(op: Op, operand_types: Types, result_types: Types) -> str:
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
-    """Writes, and has no backward."""
+    """The result is written, and there is no backward."""
     return Work("bytes", dtype_of(operands, results), write_bytes=sum_bytes(results), num_backward_kernels=0)
 
 

@@ -22,6 +22,7 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
+from autopar.plan.prediction import Prediction
 from autopar.planning.padded_calls import (
     as_any_length,
     as_longer,
@@ -33,9 +34,9 @@ from autopar.planning.padded_calls import (
     with_size,
 )
 from autopar.planning.splitting import variant_like
-from autopar.prediction import Prediction
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
+from autopar.step.data_split import batch_inputs
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.trace import (
@@ -354,15 +355,29 @@ class CallPlanner:
             if decisions.fingerprint == program.fingerprint:
                 known = check_known(replace(first, decisions=decisions), program, self._prices, request)
                 return replace(known, other_calls=())
-        made = [(each.program, each.plan) for each in like]
-        # What the user asked for comes first; what was found for other calls may have left a constraint unmet.
-        known = [[self._first] if first_program.training == program.training and not part else [], made]
+        is_like_first = first_program.training == program.training and not part
+        made = [(each.program.batch_size, each.plan) for each in like]
+        # Lengths were shared out by the plan of a family that is for rows of this length.  Then what the user asked for
+        # comes first; what was found for other calls may have left a constraint unmet.
+        own = [(first_program.batch_size, first)]
+        known = [_family_members(first, program), own, made] if is_like_first else [made]
         for plans in known:
-            reused = (reuse_plan(plan, planned, program, self._prices, request) for planned, plan in plans)
+            reused = (reuse_plan(plan, rows, program, self._prices, request) for rows, plan in plans)
             usable = [plan for plan in reused if plan is not None]
             if usable:
                 return min(usable, key=lambda plan: plan.step_time_s)
         return None
+
+
+def _family_members(plan: Plan, program: Program) -> list[tuple[int, Plan]]:
+    """Of a family of plans for rows of several lengths, those for rows as long as the program's, and for how many."""
+    tokens = next((shape[1] for name in batch_inputs(program) if len(shape := program.type_of(name).shape) > 1), 0)
+    members = zip(plan.other_calls, plan.prediction.lengths.plans[1:], strict=False)
+    return [
+        (row.ranks * row.rows * row.microbatches, replace(plan, decisions=decisions, prediction=Prediction(row=row)))
+        for decisions, row in ((decisions, member.row) for decisions, member in members)
+        if row.tokens == tokens
+    ]
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.balance.lengths import Lengths
 from autopar.errors import ConstraintError, InputShapeError, LengthError
-from autopar.ops.attention import DOCUMENTS
+from autopar.ops.attention import DOCUMENTS, with_document_length
 from autopar.planning.call_plans import Call
 from autopar.program import Op, Program
 from autopar.trace import Traced
@@ -166,8 +166,7 @@ def with_lengths(program: Program, expected: DocumentLengths) -> Program:
     def change(op: Op) -> Op:
         if op.target != DOCUMENTS or not expected.lengths:
             return op
-        length = round(expected.around_a_token(program.type_of(op.operands[1]).shape[2]))
-        return replace(op, args=(*op.args[:7], length))
+        return with_document_length(op, round(expected.around_a_token(program.type_of(op.operands[1]).shape[2])))
 
     layers = tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers)
     return replace(program, layers=layers, notes=(*program.notes, note))

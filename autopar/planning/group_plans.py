@@ -1,9 +1,10 @@
 """Plans for groups of devices of unlike size, which take part in one step beside each other (`Plan.groups`).
 
-A group of d devices computes rows of t tokens, one after the other; half as many devices have rows half as long, down
-to one device, which may also have shorter rows: less is left empty in them.  The largest group holds the longest
-sequence.  Each plan is found by the same search, for one row on d devices, in the memory that parameters, gradients and
-optimizer state of the plan for all devices leave.
+A group of d devices computes rows of t tokens, one after the other, and adds their gradients up; half as many devices
+have rows half as long, down to one device.  The largest group holds the longest sequence.  Each plan is found by the
+same search, for one row on d devices, in the memory that parameters, gradients and optimizer state of the plan for all
+devices leave.  Groups may also have rows of lengths between, of which less is left empty, by the same decisions
+(`autopar.balance.group_kinds`).
 
 Once a step all devices gather parameters whole and reduce their gradients, from and to where the plan for all of them
 stores them: that, and the optimizer, is what `coupling_seconds` has.
@@ -12,19 +13,25 @@ stores them: that, and the optimizer, is what `coupling_seconds` has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
-from autopar.headline import describe_usual
 from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.parameters.store import storage_layouts
 from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
-from autopar.prediction import GroupRow
+from autopar.plan.headline import describe_usual
+from autopar.plan.prediction import GroupRow
 from autopar.program import Program
-from autopar.search import SearchRequest, search
+from autopar.search import SearchRequest, reuse_plan, search
 from autopar.step.logits import in_pieces
+from autopar.step.parameter_costs import gradient_sums_s
+from autopar.step.planned_layers import PlannedLayers
 from autopar.step.prices import Prices, reshard_calls
 from autopar.step.training import TrainingSpec
 
@@ -32,7 +39,7 @@ __all__ = ["PlannedGroups", "coupling_seconds", "plan_groups", "why_no_groups"]
 
 _NO_STAGES = "pipeline=1"
 _FEWEST_DEVICES = 4  # 2 + 1 + 1: of fewer no groups differ
-_MOST_KINDS = 4  # each takes a trace and a search, and a lowered program on every rank
+_MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of rows run by the same decisions
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def why_no_groups(program: Program, plan: Plan, request: SearchRequest) -> str:
 def plan_groups(
     program: Program,
     plan: Plan,
-    batch_tokens: float,
+    batches: Sequence[np.ndarray],
     trace: Callable[[int, int], Program],
     prices: Prices,
     request: SearchRequest,
@@ -70,40 +77,81 @@ def plan_groups(
     Args:
         program: of the longest rows.
         plan: says where parameters are stored.
-        batch_tokens: of a step.
+        batches: that steps are expected to have, each ``[n]`` lengths of sequences.
         trace: ``(rows, tokens)`` of a batch -> what the model does with it.
         prices: of the devices.
         request: what is asked of all plans.
     """
-    row = plan.prediction.row
-    asked = _request(program, plan, request)
-    plans: list[GroupPlan] = []
-    rows: list[GroupRow] = []
-    degree, tokens = _largest_degree(plan.world_size, row.tokens / batch_tokens), row.tokens
-    while degree and len(plans) < _MOST_KINDS:
-        try:
-            one = in_pieces(trace(1, tokens), plan.piece_tokens)
-            found = search(one, degree, prices, asked)
-        except (ExampleInputsError, TraceError):
-            break
-        except (InfeasibleError, ConstraintError):
-            if plans:
-                break  # what holds the longest sequence does without smaller groups
-            degree = degree * 2 if plan.world_size % (degree * 2) == 0 else 0
-            continue
-        cost = found.prediction.row
-        plans.append(GroupPlan(tokens, found.decisions))
-        axes, peak_bytes = (
-            describe_usual(found.decisions),
-            _kept_bytes(program, plan, request) + found.peak_memory_bytes,
-        )
-        rows.append(GroupRow(degree, tokens, cost.token_s * tokens, cost.pair_s, axes, peak_bytes))
-        if tokens % 2:
-            break
-        degree, tokens = max(1, degree // 2), tokens // 2
-    if len(plans) < 2:
+    planner = _GroupPlanner(program, plan, trace, prices, _request(program, plan, request), request)
+    share = plan.prediction.row.tokens / float(np.mean([batch.sum() for batch in batches]))
+    searched = planner.search(_largest_degree(plan.world_size, share))
+    if not searched:
         return PlannedGroups()
-    return PlannedGroups(tuple(plans), tuple(rows), coupling_seconds(program, plan, prices, asked.training))
+    known = dict(searched)
+    chosen = kinds_worth_having(with_more_lengths(tuple(known)), plan.world_size, batches)
+    made = [(row, known[row]) if row in known else planner.cut(row, searched) for row in chosen]
+    rows, plans = zip(*filter(None, made), strict=True)
+    if len(rows) < 2:
+        return PlannedGroups()
+    groups = tuple(GroupPlan(row.tokens, found.decisions) for row, found in zip(rows, plans, strict=True))
+    return PlannedGroups(groups, rows, coupling_seconds(program, plan, prices, planner.asked.training))
+
+
+@dataclass(frozen=True)
+class _GroupPlanner:
+    """Finds plans for single groups; its fields are the arguments of `plan_groups`, and what is asked of such plans."""
+
+    program: Program
+    plan: Plan
+    trace: Callable[[int, int], Program]
+    prices: Prices
+    asked: SearchRequest
+    request: SearchRequest
+
+    def search(self, degree: int) -> list[tuple[GroupRow, Plan]]:
+        """Plans for groups of so many devices, or more if these have no room, with the longest rows; of half as many
+        with rows half as long, and so on to one.
+        """
+        found: list[tuple[GroupRow, Plan]] = []
+        tokens = self.plan.prediction.row.tokens
+        while degree and len(found) < _MOST_SEARCHES:
+            try:
+                one = self._traced(tokens)
+                best = search(one, degree, self.prices, self.asked)
+            except (ExampleInputsError, TraceError):
+                break
+            except (InfeasibleError, ConstraintError):
+                if found:
+                    break  # what holds the longest sequence does without smaller groups
+                degree = degree * 2 if self.plan.world_size % (degree * 2) == 0 else 0
+                continue
+            found.append((self._row(one, best), best))
+            if degree == 1 or tokens % 2:
+                break
+            degree, tokens = degree // 2, tokens // 2
+        return found
+
+    def cut(self, row: GroupRow, searched: Sequence[tuple[GroupRow, Plan]]) -> tuple[GroupRow, Plan] | None:
+        """The plan of the shortest rows of as large groups that are as long as `row`, for rows as long as it; None: it
+        can't run them.
+        """
+        base = min((each for each in searched if each[0].degree == row.degree and each[0].tokens >= row.tokens),
+                   key=lambda each: each[0].tokens)[1]  # fmt: skip
+        with suppress(ExampleInputsError, TraceError):
+            one = self._traced(row.tokens)
+            found = reuse_plan(base, 1, one, self.prices, self.asked)
+            return None if found is None else (self._row(one, found), found)
+        return None
+
+    def _traced(self, tokens: int) -> Program:
+        return in_pieces(self.trace(1, tokens), self.plan.piece_tokens)
+
+    def _row(self, one: Program, found: Plan) -> GroupRow:
+        cost = found.prediction.row
+        peak_bytes = _kept_bytes(self.program, self.plan, self.request) + found.peak_memory_bytes
+        row_s = cost.token_s * cost.tokens + _adding_s(one, found, self.prices, self.asked.training)
+        axes = describe_usual(found.decisions)
+        return GroupRow(found.world_size, cost.tokens, row_s, cost.pair_s, axes, peak_bytes)
 
 
 def _largest_degree(world: int, share: float) -> int:
@@ -140,6 +188,11 @@ def _kept_bytes(program: Program, plan: Plan, request: SearchRequest) -> float:
     """
     layers = [_whole_bytes(program, layer, request.training) for layer in range(len(program.layers))]
     return sum(cost.static_bytes for cost in plan.costs) + 2 * max(layers, default=0.0)
+
+
+def _adding_s(program: Program, plan: Plan, prices: Prices, training: TrainingSpec) -> float:
+    """Seconds to add the gradients of one row to those of the rows before it."""
+    return sum(gradient_sums_s(placed, 2, prices, training) for placed in PlannedLayers(program, plan.decisions).placed)
 
 
 def _whole_bytes(program: Program, layer: int, training: TrainingSpec) -> float:

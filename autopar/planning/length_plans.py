@@ -28,12 +28,12 @@ from autopar.balance.expectation import draw_batches, expected_step, rows_worth_
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, LengthError, TraceError
 from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
+from autopar.plan.prediction import LengthPrediction
 from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, shape_of, stored_as, trace_model
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
 from autopar.planning.padded_calls import with_rows
 from autopar.planning.setup import Setup
 from autopar.planning.splitting import variant_like
-from autopar.prediction import LengthPrediction
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
@@ -157,7 +157,7 @@ class FamilyPlanner:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
             own = as_decided(program, first.decisions)
-            groups = plan_groups(own, first, tokens, self.trace, self.prices, self._by(first))
+            groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first))
             with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups
@@ -198,7 +198,7 @@ class FamilyPlanner:
 
     def _held(self, program: Program, planned: Program, base: Plan, request: SearchRequest) -> Plan | None:
         """The fastest plan of `program` with parameters where `base` of `planned` has them; None if nothing fits."""
-        reused = reuse_plan(base, planned, program, self.prices, request)
+        reused = reuse_plan(base, planned.batch_size, program, self.prices, request)
         found = [] if reused is None else [reused]
         with suppress(InfeasibleError, ConstraintError):
             found.append(plan_like(program, planned, base, self.prices, request))

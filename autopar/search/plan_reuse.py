@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError, MissingPriceError, PlanMismatchError
 from autopar.plan import LayerStrategy, Plan
-from autopar.prediction import Prediction
+from autopar.plan.prediction import Prediction
 from autopar.program import Program
 from autopar.schedules import simplest_schedule
+from autopar.search.microbatches import time_assignment
 from autopar.search.plan_selection import host_shortage
 from autopar.search.request import SearchRequest
-from autopar.search.search_context import input_rows
 from autopar.step.plan_check import check_fit
 from autopar.step.prices import Prices
 from autopar.step.pricing import predict
@@ -26,15 +26,16 @@ __all__ = ["check_known", "reuse_plan"]
 _MOST_MICROBATCHES = 64
 
 
-def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, request: SearchRequest) -> Plan | None:
-    """`plan`, made for `planned`, for `program`: the same but for the number of microbatches, and for collectives in
-    pieces of rows that don't divide.
+def reuse_plan(plan: Plan, planned_rows: int, program: Program, prices: Prices, request: SearchRequest) -> Plan | None:
+    """`plan`, made for a batch of `planned_rows`, for `program`: the same but for the number of microbatches, and for
+    collectives in pieces of rows that don't divide.
 
-    Microbatches are as large as before, or as near to that as is exact and fits.
+    Microbatches are as large as before, or as near to that as is exact and fits; a plan without microbatches needs none
+    for more rows as long as these fit into memory (`RowCost.at_once`).
 
     Args:
         plan: whose decisions are tried.
-        planned: the program that it is for.
+        planned_rows: of the batch that it is for.
         program: another one.
         prices: what `program` is priced with.
         request: how it is trained, and the memory that it may use.
@@ -42,20 +43,25 @@ def reuse_plan(plan: Plan, planned: Program, program: Program, prices: Prices, r
     Returns:
         The plan, None if those decisions can't run `program`, or need more memory than there is.
     """
-    ways = itertools.product(_microbatch_counts(plan, planned, program), _schedules(plan), _in_pieces(plan))
-    for count, schedule, strategies in ways:
+    allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
+    counts = _microbatch_counts(plan, planned_rows, program, allowed / (1 + request.memory_error))
+    for count, schedule, strategies in itertools.product(counts, _schedules(plan), _in_pieces(plan)):
         candidate = plan.with_decisions(
             fingerprint=program.fingerprint,
             num_microbatches=count,
             schedule=schedule,
             strategies=strategies if count > 1 else tuple(map(_in_one, strategies)),
         )
+        if count > 1 == plan.num_microbatches:
+            cut = _in_several(candidate, program)
+            if cut is None:
+                continue
+            candidate = cut
         try:
             check_fit(candidate, program, plan.world_size)
         except PlanMismatchError:
             continue
         candidate = _predicted(candidate, program, prices, request)
-        allowed = prices.memory_bytes if request.memory_limit_bytes is None else request.memory_limit_bytes
         is_small = candidate.peak_memory_bytes * (1 + request.memory_error) <= allowed
         if is_small and not host_shortage(candidate, prices):
             return replace(candidate, planning_s=(), optimality_gap=float("inf"))
@@ -84,15 +90,22 @@ def _predicted(plan: Plan, program: Program, prices: Prices, request: SearchRequ
     return replace(plan, prediction=Prediction())
 
 
-def _microbatch_counts(plan: Plan, planned: Program, program: Program) -> Sequence[int]:
-    """Numbers of microbatches to try: of as many rows as before, then those that divide the rows, the closest first."""
-    before = plan.num_microbatches
-    if before == 1:
+def _microbatch_counts(plan: Plan, planned_rows: int, program: Program, limit_bytes: float) -> Sequence[int]:
+    """Numbers of microbatches to try: of as many rows as before, then those that divide the rows, the closest first.
+
+    A plan without microbatches first tries to stay so, unless it is predicted not to fit.
+    """
+    before, rows, row = plan.num_microbatches, program.batch_size, plan.prediction.row
+    if before == 1 and rows <= planned_rows:
         return (1,)
-    rows_before, rows = (max(input_rows(each), default=1) for each in (planned, program))
-    same_size = before * rows / rows_before
+    same_size = before * rows / planned_rows
     divisors = (count for count in range(1, min(rows, _MOST_MICROBATCHES) + 1) if rows % count == 0)
-    return sorted(divisors, key=lambda count: (abs(math.log(count / same_size)), -count))
+    closest = sorted(divisors, key=lambda count: (abs(math.log(count / same_size)), -count))
+    if before > 1:
+        return closest
+    own = rows // row.ranks
+    first = (1,) if row.at_once(own, limit_bytes) == own else ()
+    return tuple(dict.fromkeys((*first, *(count for count in closest if rows % (count * row.ranks) == 0))))
 
 
 def _schedules(plan: Plan) -> Iterable[str]:
@@ -109,3 +122,19 @@ def _in_pieces(plan: Plan) -> Iterable[tuple[LayerStrategy, ...]]:
 
 def _in_one(strategy: LayerStrategy) -> LayerStrategy:
     return replace(strategy, time=())
+
+
+def _in_several(plan: Plan, program: Program) -> Plan | None:
+    """`plan`, whose strategies are those of one microbatch, with the factors that its microbatches split; None where
+    that would not be exact.
+    """
+    assignment = time_assignment(program, plan.num_microbatches)
+    if isinstance(assignment, str) or len(plan.layers) != len(program.layers):
+        return None
+    pairs = [(layer.strategy, assignment.factors[own.kind]) for layer, own in
+             zip(plan.layers, program.layers, strict=True)]  # fmt: skip
+    known = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+    return plan.with_decisions(
+        strategies=tuple(replace(plan.strategies[strategy], time=time) for strategy, time in known),
+        layers=tuple(replace(layer, strategy=known[pair]) for layer, pair in zip(plan.layers, pairs, strict=True)),
+    )

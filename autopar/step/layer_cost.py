@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Value
 from autopar.step.activation_policies import activation_policy
 from autopar.step.instructions import InPieces, Reshard, RunOp
@@ -35,6 +35,7 @@ from autopar.step.training import TrainingSpec, is_differentiable, own_training
 from autopar.step.value_flows import Flow
 
 __all__ = [
+    "computing_seconds",
     "is_layer_rerun",
     "is_rerun",
     "offload_s",
@@ -241,7 +242,7 @@ def storage_cost(
         ahead_s += count * copy_s
     else:
         once_s += copy_s
-    sums_s = gradient_sums_s(placed, prices, training)
+    sums_s = gradient_sums_s(placed, count, prices, training)
     return replace(
         held_cost(placed, training),
         backward_s=sums_s,
@@ -251,6 +252,19 @@ def storage_cost(
         weight_s=weight_s + sums_s,
         optimizer_s=optimizer_s(placed, prices, training),
     )
+
+
+def computing_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[str, float]]:
+    """Of each op of a layer: what its price rests on, and its seconds in a step, those of running it again included.
+
+    Raises:
+        MissingPriceError: an op has no price.
+    """
+    own = own_training(placed.program, placed.layer, training)
+    times = op_seconds(placed, prices, training)
+    for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
+        runs = 2 if is_rerun(op, state, placed.recompute, own) else 1
+        yield time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)
 
 
 def weight_share(program: Program, op: Op) -> float:

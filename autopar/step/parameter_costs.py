@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.placement import Axis, Layout, Step, local_shape
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Ref, TensorType, Value, itemsize_bytes
 from autopar.step.local_layer import PlacedLayer, SharedStorage
 from autopar.step.optimizer_costs import host_copy_s, optimizer_s_per_element, parameter_step_s
@@ -241,7 +241,7 @@ def gradient_sum_s(
     return (num_microbatches - 1) * time.forward_s
 
 
-def gradient_sums_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
+def gradient_sums_s(placed: PlacedLayer, num_microbatches: int, prices: Prices, training: TrainingSpec) -> float:
     """Seconds per step to add up the gradients of all parameters of a layer; `training` is the layer's own."""
     seconds = 0.0
     for flow in placed.read_flows():
@@ -249,8 +249,7 @@ def gradient_sums_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec)
         if flow.is_parameter and flow.readers and value.requires_grad and training.is_training:
             stored = placed.shared.get(value.name, (placed.mesh, placed.storage[flow.producer]))
             copy = placed.mesh, placed.copies[value.name]
-            count = placed.view.num_microbatches
-            seconds += gradient_sum_s(value, copy, stored, placed.zero, count, prices, training)
+            seconds += gradient_sum_s(value, copy, stored, placed.zero, num_microbatches, prices, training)
     return seconds
 
 

@@ -8,36 +8,30 @@ layers share (counted at the first layer of each device group that reads them).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 
-from autopar.ops import family_of
-from autopar.ops.attention import DOCUMENTS
-from autopar.ops.family import argument
 from autopar.placement import Axis
 from autopar.plan import Decisions
-from autopar.prediction import LayerCost, Prediction, RowCost
-from autopar.program import Op, Program
+from autopar.plan.prediction import LayerCost, Prediction
+from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward
 from autopar.step.boundary_values import sent_values, transfer_parts_s
-from autopar.step.data_split import attention_split, batch_inputs
-from autopar.step.layer_cost import is_rerun, placed_collectives, placed_cost
+from autopar.step.layer_cost import computing_seconds, placed_collectives, placed_cost
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.memory import peak_bytes, step_memory
 from autopar.step.model_flops import model_flops
-from autopar.step.op_seconds import op_seconds
 from autopar.step.optimizer_costs import gather_s, layer_gathers_s
 from autopar.step.parameter_costs import shared_costs
 from autopar.step.plan_collectives import broadcast_s, output_gathers
 from autopar.step.planned_layers import LayerFacts, PlannedLayers
 from autopar.step.prices import Prices, run_s
+from autopar.step.row_cost import row_cost
 from autopar.step.simulate import step_seconds
 from autopar.step.stage_costs import CostColumns, pipeline_step_s, stage_costs
-from autopar.step.training import TrainingSpec, own_training
+from autopar.step.training import TrainingSpec
 
 __all__ = ["layer_costs", "predict"]
 
@@ -105,7 +99,7 @@ def predict(
         dtype=dtype,
         model_flops=sum(flops.values()),
         peak_flops_per_s=prices.peak_flops_per_s(dtype),
-        row=_row_cost(layers, costs, prices, training, sum_s if is_same else step_s),
+        row=row_cost(layers, costs, prices, training, sum_s if is_same else step_s, max(peaks)),
     )
 
 
@@ -161,49 +155,6 @@ def _arrival_seconds(layers: PlannedLayers, prices: Prices, training: TrainingSp
         before = found.get(crossing.reader, (0.0, 0.0))
         found[crossing.reader] = before[0] + ahead_s, before[1] + back_s
     return found
-
-
-def _row_cost(
-    layers: PlannedLayers, costs: tuple[LayerCost, ...], prices: Prices, training: TrainingSpec, step_s: float
-) -> RowCost:
-    """What computes and communicates activations, attention apart, is shared out among tokens; attention among pairs.
-
-    Parameters are gathered, reduced and updated once for all sequences of a step: the rest of `step_s`.
-    """
-    program, decisions = layers.program, layers.decisions
-    shapes = (program.type_of(name).shape for name in batch_inputs(program))
-    tokens = next((shape[1] for shape in shapes if len(shape) > 1), 0)
-    ranks = attention_split(program, decisions).size
-    rows = program.batch_size // ranks
-    if not tokens or not rows:
-        return RowCost(ranks)
-    groups = decisions.num_groups
-    attention_s = sum(layers.find("attention", lambda placed: _attention_s(placed, prices, training))) / groups
-    row_s = sum(
-        cost.forward_s + cost.backward_s + cost.recompute_s + cost.offload_s + cost.activation_comm_s for cost in costs
-    ) / groups  # fmt: skip
-    # What is timed as a whole may be less than its parts, and communication of activations may be overlapped.
-    linear_s = max(0.0, min(row_s, step_s) - attention_s)
-    return RowCost(
-        ranks,
-        max(1, rows // decisions.num_microbatches),
-        tokens,
-        linear_s / (rows * tokens),
-        attention_s / (rows * tokens * _attended(program, tokens)),
-        max(0.0, step_s - attention_s - linear_s),
-    )
-
-
-def _attended(program: Program, tokens: int) -> int:
-    """Tokens of the sequence of a token, as attention is priced: those of its document, else the row's."""
-    ops = (op for layer in program.kinds for op in layer.ops if op.target == DOCUMENTS)
-    return next((cast("int", argument(op, 7, "length", tokens)) for op in ops), tokens)
-
-
-def _attention_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> float:
-    """Seconds of a step in attention."""
-    runs = _computing_s(placed, prices, training)
-    return sum(each_s for op, _, each_s in runs if family_of(op.target).is_attention)
 
 
 def _stage_costs(
@@ -262,15 +213,6 @@ def _sources(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> tup
         each_s = run.times * run_s(run, prices)
         communicating[prices.collective_source(run.kind, run.axis)] += each_s
     computing: defaultdict[str, float] = defaultdict(float)
-    for _, source, each_s in _computing_s(placed, prices, training):
+    for source, each_s in computing_seconds(placed, prices, training):
         computing[source] += each_s
     return tuple(computing.items()), tuple(communicating.items())
-
-
-def _computing_s(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> Iterator[tuple[Op, str, float]]:
-    """Each op, what its price rests on, and its seconds in all microbatches, run again in backward included."""
-    own = own_training(placed.program, placed.layer, training)
-    times = op_seconds(placed, prices, training)
-    for op, state, time in zip(placed.layer.ops, placed.states, times, strict=True):
-        runs = 2 if is_rerun(op, state, placed.recompute, own) else 1
-        yield op, time.source, placed.view.num_microbatches * (runs * time.forward_s + time.backward_s)

@@ -110,7 +110,7 @@ def layer_work(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> L
     ahead_s, rerun_s, back_s, weight_s = _op_seconds(placed, prices, training)
     inputs_s = [whole - part for whole, part in zip(back_s, weight_s, strict=True)]
     stored = list(stored_collectives(placed, training))
-    sum_s = gradient_sums_s(placed, prices, training) / placed.view.num_microbatches
+    sum_s = gradient_sums_s(placed, placed.view.num_microbatches, prices, training) / placed.view.num_microbatches
     return LayerWork(
         forward=_in_order("forward", ahead_s, [run for run in runs if run.phase == "forward"], prices),
         again=_in_order("recompute", rerun_s, [run for run in runs if run.phase == "recompute"], prices),

@@ -8,9 +8,10 @@ import pytest
 
 from autopar.balance import BatchPlanner
 from autopar.balance.expectation import expected_step
+from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.balance.group_rows import assign_groups
 from autopar.balance.lengths import Lengths
-from autopar.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
 from tests.balance.assignments import plan_of
 
 KINDS = (GroupRow(4, 64, 16.5, 0.01), GroupRow(2, 32, 16.2, 0.02), GroupRow(1, 16, 16.0, 0.04))
@@ -48,6 +49,25 @@ def test_a_long_sequence_among_short_ones_gets_a_group_of_its_own() -> None:
     assert found.degrees[0] == 4
     assert [row for row in found.rows_of(0) if row] == [[0]]
     assert found.largest_s == pytest.approx(16.5 + 0.01 * 64**2)  # nobody is done later than it
+
+
+def test_rows_of_more_lengths_are_had_if_batches_use_them() -> None:
+    more = with_more_lengths(KINDS)
+    assert [(kind.degree, kind.tokens) for kind in more] == [
+        (4, 64), (4, 48), (2, 32), (2, 24), (1, 16), (1, 12), (1, 8), (1, 6), (1, 4), (1, 3),
+    ]  # fmt: skip
+    assert [kind.row_s / kind.tokens for kind in more[:2]] == [KINDS[0].row_s / 64] * 2
+    random = np.random.default_rng(0)
+    batches = [np.minimum(64, 3 + random.geometric(0.2, 16)) for _ in range(20)]
+    kept = kinds_worth_having(more, 8, batches)
+    assert kept[0] == KINDS[0]
+    assert 1 < len(kept) <= 8
+    assert set(kept) <= set(more)
+    before_s, after_s = (
+        sum(found.largest_s for batch in batches if (found := assign_groups(kinds, 0.0, 8, batch))) for kinds in
+        (KINDS, kept)
+    )  # fmt: skip
+    assert after_s < 0.95 * before_s
 
 
 def test_groups_are_taken_where_they_are_faster() -> None:

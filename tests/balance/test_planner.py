@@ -9,7 +9,7 @@ import pytest
 from autopar.balance import BatchPlanner
 from autopar.errors import LengthError
 from autopar.plan import Plan
-from autopar.prediction import RowCost
+from autopar.plan.prediction import RowCost
 from tests.balance.assignments import least_rows_and_pairs, plan_of
 
 ROW = RowCost(ranks=2, rows=2, tokens=12, token_s=1.0, pair_s=1.0)
@@ -30,17 +30,27 @@ def test_few_sequences_are_shared_out_as_well_as_can_be(seed: int):
 def test_every_sequence_has_one_place_with_room_for_it(packs: bool):
     random = np.random.default_rng(0)
     for _ in range(1000):
-        row = replace(ROW, ranks=int(random.integers(1, 9)), rows=int(random.integers(1, 4)), tokens=64)
+        ranks, own, microbatches = (int(random.integers(1, most)) for most in (9, 4, 3))
+        row = replace(ROW, ranks=ranks, rows=own, tokens=64, microbatches=microbatches)
         lengths = random.integers(1, 1 + random.choice([1, 8, 64]), random.integers(0, 60))
         found = BatchPlanner(plan_of(row), packs=packs).assign(lengths)
         rows = [row for group in range(row.ranks) for row in found.rows_of(group)]
         assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
         assert all(sum(lengths[index] for index in row) <= 64 for row in rows)
         assert packs or all(len(row) <= 1 for row in rows)
-        assert found.rows <= row.rows or found.rows % row.rows == 0  # whole microbatches
+        assert microbatches == 1 or found.rows <= own or found.rows % own == 0  # whole microbatches
         work = [sum(float(lengths[i]) ** 2 for r in found.rows_of(group) for i in r) for group in range(row.ranks)]
         assert work == pytest.approx(found.work_s.tolist())
         assert found.bound_s <= found.largest_s * (1 + 1e-12)
+
+
+def test_microbatches_cost_what_is_gathered_for_each_of_them():
+    plan = plan_of(replace(ROW, ranks=1, rows=1, pair_s=0.0, microbatch_s=5.0, row_bytes=1.0))
+    found = BatchPlanner(plan).assign([12, 12, 12])
+    assert (found.rows, found.at_once, found.step_time_s) == (3, 3, 36 + 5)
+    found = BatchPlanner(replace(plan, memory_limit_bytes=2.5)).assign([12, 12, 12])  # for two rows
+    assert (found.rows, found.at_once, found.step_time_s) == (3, 1, 36 + 3 * 5)
+    assert BatchPlanner(replace(plan, memory_limit_bytes=2.5)).assign([12, 12]).at_once == 2
 
 
 def test_the_same_lengths_give_the_same_places():

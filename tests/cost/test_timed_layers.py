@@ -10,10 +10,13 @@ from autopar.cost.profile import LayerTime
 from autopar.lower.communication.null_communicator import NullCommunicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.program.single_layer import LoneLayer
+from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis, local_shape
 from autopar.plan import LayerStrategy
+from autopar.planning.document_lengths import read_lengths, with_lengths
 from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
-from autopar.search import SearchRequest
+from autopar.search import SearchRequest, search
+from tests.data.test_balanced import rows_of_tokens, small_llama
 from tests.models import make_plain_gpt
 from tests.zoo import plan_for, quick_prices, subject
 
@@ -54,6 +57,16 @@ def test_a_lone_layer_computes_what_a_rank_of_the_plan_does(name, constraints):
             assert not output.is_floating_point() or output.isfinite().any()
         if lone.is_differentiable:
             assert all(gradient is None or gradient.isfinite().all() for gradient in lone.backward(outputs))
+
+
+def test_a_timed_layer_has_documents_as_long_as_its_price_is_for():
+    program = trace_model(small_llama(), rows_of_tokens(2, 16)).program
+    program = with_lengths(program, read_lengths(4))
+    layer = program.layers[1]
+    lone = LoneLayer(program, layer, search(program, 2, quick_prices(2), SearchRequest()).strategies[1])
+    numbers = lone._inputs[layer.inputs.index(next(op for op in layer.ops if op.target == DOCUMENTS).operands[3])]
+    assert numbers[0].tolist() == [place // 4 for place in range(16)]
+    lone.backward(lone.forward())
 
 
 def test_a_timed_layer_takes_longer_if_there_is_more_of_it():

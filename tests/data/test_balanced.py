@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,9 +18,9 @@ from autopar.data.balanced import rank_rows
 from autopar.errors import LengthError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.plan.prediction import LengthPlan, LengthPrediction, RowCost
 from autopar.planning.call_plans import stored_as
 from autopar.planning.caller_inputs import call_inputs
-from autopar.prediction import LengthPlan, LengthPrediction, RowCost
 from autopar.search import SearchRequest, plan_like, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of
@@ -158,7 +159,7 @@ def test_ranks_without_rows_pass_none() -> None:
 
 
 def test_a_rank_passes_rows_that_others_compute_in_microbatches() -> None:
-    assignment = BatchPlanner(plan_of(ROW)).assign([TOKENS] * 7)
+    assignment = BatchPlanner(plan_of(replace(ROW, microbatches=2))).assign([TOKENS] * 7)
     assert assignment.rows == 4  # two microbatches of two rows on each of two ranks
     passed = [row for rank in range(2) for row in rank_rows(assignment, rank, 2)]
     computed = {group: assignment.rows_of(group) for group in range(2)}
@@ -272,7 +273,7 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: 
     assert (row.ranks, row.rows, row.tokens) == (world, 1, TOKENS)
     # An example's step is predicted to take what its rows and the rest do.
     row_s = row.tokens * row.token_s + row.tokens**2 * row.pair_s
-    assert row_s + row.step_s == pytest.approx(plan.step_time_s)
+    assert row_s + row.fixed_s(1, 1) == pytest.approx(plan.step_time_s)
     more = [{name: torch.cat([x] * k) for name, x in example.items()} for k in (2, 3)]
     planner = planner_for(model, traced, plan, more, keep_double_program, training=True)
 
@@ -283,6 +284,50 @@ def test_loss_and_gradients_are_those_of_each_sequence_alone(world: int, packs: 
 
     for lengths in MIXES.values():
         check_equal_to_alone(model, Documents(lengths), begin, world, packs)
+
+
+class Embedded(TorchDispatchMode):
+    """Notes the ids of which a rank looks up embeddings, by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[list[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding.default:
+            self.ids.append(sorted(set(args[1].flatten().tolist()) - {0}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_each_rank_computes_what_it_was_assigned(has_room: bool) -> None:
+    model, example = small_llama(), rows_of_tokens(2, TOKENS)
+    traced = keep_double_program(autopar.api.trace_model(model, example))
+    plan = search(traced.program, 2, quick_prices(2), SearchRequest(constraints=("data=2",)))
+    row = plan.prediction.row
+    if not has_room:  # for two rows of a rank at once
+        plan = replace(plan, memory_limit_bytes=row.held_bytes + 1.5 * row.row_bytes)
+    lengths = [TOKENS, 9, 7, 5, 4]
+    assignment = BatchPlanner(plan).assign(lengths)
+    assert (assignment.rows, assignment.at_once) == (2, 2 if has_room else 1)
+    planner = planner_for(model, traced, plan, [rows_of_tokens(4, TOKENS)], keep_double_program, training=True)
+
+    alone = run_single(Alone(model, Documents(lengths)), {"x": torch.zeros(1)}, 1, in_double=True)
+
+    def rank(talk: Communicator) -> tuple[int, list[list[int]]]:
+        made: Any = build(model, traced, plan, talk, planner=planner)
+        made.call_inputs = call_inputs(model, example, traced.program, made.data_split, talk, is_local=True)
+        loader = DataLoader(Documents(lengths), batch_size=len(lengths))
+        (batch,) = autopar.balanced(loader, made, length=size, shifts="labels")
+        with Embedded() as embedded:
+            loss = loss_of(made(**batch))
+        assert loss.item() == pytest.approx(alone.losses[0], rel=1e-12)
+        return next(call.plan.num_microbatches for call in made.plans if call.calls), embedded.ids
+
+    for number, (microbatches, ids) in enumerate(simulate(2, rank)):
+        rows = [sorted(index + 1 for index in row) for row in assignment.rows_of(number)]
+        assert microbatches == (1 if has_room else 2)
+        assert ids[:microbatches] == ([sorted(rows[0] + rows[1])] if has_room else rows)
 
 
 def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
@@ -296,11 +341,13 @@ def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
     rows = [each.prediction.row for each in (plan, member)]
     assert [(row.ranks, row.tokens) for row in rows] == [(2, TOKENS), (4, TOKENS // 2)]
     # One row each of four ranks is faster than one twice as long of two: prices of so small a model don't say so.
-    expected = LengthPrediction(plans=tuple(LengthPlan(replace(row, step_s=0.0, token_s=1.0)) for row in rows))
+    rows = [replace(row, step_s=0.0, microbatch_s=0.0, token_s=1.0) for row in rows]
+    expected = LengthPrediction(plans=tuple(map(LengthPlan, rows)))
     family = replace(
         plan, other_calls=(member.decisions,), prediction=replace(plan.prediction, lengths=expected)
     )  # fmt: skip
-    planner = planner_for(model, traced, family, [example, short], keep_double_program, training=True)
+    more = rows_of_tokens(8, TOKENS // 2)  # than any plan is for
+    planner = planner_for(model, traced, family, [example, short, more], keep_double_program, training=True)
     ran: list[Any] = []
 
     def begin(talk: Communicator) -> Any:
@@ -309,8 +356,8 @@ def test_each_batch_runs_by_the_plan_that_is_fastest_for_it() -> None:
         ran.append(made)
         return made
 
-    # The last batch has two rows for two passing ranks, the first four for them.
-    for lengths, tokens, chosen in (([8, 3, 2, 7, 5, 1], 8, member), ([9, 3, 2], 16, plan)):
+    # The batches have four rows, eight, and two; two ranks pass them.
+    for lengths, tokens, chosen in (([8, 3, 2, 7, 5, 1], 8, member), ([8] * 5, 8, member), ([9, 3, 2], 16, plan)):
         batches = check_equal_to_alone(model, Documents(lengths), begin, world)
         assert {batch["input_ids"].shape[1] for batch in batches} == {tokens}
         assert next(call.plan.strategies for call in ran[-1].plans if call.calls) == chosen.strategies

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.plan.prediction import LengthPlan, LengthPrediction
 from autopar.planning.call_plans import stored_as
-from autopar.prediction import LengthPlan, LengthPrediction
 from autopar.search import SearchRequest, plan_like, search
 from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
 from tests.ranks import run_ranks
@@ -50,7 +50,7 @@ def test_processes_take_turns_between_plans_and_train_as_one_device(tmp_path: Pa
     plan = search(long, 4, prices, SearchRequest(constraints=("data=2", "tensor=2", "zero=3")))
     request = SearchRequest(constraints=("data=4",), stored=stored_as(long, plan))
     member = plan_like(short, long, plan, prices, request)
-    rows = [replace(each.prediction.row, step_s=0.0, token_s=1.0) for each in (plan, member)]
+    rows = [replace(each.prediction.row, step_s=0.0, microbatch_s=0.0, token_s=1.0) for each in (plan, member)]
     expected = LengthPrediction(plans=tuple(map(LengthPlan, rows)))
     family = replace(
         plan, other_calls=(member.decisions,), prediction=replace(plan.prediction, lengths=expected)

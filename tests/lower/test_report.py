@@ -91,7 +91,7 @@ def test_kernels_are_the_layers_own() -> None:
 
 def test_a_step_of_another_form_is_refused() -> None:
     who, plan = subject("llama", torch.float32), plan_for("llama", 1, ("microbatches=1",), torch.float32)
-    with pytest.raises(QuestionError, match="no layer of the plan ran in the steps that were measured"):
+    with pytest.raises(QuestionError, match="no measured step made one training call by a plan that was known before"):
         run_ranks(who.model, who.traced, plan, lambda model: model.report(lambda: None, steps=1))
 
 

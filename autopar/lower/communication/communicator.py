@@ -248,7 +248,7 @@ class Communicator:
         raise NotImplementedError
 
     def _start_exchange_rows(self, x: Tensor, axis: Axis, sent: tuple[int, ...], received: tuple[int, ...]) -> Handle:
-        """``[sum of sent, ...] -> [sum of received, ...]``; by default a message for each two that exchange anything."""
+        """``[sum of sent, ...] -> [sum of received, ...]``; by default a message per pair that exchanges anything."""
         own = axis.coordinate(self.rank)
         parts = split_rows(x, sent)
         others = [coordinate for coordinate in range(axis.size) if coordinate != own]

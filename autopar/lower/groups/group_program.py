@@ -28,6 +28,7 @@ class GroupProgram:
 
     Attributes:
         executable: what runs.
+        executor: runs it.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GroupProgram:
         stored = {name: replace(x, layout=layouts.get(store.first_name.get(name, name), x.layout), groups=(0,))
                   for name, x in store.stored.items()}  # fmt: skip
         self._store = replace(store, mesh=mesh, module=self._module, stored=stored)
-        self._executor = Executor(executable, self._store, communicator, compile_layers, plan.world_size)
+        self.executor = Executor(executable, self._store, communicator, compile_layers, plan.world_size)
         self._names: dict[str, list[str]] = {}
         for name, first in store.first_name.items():
             self._names.setdefault(first, []).append(name)
@@ -62,7 +63,7 @@ class GroupProgram:
     @property
     def is_random(self) -> bool:
         """Whether it draws random numbers."""
-        return self._executor.is_random
+        return self.executor.is_random
 
     def count_targets(self, tensors: Sequence[Tensor]) -> float:
         """How many targets of a row count."""
@@ -71,17 +72,17 @@ class GroupProgram:
 
     @torch.no_grad()
     def fill(self, whole: Iterable[tuple[str, Tensor]], trained: frozenset[str]) -> None:
-        """Take this rank's parts of the parameters, which come whole."""
+        """Take this rank's parts of the parameters, which come whole, and compute what is hoisted, for a step."""
         for name, tensor in whole:
             part = apply_forward(tensor, self._parts.get(name, ()), self._communicator)
             self._put(name, nn.Parameter(part, requires_grad=name in trained))
+        self.executor.begin_step()
 
     def run(self, tensors: Sequence[Tensor], weight: float, seed: int) -> Tensor:
         """The loss of a row, whole on all ranks of the group, times `weight`; its gradients are added to those of rows
         before it.
         """
-        executor, loss_name = self._executor, self.executable.program.loss
-        executor.begin_step()
+        executor, loss_name = self.executor, self.executable.program.loss
         with torch.enable_grad():
             values = run_step(executor, executor.take_parts(tensors), seed)
             loss = executor.make_output(loss_name, values[loss_name]) * weight

@@ -58,7 +58,12 @@ class GroupSteps:
 
     The length of the rows that a rank passes says which plan its group runs.  Loss and gradients are those of all rows
     of all groups: the number of targets that count is known before the step, and each row counts by its share of it.
+
+    Attributes:
+        last: what this rank's group ran in the last such step, for whoever measures.
     """
+
+    last: Executor | None = None
 
     def __init__(
         self,
@@ -82,6 +87,11 @@ class GroupSteps:
         self._compile_layers = compile_layers
         self._coupling: Coupling | None = None
         self._programs: dict[int, GroupProgram] = {}  # by tokens of a row
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """Of the groups' programs; none before the first such step."""
+        return tuple(program.executor for program in self._programs.values())
 
     def run(self, kind: str, inputs: CallInputs, call: Call) -> list[Tensor | None] | None:
         """The outputs of a step with this rank's rows, of which all but the loss are None; None: not such a step.
@@ -158,6 +168,7 @@ class GroupSteps:
 
     def _compute(self, share: _Share, total: float) -> list[Tensor | None]:
         coupling, talk, program = self._coupling, self._first.communicator, share.program
+        self.last = program.executor
         assert coupling is not None
         trained = coupling.trained
         seed = agree_base_seed(talk) if program.is_random else 0

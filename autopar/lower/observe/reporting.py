@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import QuestionError
-from autopar.headline import describe_parallelism, throughput
-from autopar.lower.observe.balance import Dealt, compare_balance
+from autopar.lower.groups.group_steps import GroupSteps
+from autopar.lower.observe.balance import Balance, Dealt, compare_balance
 from autopar.lower.observe.expert_rows import ExpertRows
 from autopar.lower.observe.kernel_profile import profile_kernels
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.observe.step_report import StepReport
-from autopar.lower.observe.stopwatch import Stopwatch
+from autopar.lower.observe.stopwatch import StepClock, Stopwatch
 from autopar.lower.run.call_executors import CallExecutors
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.execution import Executor
+from autopar.plan.headline import describe_parallelism, throughput
 from autopar.timeline import StepTimeline
 
 __all__ = ["report_steps"]
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """A step, the executor that ran it on this rank, and its batch if a balanced loader gave it."""
+
+    executor: Executor
+    timeline: StepTimeline
+    dealt: Dealt | None
+
+
 def report_steps(
     executors: CallExecutors,
+    groups: GroupSteps | None,
     predictions: Predictions | None,
     inputs: CallInputs | None,
     step: Callable[[], object],
@@ -34,73 +46,129 @@ def report_steps(
     kernels: bool = False,
 ) -> StepReport:
     """See `ParallelModule.report`."""
+    following = _Following(executors, groups, inputs, step)
     for _ in range(warmup - 1):
         step()
-    rows: list[dict[str, tuple[int, ...]]] = []
-    if warmup > 0:
-        _measure(executors.last_trained, step, rows)
-    executor = executors.last_trained  # which the last step before has made, or brought to the front
-    timed: list[StepTimeline] = []
-    dealt: list[tuple[Dealt, StepTimeline]] = []
-    for _ in range(max(steps, 1)):
-        timeline = _measure(executor, step, None if rows else rows)
-        if timeline is not None:
-            timed.append(timeline)
-            if inputs is not None and inputs.dealt is not None:
-                dealt.append((inputs.dealt, timeline))
+    rows = [following.rows_of_experts()] if warmup > 0 else []
+    found = [following.measure() for _ in range(max(steps, 1))]
+    timed = [each for each in found if isinstance(each, _Measured)]
     if not timed:
         raise _not_measured()
-    result = profile_kernels(lambda: _measured(executor, step), executor.communicator.device) if kernels else ()
+    rows = rows or [{}]
+    counts = Counter(id(each.executor) for each in reversed(timed))
+    executor = max((each.executor for each in reversed(timed)), key=lambda executor: counts[id(executor)])
+    own = [each.timeline for each in timed if each.executor is executor]
+    result = ()
+    if kernels:
+        result = profile_kernels(lambda: following.measure_by(executor), executor.communicator.device)
     alike: dict[int, list[int]] = {}
     for index, runner in executor.runners.items():
         alike.setdefault(id(runner.program), []).append(index)
     names = {index: runner.layer.name for index, runner in executor.runners.items()}
     predicted = predictions.timeline() if predictions is not None and executor is executors.first else None
-    report = StepReport.of(timed, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
+    report = StepReport.of(own, predicted, names, tuple(map(tuple, alike.values())), executor.stages.group, result)
+    return replace(
+        report, expert_rows=rows[0], headline=_headline(executor, groups, report.measured.step_s),
+        balance=following.balance(found), other_steps=len(timed) - len(own),
+    )  # fmt: skip
+
+
+def _headline(executor: Executor, groups: GroupSteps | None, step_s: float) -> str:
     plan = executor.executable.plan
     parts = ["measured", describe_parallelism(plan.decisions)]
+    if groups is not None and executor in groups.executors:
+        parts.insert(1, f"groups of unlike size, this rank's of {plan.world_size}")
     if plan.costs:
-        parts.append(throughput(plan.prediction, plan.world_size, report.measured.step_s))
-    gather = None if inputs is None else partial(_gather, inputs)
-    balance = None if gather is None else compare_balance(dealt, executor.stages.group, gather)
-    return replace(report, expert_rows=rows[0], headline=" · ".join(parts), balance=balance)
+        parts.append(throughput(plan.prediction, plan.world_size, step_s))
+    return " · ".join(parts)
 
 
-def _measure(
-    executor: Executor, step: Callable[[], object], rows: list[dict[str, tuple[int, ...]]] | None = None
-) -> StepTimeline | None:
-    """A step, None if another executor ran it; what experts get in it is added to `rows`."""
-    names = [layer.name for layer in executor.executable.program.layers]
-    stopwatch = Stopwatch(executor.stages.group, names, executor.communicator.device)
-    executor.stopwatch = stopwatch
-    counter = ExpertRows(executor, stopwatch)
-    try:
-        with executor.communicator.watching(stopwatch.watch), nullcontext() if rows is None else counter:
-            step()
-    finally:
-        executor.stopwatch = None
-    if stopwatch.is_empty:
-        return None
-    timeline = stopwatch.read()
-    if rows is not None:
-        rows.append(counter.read())
-    return timeline
+class _Following:
+    """Measures steps, whichever plan runs them."""
+
+    def __init__(
+        self,
+        executors: CallExecutors,
+        groups: GroupSteps | None,
+        inputs: CallInputs | None,
+        step: Callable[[], object],
+    ) -> None:
+        self._executors = executors
+        self._groups = groups
+        self._inputs = inputs
+        self._step = step
+
+    def measure(self) -> _Measured | Dealt | None:
+        """A step; what was assigned, or None, where it can't be told which plan ran it: one that was made in it, or
+        several.
+        """
+        watches, ran = self._run(nullcontext)
+        dealt = None if self._inputs is None else self._inputs.dealt
+        if len(ran) != 1 or ran[0] not in watches:
+            return dealt
+        return _Measured(ran[0], watches[ran[0]].read(), dealt)
+
+    def measure_by(self, executor: Executor) -> StepTimeline:
+        """A step of this executor."""
+        found = self.measure()
+        if not isinstance(found, _Measured) or found.executor is not executor:
+            raise _not_measured()
+        return found.timeline
+
+    def rows_of_experts(self) -> dict[str, tuple[int, ...]]:
+        """Rows of each expert in a step, if the plan of the last step runs it."""
+        executor = self._executors.last_trained
+        counters: list[ExpertRows] = []
+
+        def count(watches: Mapping[Executor, Stopwatch]) -> AbstractContextManager[object]:
+            counters.append(ExpertRows(executor, watches[executor]))
+            return counters[0]
+
+        watches, _ = self._run(count)
+        return {} if watches[executor].is_empty else counters[0].read()
+
+    def balance(self, found: Sequence[_Measured | Dealt | None]) -> Balance | None:
+        """How even ranks were in these steps.  Every rank calls it."""
+        inputs = self._inputs
+        if inputs is None:
+            return None
+        pairs = [(each.dealt, each.timeline) if isinstance(each, _Measured) else (each, None) for each in found]
+        dealt = [(known, timeline) for known, timeline in pairs if known is not None]
+        return compare_balance(dealt, self._executors.first.stages.group, partial(_gather, inputs))
+
+    def _run(
+        self, beside: Callable[[Mapping[Executor, Stopwatch]], AbstractContextManager[object]]
+    ) -> tuple[Mapping[Executor, Stopwatch], list[Executor]]:
+        """Run a step; returns the stopwatches, and those executors that ran on this rank, as far as is known."""
+        groups = self._groups
+        known = [*self._executors.trained, *(groups.executors if groups is not None else ())]
+        communicator = self._executors.first.communicator
+        clock = StepClock(communicator.device)
+        watches: dict[Executor, Stopwatch] = {}
+        for executor in known:
+            names = [layer.name for layer in executor.executable.program.layers]
+            watches[executor] = executor.stopwatch = Stopwatch(clock, executor.stages.group, names)
+        if groups is not None:
+            groups.last = None
+        try:
+            with communicator.watching(clock.watch), beside(watches):
+                self._step()
+        finally:
+            for executor in known:
+                executor.stopwatch = None
+        ran = [executor for executor in known if not watches[executor].is_empty]
+        if groups is not None and groups.last is not None and groups.last not in ran:
+            ran.append(groups.last)  # whose group had no rows
+        return watches, ran
 
 
 def _gather(inputs: CallInputs, numbers: Sequence[int]) -> list[list[int]]:
     return inputs.numbers_of_ranks("report {}", lambda: numbers)
 
 
-def _measured(executor: Executor, step: Callable[[], object]) -> StepTimeline:
-    timeline = _measure(executor, step)
-    if timeline is None:
-        raise _not_measured()
-    return timeline
-
-
 def _not_measured() -> QuestionError:
     return QuestionError(
-        "no layer of the plan ran in the steps that were measured: a report follows training calls of the form that "
-        "came last before, and other rows or lengths run by plans of their own: pass batches of one form, or measure "
-        "more steps"
+        "no measured step made one training call by a plan that was known before: let `step` call the model once in "
+        "training mode; batches of other numbers of rows or lengths are planned when they first come, so run one of "
+        "each before, or measure more steps"
     )

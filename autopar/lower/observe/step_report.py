@@ -42,8 +42,9 @@ class StepReport:
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
             experts that run as one op, and of the layers that this rank's device group runs.  ``imbalance=`` takes it.
-        headline: the plan and its measured rate in one line (`autopar.headline`).
+        headline: the plan and its measured rate in one line (`autopar.plan.headline`).
         balance: of steps whose batches `autopar.balanced` gave; None: of no step.
+        other_steps: measured steps that ran by other plans than the one shown; `balance` knows them, too.
     """
 
     measured: StepTimeline
@@ -56,6 +57,7 @@ class StepReport:
     expert_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
     headline: str = ""
     balance: Balance | None = None
+    other_steps: int = 0
 
     def layer_s(self, timeline: StepTimeline, layers: Iterable[int], column: str) -> float:
         """Seconds of these layers in one of `COLUMNS`, by one of the two timelines."""
@@ -105,6 +107,7 @@ class StepReport:
                    for name, predicted_s, measured_s in self.streams()]  # fmt: skip
         spread = f"{format_seconds(min(self.steps_s))} to {format_seconds(max(self.steps_s))}"
         count = f"{len(self.steps_s)} steps measured, {spread}; the table shows the median step on this rank"
+        count += f"\n{self.other_steps} more steps ran by other plans" if self.other_steps else ""
         text = self.headline + "\n" * bool(self.headline) + text
         text = f"{text}\n\n{_table([['stream', 'predicted / measured', 'ratio'], *streams])}\n{count}"
         text += f"\n{self._expert_text()}" if self.expert_rows else ""

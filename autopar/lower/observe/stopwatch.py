@@ -7,6 +7,7 @@ the stream, read when the step is over; nothing waits for them.
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 from autopar.lower.communication.collectives import Collective, Handle
 from autopar.timeline import Event, StepTimeline
 
-__all__ = ["Stopwatch"]
+__all__ = ["StepClock", "Stopwatch"]
 
 _STREAMS = {"send": "pipeline", "broadcast": "pipeline"}
 
@@ -25,41 +26,99 @@ Seconds = Callable[[], float]
 
 @dataclass(frozen=True)
 class _Mark:
-    """From `start` on this rank does something; ``category == ""``: nothing that is measured."""
+    """From `start` on this rank does something; ``category == ""``: nothing that is measured.
+
+    `order` is when the host said so, among all marks and collectives of a step.
+    """
 
     category: str
     layer: int
     microbatch: int
     start: Seconds
+    order: int
 
 
 @dataclass(frozen=True)
 class _TimedCollective:
     collective: Collective
     category: str
-    layer: int
+    layer: str
     start: Seconds
     stop: Seconds
+    order: int
 
 
-class Stopwatch:
-    """Of one step of one rank.
+class StepClock:
+    """The moments of one step of one rank, and its collectives, whichever plan runs the step.
 
     Args:
-        group: the device group of this rank.
-        layers: names of all layers.
         device: of this rank.
     """
 
-    def __init__(self, group: int, layers: Sequence[str], device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         """It begins now."""
-        self._group = group
-        self._layers = list(layers)
         self._device = device
-        self._marks: list[_Mark] = []
-        self._collectives: list[_TimedCollective] = []
+        self._count = 0
+        self.collectives: list[_TimedCollective] = []
         self._began_s = time.perf_counter()
         self._first = self._record() if device.type != "cpu" else None
+
+    def watch(self, collective: Collective, purpose: tuple[str, str]) -> Callable[[Handle], Handle]:
+        """Measure a collective from now on, until it has arrived as far as the backend tells, else is waited for."""
+        category, name = purpose
+        start, stops = self.now(), list[Seconds]()
+
+        def stop() -> float:
+            return stops[0]() if stops else start()
+
+        self.collectives.append(_TimedCollective(collective, category, name, start, stop, self.next()))
+
+        def watched(handle: Handle) -> Handle:
+            handle.on_arrival(lambda: stops.append(self.now()))
+            return handle
+
+        return watched
+
+    def next(self) -> int:
+        """The number of what happens now, in the order of the host."""
+        self._count += 1
+        return self._count
+
+    def now(self) -> Seconds:
+        """This moment."""
+        if self._first is None:
+            now_s = time.perf_counter() - self._began_s
+            return lambda: now_s
+        first, event = self._first, self._record()
+        return lambda: first.elapsed_time(event) / 1e3
+
+    def elapsed_s(self) -> float:
+        """Seconds until everything that was begun has ended."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter() - self._began_s
+
+    def _record(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+
+class Stopwatch:
+    """Of the layers of one plan on one rank, in one step.
+
+    Args:
+        clock: of the step.
+        group: the device group of this rank.
+        layers: names of all layers.
+    """
+
+    def __init__(self, clock: StepClock, group: int, layers: Sequence[str]) -> None:
+        """No layer has run."""
+        self._clock = clock
+        self._group = group
+        self._layers = list(layers)
+        self._marks: list[_Mark] = []
 
     def forward(self, layer: int, microbatch: int) -> None:
         """Layer `layer` begins to compute forward."""
@@ -88,35 +147,15 @@ class Stopwatch:
         """What follows is no layer's."""
         self._mark("", -1, -1)
 
-    def watch(self, collective: Collective, purpose: tuple[str, str]) -> Callable[[Handle], Handle]:
-        """Measure a collective from now on, until it has arrived as far as the backend tells, else is waited for."""
-        category, name = purpose
-        current = self._marks[-1].layer if self._marks else -1
-        layer = self._layers.index(name) if name in self._layers else current
-        start, stops = self._now(), list[Seconds]()
-
-        def stop() -> float:
-            return stops[0]() if stops else start()
-
-        self._collectives.append(_TimedCollective(collective, category, layer, start, stop))
-
-        def watched(handle: Handle) -> Handle:
-            handle.on_arrival(lambda: stops.append(self._now()))
-            return handle
-
-        return watched
-
     def read(self) -> StepTimeline:
         """What was measured, up to now."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        step_s = time.perf_counter() - self._began_s
+        step_s = self._clock.elapsed_s()
         return StepTimeline(step_s, (*self._computed(step_s), *self._moved()))
 
     def _computed(self, step_s: float) -> list[Event]:
         ends = [*(mark.start() for mark in self._marks[1:]), step_s]
         results: list[Event] = []
-        for mark, stop_s in zip(self._marks, ends, strict=True):
+        for mark, stop_s in zip(self._marks, ends, strict=False):
             if mark.category:
                 name = self._layers[mark.layer] if mark.layer >= 0 else "behind the last backward"
                 where = mark.layer, mark.microbatch
@@ -125,29 +164,24 @@ class Stopwatch:
 
     def _moved(self) -> list[Event]:
         results: list[Event] = []
-        for each in self._collectives:
-            ran = each.collective
+        for each in self._clock.collectives:
+            ran, layer = each.collective, self._layer_of(each)
             category = each.category or (ran.kind if ran.kind in _STREAMS else "activation communication")
-            name = self._layers[each.layer] if each.layer >= 0 else ran.kind
+            name = self._layers[layer] if layer >= 0 else ran.kind
             stream = _STREAMS.get(category, "communication")
             start_s, detail = each.start(), f"{ran.kind} over {ran.axis.size} devices"
             results.append(
-                Event(self._group, stream, name, category, start_s, max(start_s, each.stop()), each.layer, -1,
+                Event(self._group, stream, name, category, start_s, max(start_s, each.stop()), layer, -1,
                       ran.num_bytes, detail)
             )  # fmt: skip
         return results
 
+    def _layer_of(self, each: _TimedCollective) -> int:
+        """The layer that a collective names, else the one that computed when it began; -1: none."""
+        if each.layer in self._layers:
+            return self._layers.index(each.layer)
+        before = bisect([mark.order for mark in self._marks], each.order)
+        return self._marks[before - 1].layer if before else -1
+
     def _mark(self, category: str, layer: int, microbatch: int) -> None:
-        self._marks.append(_Mark(category, layer, microbatch, self._now()))
-
-    def _now(self) -> Seconds:
-        if self._first is None:
-            now_s = time.perf_counter() - self._began_s
-            return lambda: now_s
-        first, event = self._first, self._record()
-        return lambda: first.elapsed_time(event) / 1e3
-
-    def _record(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        self._marks.append(_Mark(category, layer, microbatch, self._clock.now(), self._clock.next()))

@@ -1,6 +1,7 @@
 """One layer under one strategy on one device, with nobody to talk to: what a rank of any world computes, to be timed.
 
-Inputs and state are made up: random numbers of the local shapes, integers in the range of what they index.
+Inputs and state are made up: random numbers of the local shapes, integers in the range of what they index, and
+documents as long as prices take them to be.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from autopar.lower.program.layer_ops import LayerContext
 from autopar.lower.program.layer_program import layer_program
 from autopar.lower.program.recompute import keeping_program, run_keeping_less
 from autopar.ops import family_of
+from autopar.ops.attention import DOCUMENTS, document_length
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import activation_policy
@@ -105,6 +107,11 @@ class _LayerMaker:
         self.device = device
         self.constants = constants
         self.limits = _limits(program, layer)
+        self.documents = {
+            op.operands[3]: document_length(op, program.type_of(op.operands[1]).shape[2])
+            for op in layer.ops
+            if op.target == DOCUMENTS
+        }
         self.generator = torch.Generator(device).manual_seed(0)
 
     def make(self, local: LocalValue) -> Tensor:
@@ -114,6 +121,9 @@ class _LayerMaker:
         if known is not None and tuple(known.shape) == wanted.shape:
             return known.detach().to(self.device)
         dtype: torch.dtype = getattr(torch, wanted.dtype)
+        if name in self.documents:
+            numbers = torch.arange(wanted.shape[-1], dtype=dtype, device=self.device) // self.documents[name]
+            return numbers.expand(wanted.shape).contiguous()
         if dtype is torch.bool:
             return torch.ones(wanted.shape, dtype=dtype, device=self.device)
         if not (dtype.is_floating_point or dtype.is_complex):

@@ -113,6 +113,12 @@ class CallExecutors:
         return tuple(call for kind in kinds for call, _ in self._known[kind])
 
     @property
+    def trained(self) -> tuple[Executor, ...]:
+        """Those of training calls of the whole model."""
+        kinds = (known for (mode, part, _), known in self._known.items() if mode and not part)
+        return tuple(executor for known in kinds for _, executor in known)
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """What calls here are autocast to: their programs have its casts."""
         return ambient_autocast(self.first.communicator.device.type) if self._planner else None

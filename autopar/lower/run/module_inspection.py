@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from autopar.lower.communication.collectives import Collective
+from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.observe.first_steps import FirstSteps, StepComparison
 from autopar.lower.observe.predictions import Predictions
 from autopar.lower.observe.reporting import report_steps
@@ -30,6 +31,7 @@ class ModuleInspection(ModuleState):
     _predictions: Predictions | None
     _data_split: DataSplit
     _first_steps: FirstSteps
+    _group_steps: GroupSteps | None
 
     @property
     def plan(self) -> Plan:
@@ -108,11 +110,14 @@ class ModuleInspection(ModuleState):
             kernels: run one more under `torch.profiler`, to list what each kind of layer spends its time on.
 
         Raises:
-            QuestionError: no measured step runs by the plan that the last step before ran by.
+            QuestionError: no measured step ran by one plan that was known before.
 
         Example:
             >>> report = model.report(lambda: train_step(model, optimizer, batch))
             >>> print(report)
             >>> report.trace("trace.json")  # and report.html("report.html")
         """
-        return report_steps(self._executors, self._predictions, self.call_inputs, step, steps, warmup, kernels=kernels)
+        return report_steps(
+            self._executors, self._group_steps, self._predictions, self.call_inputs, step, steps, warmup,
+            kernels=kernels,
+        )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,20 +57,19 @@ def test_groups_get_the_memory_that_is_left() -> None:
     assert not why_no_groups(program, plan, request)
     assert "constraints" in why_no_groups(program, plan, replace(request, constraints=("data=4",)))
     assert "no mean over targets" in why_no_groups(replace(program, loss=""), plan, request)
-    found = plan_groups(program, plan, 4 * TOKENS, trace, prices, request)
-    assert [(each.degree, each.tokens) for each in found.rows] == [
-        (2, TOKENS),
-        (1, TOKENS // 2),
-        (1, TOKENS // 4),
-        (1, TOKENS // 8),
-    ]
-    assert [each.decisions.world_size for each in found.plans] == [2, 1, 1, 1]
+    batches = [np.array([TOKENS, 12, *[6] * 3, *[3] * 6]), np.array([8, 8, 8, 3, 2])]
+    found = plan_groups(program, plan, batches, trace, prices, request)
+    kinds = [(each.degree, each.tokens) for each in found.rows]
+    assert kinds[0] == (2, TOKENS)
+    assert kinds == sorted(kinds, reverse=True)
+    assert len({tokens for _, tokens in kinds}) == len(kinds) >= 3
+    assert [(each.decisions.world_size, each.tokens) for each in found.plans] == kinds
     assert {strategy.zero for each in found.plans for strategy in each.decisions.strategies} == {0}
     held_bytes = sum(cost.static_bytes for cost in plan.costs)
     # A device of a group holds all parameters and their gradients beside that.
     whole_bytes = sum(p.nbytes for p in model.parameters())
     assert all(each.peak_bytes >= held_bytes + 2 * whole_bytes for each in found.rows if each.degree == 1)
     small = replace(plan, memory_limit_bytes=1.5 * held_bytes)
-    assert not plan_groups(program, small, 4 * TOKENS, trace, prices, request).plans
-    assert not plan_groups(program, replace(plan, decisions=replace(plan.decisions, world_size=2)), 4 * TOKENS, trace,
+    assert not plan_groups(program, small, batches, trace, prices, request).plans
+    assert not plan_groups(program, replace(plan, decisions=replace(plan.decisions, world_size=2)), batches, trace,
                            prices, request).plans  # fmt: skip

@@ -1,0 +1,121 @@
+"""What a plan's rows cost by the lengths of the sequences in them: seconds per token, and seconds per pair of tokens.
+
+Attention to a sequence of n tokens takes ``a * n + b * n**2``: kernels reach less of their rate on short sequences, and
+read and write each token once.  Where sequences are documents of a row, both numbers are those of the plan's own prices
+at two lengths; elsewhere a row is one sequence, and its attention counts as pairs alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.ops import family_of
+from autopar.ops.attention import DOCUMENTS, document_length, with_document_length
+from autopar.plan.prediction import LayerCost, RowCost
+from autopar.program import Op
+from autopar.step.data_split import attention_split, batch_inputs
+from autopar.step.layer_cost import computing_seconds
+from autopar.step.local_layer import PlacedLayer
+from autopar.step.op_states import OpState
+from autopar.step.planned_layers import PlannedLayers
+from autopar.step.prices import Prices
+from autopar.step.training import TrainingSpec, is_differentiable
+
+__all__ = ["row_cost"]
+
+# The second length at which attention is priced: a whole row, or an eighth of it where documents are longer than half a
+# row. Prices at lengths that are near to each other would say more about their noise than about their slope.
+_NEAR, _SHORT = 2, 8
+
+
+class _Attention(NamedTuple):
+    """Seconds of a step in attention, the part that is linear in tokens, and the rest for each token of a sequence."""
+
+    total_s: float = 0.0
+    linear_s: float = 0.0
+    length_s: float = 0.0
+
+
+def row_cost(
+    layers: PlannedLayers,
+    costs: tuple[LayerCost, ...],
+    prices: Prices,
+    training: TrainingSpec,
+    step_s: float,
+    peak_bytes: float,
+) -> RowCost:
+    """What the rows of a step of `step_s` seconds cost, whose layers cost `costs`, with a peak of `peak_bytes`.
+
+    Computing and communicating activations is shared out among tokens, attention among tokens and pairs.  The rest does
+    not depend on sequences: parameters are gathered, reduced and updated, once a step or in each microbatch.
+    """
+    program, decisions = layers.program, layers.decisions
+    shapes = (program.type_of(name).shape for name in batch_inputs(program))
+    tokens = next((shape[1] for shape in shapes if len(shape) > 1), 0)
+    ranks = attention_split(program, decisions).size
+    rows = program.batch_size // ranks
+    if not tokens or not rows:
+        return RowCost(ranks)
+    groups = decisions.num_groups
+    parts = layers.find("attention", lambda placed: _attention(placed, tokens, prices, training))
+    total_s, attention_linear_s, length_s = (sum(part) / groups for part in zip(*parts, strict=True))
+    row_s = sum(
+        cost.forward_s + cost.backward_s + cost.recompute_s + cost.offload_s + cost.activation_comm_s for cost in costs
+    ) / groups  # fmt: skip
+    # What is timed as a whole may be less than its parts, and communication of activations may be overlapped.
+    other_s = max(0.0, min(row_s, step_s) - total_s)
+    fixed_s = max(0.0, step_s - total_s - other_s)
+    is_pipeline = bool(decisions.stages)
+    once_s = fixed_s if is_pipeline else min(fixed_s, sum(cost.in_step_s for cost in costs))
+    at_once = max(1, rows // decisions.num_microbatches)
+    held_bytes = min(peak_bytes, sum(cost.static_bytes for cost in costs) / groups)
+    return RowCost(
+        ranks,
+        at_once,
+        tokens,
+        (other_s + attention_linear_s) / (rows * tokens),
+        length_s / (rows * tokens),
+        once_s,
+        (fixed_s - once_s) / decisions.num_microbatches,
+        decisions.num_microbatches,
+        held_bytes,
+        (peak_bytes - held_bytes) / at_once,
+    )
+
+
+def _attention(placed: PlacedLayer, row: int, prices: Prices, training: TrainingSpec) -> _Attention:
+    """That of a layer, in rows of so many tokens."""
+    total_s = linear_s = length_s = 0.0
+    runs = computing_seconds(placed, prices, training)
+    for op, state, (_, seconds) in zip(placed.layer.ops, placed.states, runs, strict=True):
+        if not family_of(op.target).is_attention:
+            continue
+        own_s, length = 0.0, row
+        if op.target == DOCUMENTS:
+            length = document_length(op, row)
+            own_s = seconds * _linear_share(placed, op, state, row, prices, training)
+        total_s += seconds
+        linear_s += own_s
+        length_s += (seconds - own_s) / length
+    return _Attention(total_s, linear_s, length_s)
+
+
+def _linear_share(
+    placed: PlacedLayer, op: Op, state: OpState, row: int, prices: Prices, training: TrainingSpec
+) -> float:
+    """The part of the seconds of attention by documents that does not depend on how long these are."""
+    length = document_length(op, row)
+    other = row if length * _NEAR <= row else max(1, row // _SHORT)
+    if other == length:
+        return 0.0
+
+    def seconds(tokens: int) -> float:
+        time = prices.op_s(
+            with_document_length(op, tokens), state.work_types, state.result_types,
+            is_differentiable(placed.program, op, training),
+        )  # fmt: skip
+        return time.forward_s + time.backward_s
+
+    own_s = seconds(length)
+    slope_s = (seconds(other) - own_s) / (other - length)
+    return min(1.0, max(0.0, 1.0 - slope_s * length / own_s)) if own_s else 0.0
