@@ -49,8 +49,12 @@ class TensorType:
     dtype: str
 
     def __hash__(self) -> int:
-        """Of shape and dtype; made once, as prices are looked up by types."""
+        """Cached, as prices are looked up by types."""
         return self._hash
+
+    def __reduce__(self) -> tuple[type[TensorType], tuple[tuple[int, ...], str]]:
+        """Without what is cached: hashes of strings differ between processes."""
+        return TensorType, (self.shape, self.dtype)
 
     @cached_property
     def _hash(self) -> int:

@@ -158,46 +158,53 @@ def _document_exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]
 
 
 def _document_ring(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """As `_ring_sends`, of the documents that are shared out, which go to where they are computed first."""
+    """As `_ring_sends`, but only of the documents that are shared out, whose tokens first go to the devices that
+    compute them; results and gradients come back.
+    """
     query, result, dtype = 0, len(operands), operands[0].dtype
     wide = "float64" if dtype == "float64" else "float32"
     both = 1.0 + operands[2].num_elements / operands[1].num_elements
-    growth = _shared_out(op, operands)
-    moves = [("forward", query), ("forward", 1), ("forward", 2), ("forward", result)]
-    moves += [("backward", result), ("backward", query), ("backward", 1), ("backward", 2)]
+    growth = _shared_parts(op, operands)
+    exchanges = [("forward", query), ("forward", 1), ("forward", 2), ("forward", result)]
+    exchanges += [("backward", result), ("backward", query), ("backward", 1), ("backward", 2)]
     return (
-        *(KernelCollective("all_to_all", phase, each, dtype=dtype, growth=growth) for phase, each in moves),
+        *(KernelCollective("all_to_all", phase, each, dtype=dtype, growth=growth) for phase, each in exchanges),
         KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True, growth=growth),
         KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True, growth=growth),
         KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True, returns=True, growth=growth),
     )
 
 
-def _shared_out(op: Op, operands: Types) -> tuple[tuple[int, float], ...]:
-    """By number of devices, the part of all tokens whose documents lie in several slices, or take half of one, if all
-    documents are as long as one in the mean: all, else about one document for each end of a slice.
+def _shared_parts(op: Op, operands: Types) -> tuple[tuple[int, float], ...]:
+    """By number of devices, the part of all tokens whose documents are shared out (`lower/kernels/ring_documents.py`).
+
+    An estimate for documents of one length, the mean one: all of them if a document is longer than half of a slice,
+    which is what a number of devices stands for that is not listed; else one document at each end of a slice.
     """
     tokens = operands[1].shape[2]
-    length = cast("float", argument(op, 7, "length", 0.0)) or tokens
-    devices = (count for count in range(2, tokens + 1) if tokens % count == 0)
-    return tuple((count, 1.0 if 2 * length * count > tokens else length * count / tokens) for count in devices)
+    length = document_length(op, tokens)
+    most = int(tokens // (2 * length))
+    return tuple((count, length * count / tokens) for count in range(2, most + 1) if tokens % count == 0)
 
 
 def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     """Copies by document of operands and results; backward of the gradients as well.
 
-    If slices of keys and values travel, the shared documents are saved on the device that computes them.
+    If slices of keys and values travel round a ring, the devices that compute shared documents save their operands and
+    results until backward.  All documents may be shared out, whatever lengths are expected, so memory is for that.
     """
-    read, result = sum_bytes(operands[:3]), results[0].num_bytes
-    kept = 0.0
-    if has_kernel and operands[0].shape[2] == operands[1].shape[2]:
+    if has_kernel and operands[0].shape[2] == operands[1].shape[2]:  # keys are slices as queries are
+        if _window(op):
+            return _window_buffers(op, operands, results, trains, has_kernel)
+        query, slices, result = operands[0].num_bytes, sum_bytes(operands[1:3]), results[0].num_bytes
         wide = max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
-        if not _window(op):
-            kept = operands[0].num_bytes + read + result  # in place of the query, which is kept as well
-            slices = sum_bytes(operands[1:3])
-            return Buffers(2.0 * slices + wide * result, read + result + (2.0 + 2.0 * wide) * slices, kept)
-        kept = operands[0].num_bytes + sum_bytes(operands[1:3]) * (_window(op) - 1) / operands[1].shape[2]
-    return Buffers(forward=read + result, backward=2.0 * (read + result), kept=kept)
+        return Buffers(
+            forward=2.0 * slices + wide * result,
+            backward=query + slices + result + (2.0 + 2.0 * wide) * slices,
+            kept=2.0 * query + slices + result,
+        )
+    read, result = sum_bytes(operands[:3]), results[0].num_bytes
+    return Buffers(forward=read + result, backward=2.0 * (read + result))
 
 
 def _window_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:

@@ -171,9 +171,11 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "compared; verify it with dropout probabilities of 0"
         )
     if approximate := ops_per_microbatch(traced.program, plan):
+        op = approximate[0]
+        where = f" ({op.module})" if op.module else ""
         raise VerificationError(
-            f"the plan isn't exact: a constraint lets {approximate[0].target} ({approximate[0].module}) use statistics "
-            "of each microbatch instead of the whole batch. Verify a plan without that constraint"
+            f"the plan isn't exact: a constraint lets {op.target}{where} use statistics of each microbatch instead of "
+            "the whole batch. Verify a plan without that constraint"
         )
     plan = plan.with_decisions(fingerprint=traced.program.fingerprint)
     batches = [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]

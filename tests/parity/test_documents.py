@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -153,6 +154,45 @@ def test_a_single_row_splits_by_context():
     who = subject("llama", "odd", 1)
     plan = searched(who, 2, "context=2")
     assert_parity(who, plan)
+
+
+def only_with(who: Subject, kernel: str) -> Subject:
+    """Without the other ways to split the rows of attention by documents."""
+
+    def change(op: Op) -> Op:
+        return replace(op, options=tuple(option for option in op.options if option.kernel in ("", kernel)))
+
+    program = who.traced.program
+    layers = tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers)
+    return replace(who, traced=replace(who.traced, program=replace(program, layers=layers)))
+
+
+@pytest.mark.parametrize(
+    ("name", "packing", "rows", "world_size", "constraints"),
+    [
+        ("llama", "odd", 1, 2, ("context=2",)),
+        ("mistral", "some", 8, 2, ("context=2",)),
+        *(pytest.param(name, packing, 8, *split, marks=pytest.mark.slow)
+          for name in ("llama", "mistral")
+          for packing, *split in (
+              ("some", 4, ("context=2", "tensor=2", "microbatches=2")), ("one", 2, ("context=2", "recompute=full")),
+              ("a document a token", 4, ("context=2", "data=2", "zero=3")), ("odd", 4, ("context=2", "sequence=2")),
+          )),
+    ],
+)  # fmt: skip
+def test_slices_of_all_operands_train_as_one_device_does(
+    name: str, packing: str, rows: int, world_size: int, constraints: tuple[str, ...]
+):
+    kernel = "neighbour_documents" if name == "mistral" else "ring_documents"
+    who = only_with(subject(name, packing, rows), kernel)
+    plan = searched(who, world_size, *constraints)
+    kinds = {layer.kind for layer in who.traced.program.layers if any(op.target == DOCUMENTS for op in layer.ops)}
+    used = {
+        factor for planned in plan.layers if planned.kind in kinds
+        for factors in plan.strategies[planned.strategy].assignments for factor in factors
+    }  # fmt: skip
+    assert "r" in used
+    assert_parity(who, plan, priced=kernel == "neighbour_documents")  # what travels in a ring depends on the documents
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
