@@ -205,7 +205,7 @@ def join_written_slices(graph: Graph) -> Graph:
         written: list[tuple[int, int, Ref]] = []
         last: Op | None = op
         while last is not None and (piece := _written_slice(last, graph)) is not None:
-            if written and (counts[last.results[0]] > 1 or last.results[0] in at_end or last.args[2] != op.args[2]):
+            if written and (counts[last.results[0]] > 1 or last.results[0] in at_end or _dim(last) != _dim(op)):
                 break
             written.append(piece)
             if sum(stop - start for start, stop, _ in written) >= graph.types[op.results[0]].shape[_dim(op)]:

@@ -44,6 +44,20 @@ class Ratio(nn.Module):
         return dice + p.square().mean().sqrt() + 0.1 * self.a.weight.square().sum()
 
 
+class Penalised(nn.Module):
+    """A mean over samples, and what is made of parameters alone, which the whole batch has once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 16)
+        self.b = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        penalty = (self.a.weight @ self.b.weight).square().sum() + self.b.weight.abs().mean()
+        return self.b(self.a(x).tanh()).square().mean() + 0.1 * penalty
+
+
 class Moved(Biased):
     """A router whose bias moves once a forward, and a count of all rows that experts ever got."""
 
@@ -86,7 +100,8 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     x = torch.randn(16, 8).double()
     if name == "ratio":
         return Ratio().double(), {"x": x, "y": (torch.rand(16) > 0.5).double()}
-    return {"scored": lambda: Scored(3.0), "moved": Moved, "similar": Similar}[name]().double(), {"x": x}
+    made = {"scored": lambda: Scored(3.0), "moved": Moved, "similar": Similar, "penalised": Penalised}
+    return made[name]().double(), {"x": x}
 
 
 @cache
@@ -127,6 +142,20 @@ def test_microbatches_train_what_one_device_trains(name: str, world: int, constr
     who, plan = planned(who, world, *constraints)
     assert who.traced.program.tail
     assert_parity(who, plan, priced=not any("expert" in text for text in constraints))
+
+
+@pytest.mark.parametrize(
+    ("world", "constraints"),
+    [
+        (1, ("microbatches=4",)),
+        (2, ("microbatches=2", "data=2")),
+        (2, ("microbatches=2", "tensor=2", "recompute=full")),
+    ],
+)
+def test_penalties_of_parameters_count_once(world: int, constraints: tuple[str, ...]):
+    who, plan = planned(subject("penalised"), world, *constraints)
+    assert not who.traced.program.tail
+    assert_parity(who, plan)
 
 
 def test_what_compares_samples_has_no_sums():

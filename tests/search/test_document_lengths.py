@@ -70,7 +70,7 @@ def test_attention_is_priced_by_the_sum_of_squares(tmp_path: Path):
 
 
 def test_a_ring_is_priced_by_the_documents_that_lie_in_several_slices():
-    """Of documents of 4 tokens in rows of 24, those at the ends of 2 slices; all, if they are longer than half a one."""
+    """For documents of 4 tokens in rows of 24, those at the ends of 2 slices; for documents over half a slice, all."""
     program = subject("llama").traced.program
     parts = {}
     for tokens in (4, 8, 24):

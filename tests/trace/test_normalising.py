@@ -457,6 +457,17 @@ def test_slices_that_leave_a_gap_or_meet_are_written(slices):
     assert "aten.slice_scatter.default" in targets_of(run(lambda h, y: write(h, *slices)).program)
 
 
+def test_a_slice_over_one_that_was_written_whole_is_written():
+    """Also where the first call leaves out the dim and the bounds."""
+
+    def function(h, y):
+        whole = torch.slice_scatter(h.new_zeros(h.shape), h)
+        whole[:2] = h[2:4]
+        return whole
+
+    assert targets_of(run(function).program).count("aten.slice_scatter.default") == 1
+
+
 def test_several_results():
     def function(h, y):
         a, b = h.split(4, 1)
