@@ -103,7 +103,7 @@ def split_stack(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def split_rows(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Views of so many rows (dim 0) each."""
+    """Consecutive views of `x` with these numbers of rows (dim 0)."""
     ends = [0, *accumulate(counts)]
     return [x[start:stop] for start, stop in pairwise(ends)]
 

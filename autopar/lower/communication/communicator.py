@@ -160,10 +160,10 @@ class Communicator:
         return exchanged.then(lambda got: merge_stack(got, concat_dim % x.ndim))
 
     def start_exchange_rows(self, x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Handle:
-        """Give the rows (dim 0) of `x` away, the first ``sent[0]`` to coordinate 0 and so on, and get those that others
-        give: ``received[0]`` of coordinate 0 first.  Not waited for.
+        """Start an all-to-all of unequal numbers of rows (dim 0).
 
-        Members may have unlike numbers of rows, but know of each other what is sent.
+        The first ``sent[0]`` rows of `x` go to coordinate 0, the next ``sent[1]`` to coordinate 1 and so on; the result
+        has ``received[0]`` rows from coordinate 0 first.  Each rank must know how many rows the others send to it.
         """
         if axis.size == 1:
             return _unmoved(x)

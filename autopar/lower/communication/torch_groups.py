@@ -59,7 +59,7 @@ def start_all_to_all(
 ) -> dist.Work:
     """Send entry c of `stack` to coordinate c, and put what comes from c into entry c of `result`.
 
-    With `sent` and `received` so many entries of it each.
+    With `sent` and `received`, coordinate c gets ``sent[c]`` entries, and ``received[c]`` entries come from it.
     """
     return _dist.all_to_all_single(result, stack, received, sent, group=group, async_op=True)
 

@@ -126,16 +126,16 @@ def tokens_of(x: Tensor) -> Tensor:
 
 
 def rows_of(tokens: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `tokens_of` for a tensor with the batch, heads and tokens of `like`."""
+    """The inverse of `tokens_of`, for a tensor with the batch and tokens of `like`."""
     return tokens.view(like.shape[0], like.shape[2], *tokens.shape[1:]).transpose(1, 2)
 
 
 Operands = tuple[Tensor, Tensor, Tensor]
-"""Queries, keys and values, each as `tokens_of`."""
+"""Queries, keys and values, each as `tokens_of` returns it."""
 
 
 def add_tiles(total: Block, operands: Operands, tiles: Iterable[Tiles], scale: float) -> None:
-    """Join the attention of `tiles` to `total`, whose tensors are ``[tokens, heads, size]`` and ``[tokens, heads]``."""
+    """Merge the attention of `tiles` into `total`, with tensors ``[tokens, heads, size]`` and ``[tokens, heads]``."""
     out, log_sum = total
     q, k, v = operands
     for rows, columns, is_causal in tiles:
@@ -152,11 +152,11 @@ def add_tile_gradients(
     """Add the terms of `tiles` to the gradients of queries, keys and values.
 
     Args:
-        totals: these gradients.
+        totals: the gradients that are added to.
         gradient: of the result, ``[tokens, heads, size]``.
         operands: queries, keys and values.
-        whole: the result and the logarithm of the whole sum, as in `add_tiles`.
-        tiles: with all columns, or some.
+        whole: the result over all columns and the logarithm of its sum of exponentials, as in `add_tiles`.
+        tiles: the tiles to add, not necessarily with all columns.
         scale: of the scores.
     """
     q, k, v = operands

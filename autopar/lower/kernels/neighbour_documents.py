@@ -1,4 +1,4 @@
-"""Windows along rows that hold several documents one after the other, of slices of the rows of all operands."""
+"""Sliding-window attention in rows of several documents, with queries, keys and values split along the rows."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ def neighbour_documents(  # noqa: PLR0913  (its arguments)
     length: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """`document_attention`, causal, with a window and documents in order, of slices of the rows of all operands.
+    """`document_attention`, causal, with a window and sorted documents, for this device's slice of all operands.
 
-    Communicates as `neighbour_windows` does: forward the last ``window - 1`` rows of `key` and `value`, which the next
-    device gets, and backward their gradients.
+    It communicates as `neighbour_windows` does: in forward each device sends the last ``window - 1`` rows of `key` and
+    `value` to the next device, in backward their gradients return.
 
     Args:
         shards: of the rows, on one axis.
-        query: ``[batch, heads, rows, size]``, this device's slice; at least ``window - 1`` rows.
-        key: ``[batch, heads or fewer, rows, size]``, likewise.
-        value: see `key`.
-        ids: of all tokens, whole; see `document_attention`, likewise all others.
+        query: ``[batch, heads, rows, size]``, this device's slice of at least ``window - 1`` rows.
+        key: ``[batch, heads or fewer, rows, size]``, the same slice.
+        value: as `key`.
+        ids: of all tokens, not split; see `document_attention` for it and the arguments after it.
         scale: see `ids`.
         is_causal: True.
         is_sorted: True.
         length: see `ids`.
         window: at least 1.
+
+    Raises:
+        ValueError: a call that the kernel doesn't support.
     """
     del length
     batch, rows = query.shape[0], query.shape[2]
@@ -59,9 +62,9 @@ def neighbour_documents(  # noqa: PLR0913  (its arguments)
 
 
 def _tiles(lengths: list[int], tokens: int, own: range, num_columns: int, window: int) -> list[Tiles]:
-    """Of the rows `own` of each entry of the batch, to the last `num_columns` columns up to them.
+    """The tiles of the rows `own` of each entry of the batch, with the last `num_columns` columns up to their end.
 
-    Documents follow each other along the batch, and end with its entries, which have so many `tokens`.
+    Entries have `tokens` each; documents are listed in order along the batch, and none continues in the next entry.
     """
     bands: dict[int, list[tuple[Tensor, Tensor, bool]]] = {}
     at = 0

@@ -1,9 +1,10 @@
-"""Attention of documents in one row whose queries, keys and values are all cut into slices of rows, one per device.
+"""Attention in rows of several documents, with queries, keys and values split along the rows.
 
-A document that lies in one slice, and is short beside it, is computed where it is, and nothing of it is sent.  Any
-other is shared out among all devices: of 2 n chunks of it, device j gets numbers j and 2 n - 1 - j, so that causal
-work is equal, document by document (head-tail balance).  Its keys and values then go round a ring, as those of one
-long row do (`autopar.lower.kernels.ring_attention`), its results go back to where their rows are.
+A device computes a document locally if it lies in the device's slice and is short compared to the slice; nothing of it
+is sent.  All other documents are shared out among the n devices: each is split into 2 n chunks, and device j computes
+chunks j and 2 n - 1 - j, so that causal work is equal for every document (head-tail balance).  Keys and values of
+shared documents travel round a ring, as those of one long row do (`autopar.lower.kernels.ring_attention`), and results
+return to the devices that own their rows.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from autopar.lower.kernels.document_attention import document_order
 __all__ = ["ring_documents"]
 
 _SHORT = 2
-"""A document that takes less than one part of a slice in so many stays where it is: the work of its rows is at most a
-quarter of that of the longest one that would fit in, and sharing it out would send all of it."""
+"""A document is local if it is no longer than a slice divided by this: it then takes at most a quarter of the work of a
+document as long as the slice, and sharing it out would send all of it.  Chosen by that count, not measured."""
 
 
 def ring_documents(  # noqa: PLR0913  (its arguments)
@@ -50,23 +51,26 @@ def ring_documents(  # noqa: PLR0913  (its arguments)
     length: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """`document_attention` of this device's rows to all columns of their documents, of which it has as many.
+    """`document_attention` without a window, for this device's slice of all operands.
 
-    Communicates on the one axis of `shards`, of documents that are shared out alone: forward operands to where they are
-    computed, keys and values round the ring, results back; backward the gradients of results, keys and values and their
-    gradients round the ring, and gradients of operands back.
+    It communicates for shared documents only, on the axis of `shards`.  Forward: operands to the devices that compute
+    them, keys and values round the ring, results back.  Backward: gradients of results to these devices, keys and
+    values with their gradients round the ring, gradients of operands back.
 
     Args:
-        shards: of the rows and columns.
+        shards: of the rows, on one axis.
         query: ``[batch, heads, rows, size]``, this device's slice.
-        key: ``[batch, heads or fewer, rows, size]``, likewise.
-        value: likewise.
-        ids: of all tokens, whole; see `document_attention`, likewise all others.
+        key: ``[batch, heads or fewer, rows, size]``, the same slice.
+        value: as `key`.
+        ids: of all tokens, not split; see `document_attention` for it and the arguments after it.
         scale: see `ids`.
         is_causal: see `ids`.
         is_sorted: see `ids`.
         length: see `ids`.
         window: 0.
+
+    Raises:
+        ValueError: a call that the kernel doesn't support.
     """
     del length
     if len(shards.axes) > 1 or window:
@@ -78,14 +82,14 @@ def ring_documents(  # noqa: PLR0913  (its arguments)
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Which tokens are computed where.  All devices know the same.
+    """Which device computes which tokens; every device derives the same answer.
 
     Args:
-        order: the tokens by document, numbered along the batch, in rows of as many as all devices have together.
-        lengths: of the documents.
+        order: the tokens sorted by document; token t of entry b of the batch has the number ``b * count * rows + t``.
+        lengths: the tokens of each document.
         shards: of the rows.
-        rows: that a device has of each row of the batch.
-        is_causal: whether tokens see none that come after them.
+        rows: tokens of each entry of the batch that one device owns.
+        is_causal: whether tokens see none after themselves.
     """
 
     order: Tensor
@@ -96,26 +100,26 @@ class _Places:
 
     @property
     def count(self) -> int:
-        """Devices."""
+        """The number of devices."""
         return self.shards.count
 
     @cached_property
     def _owners(self) -> Tensor:
-        """The device that has each token of `order`."""
+        """The device that owns each token of `order`."""
         return self.order % (self.rows * self.count) // self.rows
 
     def _counted(self, owners: Tensor) -> list[int]:
-        """How often each device is among these."""
+        """How many of these tokens each device owns."""
         return cast("list[int]", cast("Any", torch.bincount(owners, minlength=self.count)).tolist())
 
     def _at_owner(self, tokens: Tensor) -> Tensor:
-        """The numbers of tokens at the device that has them."""
+        """The indices of tokens among the rows of the device that owns them."""
         row, place = tokens // (self.rows * self.count), tokens % (self.rows * self.count)
         return row * self.rows + place % self.rows
 
     @cached_property
     def _split(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(first place in `order`, length): of documents that stay here; and of all that are shared out."""
+        """(first position in `order`, length) of this device's local documents, and of all shared documents."""
         own, shared = list[tuple[int, int]](), list[tuple[int, int]]()
         owners = cast("list[int]", cast("Any", self._owners).tolist())
         at = 0
@@ -130,28 +134,28 @@ class _Places:
 
     @cached_property
     def local_tiles(self) -> list[Tiles]:
-        """Of the documents that stay here, by rows of this device."""
+        """The tiles of this device's local documents, as indices of its rows."""
         documents = (self._at_owner(self.order[at : at + length]) for at, length in self._split[0])
         return joined_tiles((tokens, tokens, self.is_causal) for tokens in documents)
 
     @property
     def has_shared(self) -> bool:
-        """Whether any document is shared out."""
+        """Whether there are shared documents."""
         return bool(self._split[1])
 
     def _cuts(self, length: int) -> list[int]:
-        """Where the chunks of a document begin, and its end."""
+        """The positions where the chunks of a document begin, and its end."""
         return [number * length // (2 * self.count) for number in range(2 * self.count + 1)]
 
     @cached_property
     def _sizes(self) -> list[list[tuple[int, int]]]:
-        """Per device and shared document, tokens of its first chunk and of its second one."""
+        """Per device and shared document, the numbers of tokens in the device's first and second chunk."""
         cuts = [self._cuts(length) for _, length in self._split[1]]
         ends = 2 * self.count
         return [[(own[j + 1] - own[j], own[ends - j] - own[ends - j - 1]) for own in cuts] for j in range(self.count)]
 
     def _tokens(self, device: int) -> Tensor:
-        """The places in `order` of what a device computes of shared documents, document by document."""
+        """The positions in `order` of the shared tokens that a device computes, document by document."""
         parts: list[Tensor] = []
         for at, length in self._split[1]:
             cuts = self._cuts(length)
@@ -161,12 +165,12 @@ class _Places:
 
     @cached_property
     def num_computed(self) -> list[int]:
-        """Per device, tokens of shared documents that it computes."""
+        """The number of shared tokens that each device computes."""
         return [sum(first + second for first, second in each) for each in self._sizes]
 
     @cached_property
     def given(self) -> tuple[Tensor, list[int]]:
-        """The rows of this device that are computed elsewhere or here as shared ones, by where; and how many each."""
+        """This device's rows in shared documents, ordered by the device that computes them; and the count for each."""
         me = self.shards.index
         found: list[Tensor] = []
         for device in range(self.count):
@@ -176,12 +180,14 @@ class _Places:
 
     @cached_property
     def taken(self) -> tuple[Tensor, list[int]]:
-        """Where what this device gets goes among what it computes, by the device that gives it; and how many each."""
+        """The positions of received rows among the rows that this device computes, ordered by the device that sends
+        them; and the count for each.
+        """
         owners = self._owners[self._tokens(self.shards.index)]
         return torch.argsort(owners, stable=True), self._counted(owners)
 
     def tiles(self, source: int) -> list[Tiles]:
-        """What this device computes with keys and values of the device `source`, by their numbers at both."""
+        """The tiles that this device computes with the keys and values of device `source`, as indices on each side."""
         me = self.shards.index
         found: list[tuple[Tensor, Tensor, bool]] = []
         at = there = 0
@@ -208,20 +214,20 @@ def _on(device: torch.device, tiles: Sequence[Tiles]) -> list[Tiles]:
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """Moves between where rows are and where they are computed."""
+    """Moves rows between the devices that own them and the devices that compute them."""
 
     places: _Places
     device: torch.device
 
     def there(self, x: Tensor) -> Tensor:
-        """Of ``[rows of this device, ...]`` what is computed here, from everywhere."""
+        """Send ``[rows of this device, ...]``, and return what this device computes, in its order."""
         rows, sent = self.places.given
         order, received = self.places.taken
         came = self._exchange(x[rows.to(self.device)], sent, received)
         return torch.empty_like(came).index_copy_(0, order.to(self.device), came)
 
     def back(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of this device, and what was computed of them anywhere."""
+        """Send back what this device computed; returns indices of this device's rows, and their results."""
         rows, sent = self.places.given
         order, received = self.places.taken
         return rows.to(self.device), self._exchange(x[order.to(self.device)], received, sent)
@@ -233,7 +239,7 @@ class _Shared:
         return shards.communicator.start_exchange_rows(x, shards.axes[0], sent, received).wait()
 
     def padded(self, x: Tensor) -> Tensor:
-        """With as many rows as the device has that computes most, for all slices that travel are as long."""
+        """Pad to the rows of the device that computes most, since slices in a ring have equal sizes."""
         most = max(self.places.num_computed)
         return x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
 
@@ -285,7 +291,7 @@ class _RingDocuments(torch.autograd.Function):
 
 
 def _shared_gradients(ctx: Any, incoming: Tensor, kept: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Of queries, keys and values, the rows of this device that are shared out, with their gradients."""
+    """For queries, keys and values: the indices of this device's rows in shared documents, and their gradients."""
     places: _Places = ctx.places
     q, keys, values, result, log_sum = kept
     shared, wide = _Shared(places, q.device), sum_dtype(q)

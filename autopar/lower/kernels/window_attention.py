@@ -98,9 +98,9 @@ def neighbour_windows(
 
 
 def with_previous(shards: Shards, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Slices of `key` and `value` with the last `count` rows of the previous device's before them; the first gets none.
+    """Prepend the last `count` rows of the previous device's slices of `key` and `value`; the first device gets none.
 
-    Communicates a send to the next device, and backward one of gradients to the previous one.
+    Communicates a send to the next device, and in backward a send of gradients to the previous one.
     """
     if not shards.axes or not count:
         return key, value
