@@ -39,6 +39,7 @@ __all__ = [
     "functional_collectives",
     "functional_reduce_scatter",
     "functional_wait",
+    "functions_by",
     "is_random",
     "item_by",
     "leaves_of",
@@ -49,8 +50,11 @@ __all__ = [
     "map_leaves",
     "module_tables",
     "named_tensors",
+    "native_functions",
+    "not_compiled",
     "register_container",
     "scale_in_place",
+    "set_local_tensor",
     "split_graph",
     "storage_key",
     "stride_as_parts",
@@ -189,6 +193,11 @@ def make_wrapper(kind: type[W], like: Tensor) -> W:
 def local_tensor(x: DTensor) -> Tensor:
     """The local part itself, outside autograd (``to_local`` makes a view that takes part in it)."""
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]
+
+
+def set_local_tensor(x: DTensor, local: Tensor) -> None:
+    """Have `x` be the DTensor of this part, which lies as the one that it has."""
+    x._local_tensor = local  # pyright: ignore[reportPrivateUsage]
 
 
 def local_part_of(x: Tensor) -> Tensor:
@@ -335,6 +344,30 @@ def item_by(read: Callable[[DTensor], Tensor]) -> None:
 
     untyped: Any = DTensor
     untyped._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a ``torch.compile`` around it leaves as it is."""
+    untyped: Any = torch.compiler
+    return untyped.disable(function)
+
+
+native_functions: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+"""``with native_functions():`` functions of DTensors are torch's own, whatever `functions_by` was told."""
+
+
+def functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on functions of torch that get a DTensor are ``run(function, args, kwargs)``.
+
+    While it runs, functions are torch's own.
+    """
+
+    def function(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with native_functions():
+            return run(func, args, kwargs or {})
+
+    untyped: Any = DTensor
+    untyped.__torch_function__ = classmethod(function)
 
 
 def takes_device(function: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from autopar.plan.decisions import Decisions, LayerStrategy, Stage
 from autopar.plan.prediction import LayerCost, Prediction
+from autopar.progress import random_kept
 from autopar.quantities import three_digits
 from autopar.schedules.action_lists import StageCost
 
@@ -36,7 +37,8 @@ def format_tables(
 
     Lines `above` are not wrapped, lines `below` are.
     """
-    from rich.console import Console  # noqa: PLC0415  (rich is needed only when a plan is printed)
+    with random_kept():
+        from rich.console import Console  # noqa: PLC0415  (rich is needed only when a plan is printed)
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)

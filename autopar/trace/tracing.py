@@ -89,6 +89,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     folding.share_equal_constants,
     cleanup.drop_dead_ops,
     folding.hoist_buffer_ops,
+    folding.copy_what_leaves,
 )
 
 

@@ -477,6 +477,18 @@ def test_several_results():
     run(function)
 
 
+def test_lists_of_one_tensor():
+    def function(h, y):
+        (whole,), (row,), (grid,) = h.chunk(1, 1), h[:1].unbind(0), torch.meshgrid(h[0], indexing="ij")
+        return whole.sum(1), h.split(8, 1)[0], row * 2, grid + 1
+
+    run(function)
+
+
+def test_covariances():
+    run(lambda h, y: (torch.cov(h), torch.corrcoef(h.T), h[0].cov(), torch.cov(h, correction=0), torch.corrcoef(h[0])))
+
+
 class Norms(nn.Module):
     def __init__(self):
         super().__init__()
