@@ -213,10 +213,10 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 plan = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
-        traced = traced.in_pieces(plan.piece_tokens)
+        traced = traced.decided_by(plan.decisions)
     else:
         local_plan = plan if compile_choice in (None, plan.compiled) else plan.with_decisions(compiled=compile_choice)
-        traced = traced.in_pieces(local_plan.piece_tokens)
+        traced = traced.decided_by(local_plan.decisions)
         agree(group, lambda: check_compiler(local_plan.compiled, mesh.device_type))
         agree(group, lambda: check_fit(local_plan, traced.program, communicator.world_size))
         plan = share(group, lambda: with_prediction(local_plan, traced.program, mesh, setup.training))

@@ -155,6 +155,9 @@ class Decisions:
             memory and updated there; layers then compute with copies.
         piece_tokens: for how many tokens of a device logits are computed at a time; 0: for all
             (`autopar.step.logits`).
+        late_ops: the ops that run once a step, on sums over all microbatches (`autopar.step.tail`).
+        statistics: the ops for which each microbatch may use its own statistics instead of the whole batch's
+            (`autopar.step.statistics`).
     """
 
     fingerprint: str
@@ -170,6 +173,8 @@ class Decisions:
     gradients: str = ""
     host_storage: bool = False
     piece_tokens: int = 0
+    late_ops: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
 
     @property
     def num_groups(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.lower.communication.communicator import Communicator
@@ -23,8 +24,8 @@ from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
 
 __all__ = [
-    "LayerContext", "draw", "layout_steps", "microbatch_slice", "moved_product", "products_of_moved", "redistribute",
-    "run_kernel",
+    "LayerContext", "draw", "layout_steps", "microbatch_slice", "microbatch_term", "moved_product",
+    "products_of_moved", "redistribute", "run_kernel",
 ]  # fmt: skip
 
 AxisText = tuple[int, int]
@@ -97,6 +98,13 @@ def moved_product(
 def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> Tensor:
     """The running microbatch's slice of `x`, one of `count` along `dim`."""
     return time_slice(x, dim, context.microbatch, count)
+
+
+def microbatch_term(x: Tensor, context: LayerContext) -> Tensor:
+    """`x` in the first microbatch, zeros in the others: terms that add up to `x`."""
+    # Not zeros_like: every microbatch is to give what x is made from a gradient, of zeros if need be.
+    is_first = torch.full((), context.microbatch == 0, device=x.device)
+    return torch.where(is_first, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
