@@ -33,11 +33,12 @@ from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, sh
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
 from autopar.planning.padded_calls import with_rows
 from autopar.planning.setup import Setup
+from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
-from autopar.step.logits import in_pieces
 from autopar.step.prices import Prices
+from autopar.step.variants import as_decided
 
 __all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution", "row_tracer"]
 
@@ -125,7 +126,7 @@ class FamilyPlanner:
         given = found
         # By the prices of the others: layers of this one may have been timed.
         found = replace(
-            check_known(found, in_pieces(program, found.piece_tokens), self.prices, self._by(found)), other_calls=()
+            check_known(found, as_decided(program, found.decisions), self.prices, self._by(found)), other_calls=()
         )
         room = found.prediction.row.tokens
         tokens = program.batch_size * room
@@ -155,7 +156,7 @@ class FamilyPlanner:
         if reason:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
-            own = in_pieces(program, first.piece_tokens)
+            own = as_decided(program, first.decisions)
             groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first))
             with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
@@ -177,7 +178,8 @@ class FamilyPlanner:
 
     def _around(self, place: int, base: Plan, programs: Sequence[Program]) -> list[Plan]:
         """Plans for all that can share the storage of `base`, which is for number `place`; none without the first."""
-        pieces = [in_pieces(program, base.piece_tokens) for program in programs]
+        like = as_decided(programs[place], base.decisions)
+        pieces = [like if program is programs[place] else variant_like(program, like) for program in programs]
         request = replace(self._by(base), stored=stored_as(pieces[place], base))
         made: list[Plan] = []
         for number, program in enumerate(pieces):

@@ -157,7 +157,7 @@ class PipelineSearch:
 
     def _shapes(self, groups: int, count: int) -> Iterator[Shape]:
         num_layers, training = len(self.context.program.layers), self.context.request.training
-        has_loss = bool(self.context.program.loss) or not training.is_training
+        has_loss = self.context.program.has_loss_in_layers or not training.is_training
         return self.demands.shapes(groups, num_layers, count, has_loss=has_loss, splits=not training.compiled)
 
     def _group_counts(self) -> Iterator[int]:
