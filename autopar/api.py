@@ -51,7 +51,7 @@ from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.searching import finish, request_of, search_setup
 from autopar.planning.setup import Setup
-from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
+from autopar.planning.timed_layers import LayerTimer, prices_of_layers, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
 from autopar.search import SearchRequest
@@ -364,20 +364,24 @@ def _search_and_time(
     known = dict(prices.profile.layers) if prices.profile else {}
     timed = dict(known)
 
+    def timer(program: Program) -> LayerTimer:
+        return LayerTimer(program, communicator.device, traced.constants, timed)
+
     def find(program: Program, request: SearchRequest) -> Plan:
-        timer = LayerTimer(program, communicator.device, traced.constants, timed)
-        return search_with_timed_layers(program, communicator.world_size, prices, request, timer)
+        return search_with_timed_layers(program, communicator.world_size, prices, request, timer(program))
 
     def search_here() -> Plan:
         request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
             result = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
+        own = replace(setup, time_layers=lambda program, plan: prices_of_layers(program, plan, prices, timer(program)))
+        result = finish(result, traced.program, own)
         new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return finish(result, traced.program, setup)
+        return result
 
     return share(communicator.process_group, search_here)
 
@@ -455,9 +459,7 @@ def build(
         raise PlanMismatchError(
             f"asked to compute in {setup.dtype}, but the program has parameters in {sorted(dtypes)}"
         )
-    executable = Executable(
-        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
-    )  # fmt: skip
+    executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
     return lower(
         executable, module=model, communicator=communicator, mesh=mesh, draws=setup.draws, planner=planner,
         compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),

@@ -8,7 +8,9 @@ which FlexSP's baseline has on these lengths) and against the best degree for ea
 Twice: by our prices, of the plans that the search finds for each degree (rows of `DEVICE_TOKENS` tokens a device,
 ZeRO-3), and by FlexSP's own prices (the solver of its repository, branch flexsp: fits of compute, all-to-alls
 measured on its cluster), which say what our assignments gain there.  A group computes its sequences one after the
-other; what is once a step is that of the slowest degree.
+other, in microbatches that hold `DEVICE_TOKENS` tokens a device; all groups have equally many, as ZeRO-3 gathers
+parameters over all devices in each.  FlexSP forms groups anew for each microbatch; here they stay for the step, and how
+far that is from the least possible at most is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.balance import Lengths
 from autopar.balance.costs import GroupCost
-from autopar.balance.groups import best_groups
+from autopar.balance.groups import best_groups, microbatches_s
 from autopar.errors import AutoparError
 
 DEVICES = 64
@@ -56,14 +58,23 @@ class Degrees:
 
     def flexible_s(self, tokens: np.ndarray) -> float:
         """Of a step whose groups have several degrees."""
-        degrees, packed, _, _ = best_groups(self.costs, DEVICES, tokens)
-        return float(packed.load.max()) + max(self.once_s[int(degree)] for degree in degrees)
+        return self._step_s(self.costs, tokens)[0]
+
+    def gap(self, tokens: np.ndarray) -> float:
+        """By which part the largest work may be above the least possible, also if groups changed within a step."""
+        return self._step_s(self.costs, tokens)[1]
+
+    def _step_s(self, costs: Sequence[GroupCost], tokens: np.ndarray) -> tuple[float, float]:
+        degrees, packed, bound_s, _ = best_groups(costs, DEVICES, tokens)
+        once_s = max(self.once_s[int(degree)] for degree in degrees)
+        largest_s = float(packed.load.max())
+        return largest_s + once_s + microbatches_s(costs, degrees, packed, tokens), largest_s / bound_s - 1
 
     def alone_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
         """Of a step whose groups all have the degree of `cost`."""
         if tokens.max() > cost.tokens:
             return np.inf
-        return float(best_groups([cost], DEVICES, tokens)[1].load.max()) + self.once_s[cost.degree]
+        return self._step_s([cost], tokens)[0]
 
     def by_room_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
         """As `alone_s`, with sequences packed as FlexSP's baselines do: best fit into as few groups as have room, so
@@ -78,8 +89,9 @@ class Degrees:
             left[place] -= length
             load[place] += cost.seconds(np.array([length]))[0]
         groups = DEVICES // cost.degree
-        load = np.append(load, np.zeros(-len(load) % groups))
-        return float(load.reshape(-1, groups).max(axis=1).sum()) + self.once_s[cost.degree]
+        used = load[load > 0]
+        used = np.append(used, np.zeros(-len(used) % groups)).reshape(-1, groups)
+        return float(used.max(axis=1).sum()) + self.once_s[cost.degree] + len(used) * cost.microbatch_s
 
 
 def found_degrees(name: str) -> Degrees:
@@ -88,8 +100,8 @@ def found_degrees(name: str) -> Degrees:
     once_s: dict[int, float] = {}
     for degree, plan in _plans(name):
         row = plan.prediction.row
-        costs.append(GroupCost(degree, row.token_s, row.pair_s, row.tokens))
-        once_s[degree] = row.fixed_s(1, 1)
+        costs.append(GroupCost(degree, row.token_s, row.pair_s, row.tokens, row.microbatch_s))
+        once_s[degree] = row.step_s
     return Degrees(costs, once_s)
 
 
@@ -118,16 +130,16 @@ def _plans(name: str) -> Iterator[tuple[int, autopar.Plan]]:
 def published_degrees(name: str) -> Degrees:
     """By FlexSP's prices: Ulysses exchanges four tensors of a layer in bfloat16, forward and backward."""
     hidden, _, layers = SIZES[name]
-    pair_ms, token_ms, once_ms = FITS[name]
+    pair_ms, token_ms, microbatch_ms = FITS[name]
     exchanged = 4 * 2 * 2 * layers * hidden
     costs = [
         GroupCost(
             degree, (token_ms / 1e3 + exchanged / (rate * 2**30)) / degree, pair_ms / 1e3 / degree,
-            DEVICE_TOKENS * degree,
+            DEVICE_TOKENS * degree, microbatch_ms / 1e3,
         )
         for degree, rate in EXCHANGE_GIB_PER_S.items()
     ]  # fmt: skip
-    return Degrees(costs, dict.fromkeys(EXCHANGE_GIB_PER_S, once_ms / 1e3))
+    return Degrees(costs, dict.fromkeys(EXCHANGE_GIB_PER_S, 0.0))
 
 
 def speedups(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, float]:
@@ -143,6 +155,7 @@ def speedups(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, floa
     best = min(static, key=lambda degree: static[degree])
     return {
         "s of a step": float(flexible_s),
+        "at most above the least possible": float(np.mean([degrees.gap(tokens) for tokens in batches])),
         f"/ best static degree ({best})": static[best] / flexible_s,
         f"/ FlexSP's static degree ({DEVICES})": static[DEVICES] / flexible_s,
         "/ one degree a batch": even.min(axis=1).mean() / flexible_s,

@@ -20,12 +20,14 @@ class GroupCost:
         token_s: seconds per token, communication between these devices included.
         pair_s: seconds per pair of tokens of one sequence.
         tokens: the most that the group has room for; as a row for a sequence, and for all in one microbatch.
+        microbatch_s: seconds of each microbatch whatever is in it.  All groups have equally many.
     """
 
     degree: int
     token_s: float
     pair_s: float
     tokens: float
+    microbatch_s: float = 0.0
 
     def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """``[n]`` lengths in tokens -> seconds of each."""

@@ -8,6 +8,7 @@ sequences fill, what is left in them goes to shorter sequences, and what is left
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from autopar.balance.costs import GroupCost
 from autopar.balance.exact import FEW, improve_exactly
 from autopar.balance.packing import Packed, Places, even_out, longest_first
 
-__all__ = ["best_groups", "candidate_counts", "devices_bound"]
+__all__ = ["best_groups", "candidate_counts", "devices_bound", "microbatches_s"]
 
 # Targets above the bound, the first of which that can be met is most often the best.
 _TARGETS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0)
@@ -36,7 +37,8 @@ def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
 def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) -> tuple[np.ndarray, Packed, float, bool]:
     """Degrees of the groups ``[groups]``, what each has, the bound in seconds, and whether nothing is better.
 
-    Every sequence has room in a group of the largest degree.
+    Every sequence has room in a group of the largest degree.  The best groups have the least seconds of the group with
+    the most work and of microbatches (`microbatches_s`); the bound is of work alone.
     """
     costs = sorted(costs, key=lambda cost: -cost.degree)
     degrees = np.array([cost.degree for cost in costs])
@@ -56,14 +58,24 @@ def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) ->
         if packed is None:
             continue
         packed = even_out(places, packed, bound_s)
-        if best is None or packed.load.max(initial=0.0) < best[0]:
-            best = float(packed.load.max(initial=0.0)), places, packed
+        step_s = float(packed.load.max(initial=0.0)) + microbatches_s(costs, degrees[places.kind], packed, tokens)
+        if best is None or step_s < best[0]:
+            best = step_s, places, packed
     assert best is not None  # groups of the largest degree alone are a candidate
     _, places, packed = best
     is_exact = False
-    if len(tokens) <= FEW and devices <= _FEW_DEVICES:
+    if len(tokens) <= FEW and devices <= _FEW_DEVICES and not any(cost.microbatch_s for cost in costs):
         places, packed, is_exact = _best_of_all(places, packed, degrees, devices)
     return degrees[places.kind], packed, bound_s, is_exact
+
+
+def microbatches_s(costs: Sequence[GroupCost], degrees: np.ndarray, packed: Packed, tokens: np.ndarray) -> float:
+    """Seconds of a step's microbatches apart from sequences: of as many as the fullest group needs, on the slowest."""
+    known = {cost.degree: cost for cost in costs}
+    own = [known[int(degree)] for degree in degrees]
+    filled = np.bincount(packed.group, weights=tokens, minlength=len(own))
+    count = max((math.ceil(n / cost.tokens) for n, cost in zip(filled, own, strict=True)), default=0)
+    return max(1, count) * max((cost.microbatch_s for cost in own), default=0.0)
 
 
 def candidate_counts(work: np.ndarray, degrees: np.ndarray, devices: int) -> Iterator[tuple[int, ...]]:

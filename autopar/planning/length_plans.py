@@ -111,6 +111,7 @@ class FamilyPlanner:
         find: the best plan of a program, parameters stored as is best.
         prices: of the devices.
         request: what `find` searches for.
+        time_layers: prices for a program, corrected by timing its layers as a plan runs them; None: nothing is timed.
     """
 
     lengths: Lengths
@@ -118,15 +119,13 @@ class FamilyPlanner:
     find: Callable[[Program], Plan]
     prices: Prices
     request: SearchRequest
+    time_layers: Callable[[Program, Plan], Prices] | None = None
 
     def family(self, found: Plan, program: Program) -> Plan:
         """`found`, the best plan of `program` alone, or another that others share the storage of."""
         started_s = time.perf_counter()
         given = found
-        # By the prices of the others: layers of this one may have been timed.
-        found = replace(
-            check_known(found, in_pieces(program, found.piece_tokens), self.prices, self._by(found)), other_calls=()
-        )
+        found = replace(self._timed(found, in_pieces(program, found.piece_tokens)), other_calls=())
         room = found.prediction.row.tokens
         tokens = program.batch_size * room
         batches = draw_batches(self.lengths, tokens)
@@ -156,7 +155,7 @@ class FamilyPlanner:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
             own = in_pieces(program, first.piece_tokens)
-            groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first))
+            groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
             with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups
@@ -183,10 +182,15 @@ class FamilyPlanner:
         for number, program in enumerate(pieces):
             plan = base if number == place else self._held(program, pieces[place], base, request)
             if plan is not None and (plan.piece_tokens, plan.compiled) == (base.piece_tokens, base.compiled):
-                made.append(plan)
+                made.append(self._timed(plan, program))
             elif not number:
                 return []
         return made
+
+    def _timed(self, plan: Plan, program: Program) -> Plan:
+        """`plan` of `program`, predicted as all others are."""
+        prices = self.prices if self.time_layers is None else self.time_layers(program, plan)
+        return check_known(plan, program, prices, self._by(plan))
 
     def _by(self, plan: Plan) -> SearchRequest:
         """What is asked of plans that share what `plan` decides about training."""

@@ -19,7 +19,7 @@ from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
 from autopar.step.local_layer import PlacedLayer, place
 
-__all__ = ["LayerTimer", "search_with_timed_layers"]
+__all__ = ["LayerTimer", "prices_of_layers", "search_with_timed_layers"]
 
 _ROUNDS = 3  # of searching and timing: the second finds most, the third what the second's prices bring up
 _LONG_S = 20.0  # a search that took longer than this is not done again: users wait for it
@@ -98,6 +98,13 @@ def search_with_timed_layers(
         plan = search(program, world_size, current, request)
     assert plan is not None
     return replace(plan, planning_s=(("search and timing of layers", time.perf_counter() - started),))
+
+
+def prices_of_layers(program: Program, plan: Plan, prices: ClusterPrices, timer: LayerTimer) -> ClusterPrices:
+    """`prices`, corrected by timing the layers of `program` as `plan` runs them."""
+    timed: dict[str, TimedLayer] = {}
+    _time_missing({use.key: use for use in _uses(program, plan)}, timer, timed, prices, timer.budget_s)
+    return prices.corrected(program, timed)
 
 
 @dataclass(frozen=True)
