@@ -1,4 +1,4 @@
-"""autopar: a single-device PyTorch model and a device mesh in, the fastest plan that fits, running, out."""
+"""autopar turns a single-device PyTorch model and a device mesh into a parallel model by the fastest plan that fits."""
 
 import sys
 from importlib import import_module
@@ -44,10 +44,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _function(name: str) -> property:
-    """A public function that shares its name with a module of the package.
+    """A property for a public function that shares its name with a module of the package.
 
-    Importing that module would bind it to the package in the function's place, hence the setter that keeps
-    nothing.  The module stays reachable as ``from autopar.plan import ...``.
+    Importing that module would replace the function by the module, so the setter ignores the assignment.  The module
+    can still be imported with ``from autopar.plan import ...``.
     """
     return property(lambda _package: __getattr__(name), lambda _package, _module: None)
 

@@ -1,4 +1,4 @@
-"""``python -m autopar plan|explain|profile``: the console script, where it is not on the path."""
+"""``python -m autopar plan|explain|profile``: runs the console script where it isn't on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The four stages in order: trace -> cost -> search -> lower.  The only module that knows them all."""
+"""`parallelize` and `plan`: trace -> cost -> search -> lower.  The only module that knows all four stages."""
 
 from __future__ import annotations
 
@@ -93,64 +93,64 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
 ) -> ParallelModule:
     """Turn a single-device model into one that trains on every device of `mesh`, with the same loss and gradients.
 
-    Call it on every rank.  Rank 0 searches for the strategy, with prices measured on this machine, unless `plan` is
-    given.
+    Call it on every rank.  Unless `plan` is given, rank 0 searches for the plan, with prices measured on this machine.
 
     Args:
-        model: any ``nn.Module``, equal on every rank; it is left as it was.  What is on the meta device is drawn as
-            building the model on one device of the mesh draws it (see `autopar.materialize`), from the state of rank
-            0's generator: each rank holds one whole parameter at a time, and keeps its part.
-        mesh: a DeviceMesh over all ranks, of any shape: the search chooses axes of its own, and takes ranks that are
-            neighbours in the mesh for the nearest.
-        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments; a tensor alone is
-            the one argument.  A model with ``dummy_inputs`` may go without.
-        loss_fn: for a model that returns outputs, not a loss: what the training loop calls as
-            ``loss_fn(outputs, target)``, any callable.  The parallel module is then called with the target as well,
-            ``loss = model(*inputs, target=target)``.  In eval mode it gives the loss where there is a target, the
-            model's outputs where there is none.
+        model: any ``nn.Module``, equal on every rank; it is not changed.  Parameters on the meta device get the values
+            that building the model on one device of the mesh would draw (see `autopar.materialize`), from the state of
+            rank 0's generator; each rank materializes one whole parameter at a time, and keeps its part.
+        mesh: a DeviceMesh over all ranks, of any shape: the search chooses its own axes, and assumes that consecutive
+            ranks of the mesh are nearest to each other.
+        example_inputs: one global batch, as a tuple of positional or a dict of keyword arguments; a tensor is the only
+            argument.  It may be left out for a model with ``dummy_inputs``.
+        loss_fn: for a model that returns outputs, not a loss: any callable, which the training loop would call as
+            ``loss_fn(outputs, target)``.  The parallel module is then called with the target as well,
+            ``loss = model(*inputs, target=target)``.  In eval mode it returns the loss if there is a target, otherwise
+            the model's outputs.
         example_target: for `loss_fn`, the target that belongs to `example_inputs`: a tensor, a tuple (several
             positional arguments of `loss_fn`) or a dict (keyword arguments).
-        initialize: for parameters on the meta device, what `autopar.materialize` calls with every module.
+        initialize: for parameters on the meta device, a function that `autopar.materialize` calls with every module.
         plan: a `Plan` or the path of a saved one, to run instead of searching.
         memory: bytes per device that the plan may use, as a number or as text such as ``"70GiB"``.
-        optimizer: what will train the parameters, for the memory of its state: a name such as ``"adamw"``, any class
-            of optimizers, or a function that makes one of parameters.  Make it after this call, of the parameters of
-            the module that is returned.
-        precision: dtype to compute in (``"bf16"``), while parameters and optimizer state stay as they are.
-        constraints: what the search must respect: texts such as ``"tensor=2"`` or ``"lm_head: replicate"``, or one.
+        optimizer: the optimizer that will train the parameters, for the memory of its state: a name such as
+            ``"adamw"``, an optimizer class, or a function that makes an optimizer of parameters.  Make the optimizer
+            after this call, with the parameters of the returned module.
+        precision: dtype of compute (``"bf16"``); parameters and optimizer state keep their dtype.
+        constraints: constraints of the search, such as ``"tensor=2"`` or ``"lm_head: replicate"``: one text or several.
         compile: whether each distinct layer program is compiled, once, with ``torch.compile``.  None: as `plan` says;
-            where one is searched for, on GPUs if it is predicted to be faster, on CPUs not.
-        profile: measured prices, or the path of a file of them; None: what was measured on this machine before, by
-            ``python -m autopar.profile`` or an earlier run, and measure what is missing (seconds; kept for the next
-            run); False: estimate.
-        inputs: what every rank calls the module with: the whole batch (``"global"``), or its own rows of it
-            (``"local"``), as ``DistributedSampler(dataset, model.data_parallel_size, model.data_rank)`` or
-            `autopar.shard_dataloader` gives them; `example_inputs` are one whole batch in both cases.  Losses and
+            if a plan is searched for, on GPUs if that is predicted to be faster, and never on CPUs.
+        profile: measured prices, or the path of their file; None: earlier measurements of this machine, by
+            ``python -m autopar.profile`` or an earlier run, and new ones of what is missing (in seconds; kept for the
+            next run); False: estimates.
+        inputs: the inputs with which every rank calls the module: the whole batch (``"global"``), or its own rows of it
+            (``"local"``), as from ``DistributedSampler(dataset, model.data_parallel_size, model.data_rank)`` or
+            `autopar.shard_dataloader`; `example_inputs` are one whole batch in both cases.  Losses and
             gradients are those of one device on the rows of all data ranks, in their order.
-        outputs: what calls return beside the loss: plain whole tensors on every rank (``"whole"``), or what this rank
-            has (``"local"``): DTensors, with pipeline stages None on the ranks of other stages.  None: whole in eval
-            mode, if they fit into memory beside what the plan needs; else, and in training, they are gathered when they
-            are first read, which every rank must do.
+        outputs: the outputs that calls return in addition to the loss: plain whole tensors on every rank (``"whole"``),
+            or this rank's parts (``"local"``): DTensors, with pipeline stages None on the ranks of other stages.  None:
+            whole in eval mode, if they fit in memory in addition to what the plan needs; otherwise, and in training,
+            they are gathered when they are first read, which every rank must do.
         shapes: other whole batches to plan training for now, like `example_inputs` (with `loss_fn` as dicts that have
-            the ``"target"``, too).  What is not among them is planned when it first comes (`ParallelModule.plan_for`).
-        imbalance: of a mixture of experts, how unevenly rows come to devices that share experts, for prices and memory:
-            how many times the mean the busiest one gets (``1.5``), ``"lognormal:0.5"``, or rows of each expert as
-            ``report.expert_rows`` has them (or a JSON file of that); None: evenly.  What is computed is the same.
-        lengths: of the sequences that are trained on, if they have many: an `autopar.balance.Lengths`, the path of a
-            file with one length a line (or the columns ``quantile`` and ``tokens``), or ``{length: how many}``.
-            `example_inputs` are ``[rows, tokens]``, with rows that hold the longest sequence, and as many tokens as the
-            sequences of a step have on average.  The plan is then a family: one for rows of each length, with
-            parameters stored alike, of which `autopar.balanced` takes the fastest for every batch.  Unless `documents`
-            says otherwise, documents have these lengths.
-        documents: of rows that pack documents, how long these are, for prices: a number of tokens, a list of lengths,
-            `autopar.Lengths`, or a file of lengths; None: as in `example_inputs`.  What is computed is the same.
+            the ``"target"``, too).  Other shapes are planned at their first call (`ParallelModule.plan_for`).
+        imbalance: for a mixture of experts, how unevenly rows are distributed over devices that share experts, for
+            prices and memory: the rows of the busiest device relative to the mean (``1.5``), ``"lognormal:0.5"``, or
+            the rows of each expert as in ``report.expert_rows`` (or a JSON file of that); None: evenly.  Results don't
+            depend on it.
+        lengths: the lengths of the training sequences, if they vary: an `autopar.balance.Lengths`, the path of a
+            file with one length per line (or the columns ``quantile`` and ``tokens``), or ``{length: count}``.
+            `example_inputs` are ``[rows, tokens]``, with rows as long as the longest sequence, and as many tokens as
+            the sequences of a step have on average.  The plan is then a family of plans for rows of each length, over
+            one storage of parameters, and `autopar.balanced` chooses the fastest one for every batch.  Unless
+            `documents` says otherwise, documents have these lengths.
+        documents: for rows that pack documents, their lengths, for prices: a number of tokens, a list of lengths,
+            `autopar.balance.Lengths`, or a file of lengths; None: as in `example_inputs`.  Results don't depend on it.
 
     Returns:
         A module with the original's signature, outputs and parameter names.  Parameters are DTensors;
         `.plan` is the plan.
 
     Raises:
-        AutoparError: one of its kinds, on every rank, before any rank waits for another.
+        AutoparError: one of its subclasses, on every rank, before any rank waits for another.
 
     Example:
         >>> model = autopar.parallelize(model, init_device_mesh("cuda", (8,)), {"input_ids": ids, "labels": ids})
@@ -165,15 +165,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     given_model, given_inputs = model, example_inputs
     model, example_inputs = agree(group, lambda: put_loss_inside(given_model, given_inputs, loss_fn, example_target))
     state = share(group, lambda: generator_state(communicator.device))
-    given, given_texts = plan, constraints
+    given_plan, given_texts = plan, constraints
     distribution = agree(group, lambda: read_distribution(lengths))
     constraints = agree(group, lambda: check_constraints(model, given_texts, communicator.world_size))
-    plan = agree(group, lambda: load_plan(given))
+    plan = agree(group, lambda: load_plan(given_plan))
     loaded: Profile | Literal[False] | None = share(
         group, lambda: profile if profile is None or profile is False else load_profile(profile)
     )
     draws = agree(group, lambda: _record_draws(model, initialize, state))
-    prepared, found = agree(
+    prepared, unadjusted = agree(
         group,
         lambda: _prepare(
             model,
@@ -187,15 +187,15 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
         ),
     )
     # Ranks may have other examples; the first one's count.
-    expected = share(group, lambda: prepared.expected.seeing(found, example_call(model, example_inputs)))
+    expected = share(group, lambda: prepared.expected.seeing(unadjusted, example_call(model, example_inputs)))
     setup = replace(prepared, draws=draws, expected=expected)
-    traced = setup.expecting(found)
+    traced = setup.expecting(unadjusted)
     agree_equal(group, _describe(model, traced.program), "models or example inputs",
                 "Build the same on every rank; the global batch is the same everywhere")  # fmt: skip
     is_local, whole_outputs = agree(group, lambda: (are_inputs_local(inputs), read_outputs(outputs)))
-    asked = agree(group, lambda: read_compile(compile))
+    compile_choice = agree(group, lambda: read_compile(compile))
     own_setup = replace(
-        setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=asked
+        setup, training=replace(setup.training, gathers_outputs=bool(whole_outputs)), compile=compile_choice
     )  # fmt: skip
     setup = agree(group, lambda: _with_lengths(own_setup, distribution, model, example_inputs, traced))
     arguments = f"{_describe_arguments(plan, profile, setup)}, inputs={inputs}, outputs={outputs}"
@@ -204,7 +204,7 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 "Call torch.manual_seed with the same seed on every rank before the model is made, "
                 "or load the same checkpoint everywhere")  # fmt: skip
     if plan is None:
-        setup = replace(setup, compile=agree(group, lambda: check_compiler(asked, mesh.device_type)))
+        setup = replace(setup, compile=agree(group, lambda: check_compiler(compile_choice, mesh.device_type)))
         with generators_kept(communicator.device):  # ranks measure, and draw, differently
             prices = mesh_prices(loaded, communicator, mesh, setup.dtype)
             setup = setup.priced(prices)
@@ -214,16 +214,16 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
         traced = traced.in_pieces(plan.piece_tokens)
     else:
-        own = plan if asked in (None, plan.compiled) else plan.with_decisions(compiled=asked)
-        traced = traced.in_pieces(own.piece_tokens)
-        agree(group, lambda: check_compiler(own.compiled, mesh.device_type))
-        agree(group, lambda: check_fit(own, traced.program, communicator.world_size))
-        plan = share(group, lambda: with_prediction(own, traced.program, mesh, setup.training))
-        agree(group, lambda: check_same_decisions(own, communicator.rank, plan))
+        local_plan = plan if compile_choice in (None, plan.compiled) else plan.with_decisions(compiled=compile_choice)
+        traced = traced.in_pieces(local_plan.piece_tokens)
+        agree(group, lambda: check_compiler(local_plan.compiled, mesh.device_type))
+        agree(group, lambda: check_fit(local_plan, traced.program, communicator.world_size))
+        plan = share(group, lambda: with_prediction(local_plan, traced.program, mesh, setup.training))
+        agree(group, lambda: check_same_decisions(local_plan, communicator.rank, plan))
     chosen = plan
     setup = replace(setup, training=setup.training.by(plan.decisions))
     watch_optimizers(model.parameters())
-    made = agree(
+    module = agree(
         group,
         lambda: build(
             model,
@@ -236,16 +236,16 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
             compile_layers=chosen.compiled,
         ),
     )
-    made.call_inputs = agree(
+    module.call_inputs = agree(
         group,
-        lambda: call_inputs(model, example_inputs, traced.program, made.data_split, communicator, is_local=is_local),
+        lambda: call_inputs(model, example_inputs, traced.program, module.data_split, communicator, is_local=is_local),
     )
-    made.whole_outputs = whole_outputs
-    mode, made.training = made.training, True
+    module.whole_outputs = whole_outputs
+    mode, module.training = module.training, True
     for args, kwargs in agree(group, lambda: [as_call(as_batch(batch) or ()) for batch in shapes]):
-        made.plan_for(*args, **kwargs)
-    made.training = mode
-    return made
+        module.plan_for(*args, **kwargs)
+    module.training = mode
+    return module
 
 
 @shown(here=is_first_rank)
@@ -266,11 +266,11 @@ def plan(  # noqa: PLR0913  (what a user may say)
     lengths: ExpectedLengths = None,
     documents: ExpectedDocuments = None,
 ) -> Plan:
-    """Find the fastest plan that fits, without any process group; the model may be on the meta device.
+    """Find the fastest plan that fits in memory, without a process group; the model may be on the meta device.
 
     Args:
         model: as in `parallelize`.
-        cluster: the devices and links, or a DeviceMesh to read them from.
+        cluster: the devices and links, or a DeviceMesh whose devices and links are looked up.
         example_inputs: as in `parallelize`.
         loss_fn: as in `parallelize`.
         example_target: as in `parallelize`.
@@ -279,17 +279,17 @@ def plan(  # noqa: PLR0913  (what a user may say)
         precision: as in `parallelize`.
         constraints: as in `parallelize`.
         compile: as in `parallelize`.
-        profile: measured prices of this device, or the path of a file of them; without them prices are estimates, and
-            the plan says so.
+        profile: measured prices of this device, or the path of their file; without them prices are estimates, and the
+            plan says so.
         imbalance: as in `parallelize`.
         lengths: as in `parallelize`.
         documents: as in `parallelize`.
 
     Returns:
-        The plan.  ``print(plan)`` is a table; ``plan.save(path)`` writes JSON.
+        The plan.  ``print(plan)`` prints tables; ``plan.save(path)`` writes JSON.
 
     Raises:
-        InfeasibleError: nothing fits; the message names the smallest memory that would do.
+        InfeasibleError: no plan fits; the message names the smallest memory that would suffice.
         AutoparError: the model, inputs, constraints or cluster can't be used.
 
     Example:
@@ -357,10 +357,7 @@ def _search_and_time(
     setup: Setup,
     prices: ClusterPrices,
 ) -> Plan:
-    """Search on the first rank, whose profile then has the layers that were timed for it; every rank calls it.
-
-    Layers are timed on that rank's device alone.
-    """
+    """Search on the first rank, and add the layers that it times on its device to its profile; all ranks call it."""
     known = dict(prices.profile.layers) if prices.profile else {}
     timed = dict(known)
 
@@ -373,39 +370,39 @@ def _search_and_time(
     def search_here() -> Plan:
         request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
-            result = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
+            plan = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
         own = replace(setup, time_layers=lambda program, plan: prices_of_layers(program, plan, prices, timer(program)))
-        result = finish(result, traced.program, own)
+        plan = finish(plan, traced.program, own)
         new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return result
+        return plan
 
     return share(communicator.process_group, search_here)
 
 
 def mesh_prices(
-    given: Profile | str | Path | Literal[False] | None,
+    profile: Profile | str | Path | Literal[False] | None,
     communicator: ProcessGroupCommunicator,
     mesh: DeviceMesh,
     dtype: torch.dtype | None = None,
 ) -> ClusterPrices:
-    """The prices of `mesh`, by the profile given, measured (None) or estimated (False); every rank calls it.
+    """The prices of `mesh`: from a given profile, measured (None) or estimated (False); every rank calls this.
 
-    Measured are products in `dtype` too, what is not known yet of this machine only, and kept for the next time.
+    It measures only what is missing in this machine's profile, including products in `dtype`, and saves the results.
     """
     group = communicator.process_group
     measured = None
-    if given is None:
+    if profile is None:
         dtypes = default_dtypes(communicator.device)
         if dtype is not None and dtype.is_floating_point:
             dtypes = tuple(dict.fromkeys((*dtypes, str(dtype).removeprefix("torch."))))
         with phase("measuring what this machine's profile lacks"):
             measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
-    elif given is not False:
-        measured = share(group, lambda: load_profile(given))
+    elif profile is not False:
+        measured = share(group, lambda: load_profile(profile))
     return agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
 
 
@@ -426,12 +423,12 @@ def _describe(model: nn.Module, program: Program) -> str:
 
 
 def _digest_state(model: nn.Module, traced: Traced) -> str:
-    """Of all values that the program has from the model: ranks compare it."""
+    """A digest of all values that the program has from the model, which ranks compare."""
     return digest_tensors((*model.named_parameters(), *model.named_buffers(), *traced.constants.items()))
 
 
 def _describe_arguments(plan: object, profile: object, setup: Setup) -> str:
-    """What ranks must have alike before they can go on together."""
+    """A text of the arguments that must be equal on all ranks."""
     how = "searched for" if plan is None else "given"
     prices = "measured" if profile is None else "given" if profile else "estimated"
     said = f"compile={setup.compile}, {setup.training}, constraints={setup.constraints}, {setup.expected}"
@@ -449,15 +446,15 @@ def build(
     planner: CallPlanner | None = None,
     compile_layers: bool = False,
 ) -> ParallelModule:
-    """Lower a traced model by a plan.  Every rank calls this; `communicator` may be real or simulated.
+    """Lower a traced model by a plan; every rank calls this.  `communicator` may be real or simulated.
 
-    `planner` is for eval mode and inputs of other forms; see `call_planner`.
+    `planner` plans calls in eval mode and with inputs of other forms; see `call_planner`.
     """
     setup = setup or Setup()
     dtypes = {traced.program.type_of(value).dtype for value in traced.program.parameters}
     if setup.dtype is not None and dtypes and str(setup.dtype).removeprefix("torch.") not in dtypes:
         raise PlanMismatchError(
-            f"asked to compute in {setup.dtype}, but the program has parameters in {sorted(dtypes)}"
+            f"compute in {setup.dtype} was requested, but the program has parameters in {sorted(dtypes)}"
         )
     executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
     return lower(
@@ -467,7 +464,7 @@ def build(
 
 
 def _predictions(program: Program, plan: Plan, mesh: DeviceMesh, setup: Setup) -> Predictions:
-    """What is expected of `plan`, worked out when somebody asks; by estimated prices where nothing was searched for."""
+    """Predictions of `plan`, computed when they are needed; by estimated prices if no plan was searched for."""
 
     @cache
     def prices() -> Prices:
@@ -486,9 +483,9 @@ def call_planner(
     setup: Setup | None = None,
     finish: Callable[[Traced], Traced] = lambda traced: traced,
 ) -> CallPlanner:
-    """How `model`, whose `traced` program for training runs by `plan`, runs in eval mode and on inputs of other forms.
+    """A planner of calls of `model` in eval mode and with inputs of other forms; `traced` training runs by `plan`.
 
-    `finish` is as in `CallPlanner`.  Prices are deterministic, and equal on all ranks, so every rank finds the same.
+    `finish` is as in `CallPlanner`.  Prices are deterministic and equal on all ranks, so all ranks find the same plans.
     """
     setup = setup or Setup()
     prices = setup.prices or ClusterPrices(Cluster.of("cpu", devices_per_node=plan.world_size), None)

@@ -22,21 +22,21 @@ _USAGE = """usage: autopar plan|explain|profile [options]
   autopar explain config.json --cluster 8x8xh100    the same by layers: why, what if, what other choices cost
   autopar profile --output profile.json             measure this machine
 
-autopar COMMAND --help lists the options of one; autopar --version prints the version.
+autopar COMMAND --help lists the options of a command; autopar --version prints the version.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; returns its exit status, 2 without such a command."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--version"]:
+    """Run the command that the first argument names, and return its exit status; 2 if there is no such command."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv[:1] == ["--version"]:
         sys.stdout.write(f"autopar {__version__}\n")
         return 0
-    if given[:1] in (["--help"], ["-h"]):
+    if argv[:1] in (["--help"], ["-h"]):
         sys.stdout.write(_USAGE)
         return 0
-    if not given or given[0] not in _COMMANDS:
+    if not argv or argv[0] not in _COMMANDS:
         sys.stderr.write(_USAGE)
         return 2
     with collected_seldom():
-        return import_module(_COMMANDS[given[0]]).main(given[1:])
+        return import_module(_COMMANDS[argv[0]]).main(argv[1:])

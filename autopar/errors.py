@@ -1,6 +1,6 @@
-"""Every error that a user can cause.
+"""The errors that users can cause.
 
-A message says what happened, with which values, and what to do.
+Their messages say what happened, with which values, and what to do.
 """
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class AutoparError(Exception):
-    """The base of all errors that autopar raises on purpose."""
+    """The base class of all errors that autopar raises on purpose."""
 
 
 class ExampleInputsError(AutoparError):
@@ -46,7 +46,7 @@ class ExampleInputsError(AutoparError):
 
 
 class BackendError(AutoparError):
-    """``torch.compile(backend="autopar")`` can't run a graph: its options, its tensors, or what other ranks run."""
+    """``torch.compile(backend="autopar")`` can't run a graph, because of its options, its tensors, or other ranks."""
 
 
 class TraceError(AutoparError):
@@ -54,35 +54,37 @@ class TraceError(AutoparError):
 
 
 class ModelError(AutoparError):
-    """What is handed over as the model is no module of one device: no module at all, or parallel already."""
+    """The model isn't a single-device module: it is no module at all, or already parallel."""
 
 
 class OutputError(AutoparError):
-    """The model returns something that can't be carried out of a parallel program."""
+    """The model returns something that a parallel program can't return."""
 
 
 class OptimizerError(AutoparError):
-    """An optimizer was made before `autopar.parallelize`, of parameters that the parallel module does not train."""
+    """An optimizer was made before `autopar.parallelize`, with parameters that the parallel module doesn't train."""
 
 
 class GradientNormError(AutoparError):
-    """`torch.nn.utils` was asked for the norm of some gradients only, of a model whose stages know that of all."""
+    """A function of `torch.nn.utils` was called for only some gradients of a model with pipeline stages."""
 
 
 class PipelineError(AutoparError):
-    """An action of a pipeline's schedule failed: this rank's stage, or its peer in a transfer, can't go on."""
+    """An action of a pipeline schedule failed: this rank's stage, or its peer in a transfer, can't continue."""
 
 
 class InputShapeError(AutoparError):
-    """A call's inputs differ from what the plan was made for, or don't divide over the devices."""
+    """The inputs of a call differ from those that the plan was made for, or don't divide over the devices."""
 
 
 class LengthError(AutoparError):
-    """Lengths of sequences can't be used: none, not positive, too long for a row, or a file that holds no lengths."""
+    """Lengths of sequences can't be used: there are none, one isn't positive or is too long for a row, or a file has
+    no lengths.
+    """
 
 
 class LoaderError(AutoparError):
-    """A DataLoader can't be made to load the rows of one rank."""
+    """A DataLoader can't be changed to load only the rows of one rank."""
 
 
 class LossError(AutoparError):
@@ -90,27 +92,27 @@ class LossError(AutoparError):
 
 
 class MaterializationError(AutoparError):
-    """A model without real parameters (on the meta device) was handed over for running, not only for planning."""
+    """A model without real parameters (on the meta device) was passed to a function that runs it."""
 
 
 class MeshError(AutoparError):
-    """The mesh or cluster can't be used: larger than the world, empty, or of different devices."""
+    """The mesh or cluster can't be used: it is larger than the world, empty, or has different devices."""
 
 
 class ConstraintError(AutoparError):
-    """A constraint can't be read, matches nothing, or contradicts another."""
+    """A constraint can't be read, matches nothing, or contradicts another one."""
 
 
 class CompilerError(AutoparError):
-    """Compiled layers are asked for where there is no compiler."""
+    """Compiled layers were requested, but there is no compiler."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits.  The message names the smallest memory that would do, and what fills it."""
+    """No plan fits in memory.  The message names the smallest memory that would suffice, and what fills it."""
 
 
 class HostMemoryError(InfeasibleError):
-    """What fits on devices offloads more than their hosts have room for."""
+    """Plans that fit on the devices offload more than fits in the memory of their hosts."""
 
 
 class PlanFormatError(AutoparError):
@@ -118,15 +120,15 @@ class PlanFormatError(AutoparError):
 
 
 class PlanMismatchError(AutoparError):
-    """A plan was made for another model, other dtypes, input shapes or another number of devices."""
+    """A plan was made for another model, other dtypes or input shapes, or another number of devices."""
 
 
 class ProfileError(AutoparError):
-    """A machine can't be measured as asked, or the file of its profile can't be used."""
+    """A machine can't be measured as requested, or the file of its profile can't be used."""
 
 
 class QuestionError(AutoparError):
-    """A question to ``python -m autopar.explain`` can't be read: its target, cluster, or what it varies."""
+    """Arguments of ``python -m autopar.explain`` are invalid: the target, the cluster, or the choices to vary."""
 
 
 class MissingPackageError(AutoparError, ImportError):
@@ -134,19 +136,19 @@ class MissingPackageError(AutoparError, ImportError):
 
 
 class TrainerError(AutoparError):
-    """An argument of a trainer of another project has no meaning, or another one, for a parallelized model."""
+    """An argument of another project's trainer has no meaning, or a different one, for a parallelized model."""
 
 
 class RankError(AutoparError):
-    """A step can't be finished because of another rank: it does something else, failed, or ended."""
+    """A step can't be finished because another rank runs something else, failed, or ended."""
 
 
 class RuleError(AutoparError):
-    """A factor rule is malformed or does not fit the op that it is applied to."""
+    """A factor rule is malformed, or doesn't fit the op to which it is applied."""
 
 
 class SubmoduleError(AutoparError):
-    """A submodule of a parallelized model can't run so, or a hook was registered on it."""
+    """A submodule of a parallelized model can't run in this way, or a hook was registered on it."""
 
 
 class MissingPriceError(AutoparError):
@@ -154,4 +156,4 @@ class MissingPriceError(AutoparError):
 
 
 class VerificationError(AutoparError):
-    """A plan does not compute what the single device computes."""
+    """A plan doesn't compute what a single device computes."""

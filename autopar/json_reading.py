@@ -1,7 +1,7 @@
-"""Reading JSON that anybody may have written, or a disk damaged: plans, profiles, clusters and configs.
+"""Reads JSON that may be edited, malicious or damaged: plans, profiles, clusters and configs.
 
-Whatever a text holds, `read_json` and `check_fields` raise nothing but ValueError; the caller knows which file it is,
-and makes that an error that says what to do.
+For any text, `read_json` and `check_fields` raise only ValueError.  The caller, which knows the file, turns it into an
+error that says what to do.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any, cast
 
 __all__ = ["check_fields", "read_json"]
 
-_MOST = 2**63
-"""Whole numbers are below this: larger ones don't fit a tensor's sizes, and sums of floats overflow on them."""
+_LIMIT = 2**63
+"""Whole numbers must be below this: larger ones don't fit a tensor's sizes, and sums of floats overflow on them."""
 
 
 def read_json(text: str) -> Any:
-    """What `text` says; ``Infinity`` is read as well, as `json.dumps` writes it.
+    """Parse `text`, in which numbers may be ``Infinity``, as `json.dumps` writes it.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or has a number that no arithmetic survives (NaN, 2**63 or more),
-            or half of a surrogate pair, which can't be written.
+        ValueError: it isn't JSON, is nested too deeply, or has a number that arithmetic can't handle (NaN, 2**63 or
+            more), or half of a surrogate pair, which can't be written.
     """
     try:
-        result = json.loads(text, parse_int=_read_int, parse_float=_read_float, parse_constant=_read_constant)
+        data = json.loads(text, parse_int=_read_int, parse_float=_read_float, parse_constant=_read_constant)
         if "\\ud" in text or "\\uD" in text:
-            json.dumps(result, ensure_ascii=False).encode()
+            json.dumps(data, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from error
-    return result
+    return data
 
 
 def _read_int(text: str) -> int:
-    number = int(text) if len(text) < 20 else _MOST  # Python itself refuses to read more than 4,300 digits
-    if not -_MOST < number < _MOST:
+    number = int(text) if len(text) < 20 else _LIMIT  # Python itself refuses to read more than 4,300 digits
+    if not -_LIMIT < number < _LIMIT:
         raise ValueError(f"the number {text[:20]}{'...' * (len(text) > 20)} is too large")
     return number
 
@@ -52,7 +52,7 @@ def _read_float(text: str) -> float:
 
 def _read_constant(text: str) -> float:
     if text != "Infinity":
-        raise ValueError(f"{text} is no number to work with")
+        raise ValueError(f"{text} is not a usable number")
     return math.inf
 
 
@@ -68,7 +68,7 @@ def _is_dict_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_item, cast("dict[str, Any]", value).values()))
 
 
-# How a field of this type stands in the file.
+# Type of a field -> a description of its JSON, and a check of it.
 _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number", _is(int)),
@@ -92,26 +92,26 @@ _OBJECT_OF_OBJECTS = ("an object of objects", _is_dict_of(_is(dict)))
 
 
 def check_fields(kind: type[Any], data: Any, where: str, *, is_whole: bool = True) -> None:
-    """Check that `data` is an object with the fields of the dataclass `kind`, each of its own form.
+    """Check that `data` is an object with the fields of the dataclass `kind`, with values of the right form.
 
     Args:
         kind: its fields may be numbers, texts, other dataclasses, and tuples and mappings of these.
         data: from `read_json`.
-        where: what it is in its file, for messages.
-        is_whole: whether fields that have defaults must be there too.
+        where: its place in the file, for messages.
+        is_whole: whether fields with defaults are required too.
 
     Raises:
-        ValueError: fields are missing or unknown, or one is of another form.
+        ValueError: fields are missing or unknown, or one has the wrong form.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{where} must be an object, but is {data!r:.80}")
-    given = cast("dict[str, Any]", data)
+    values = cast("dict[str, Any]", data)
     known = {field.name: field for field in fields(kind) if field.init}
-    needed = [name for name, field in known.items() if is_whole or field.default is field.default_factory is MISSING]
-    missing, unknown = sorted({*needed} - given.keys()), sorted(given.keys() - known.keys())
+    required = [name for name, field in known.items() if is_whole or field.default is field.default_factory is MISSING]
+    missing, unknown = sorted({*required} - values.keys()), sorted(values.keys() - known.keys())
     if missing or unknown:
         raise ValueError(f"{where}: fields missing: {missing}, unknown: {unknown!s:.200}")
-    for name, value in given.items():
+    for name, value in values.items():
         form, fits = _form_of(str(known[name].type))
         if not fits(value):
             raise ValueError(f"{where}: {name!r} must be {form}, but is {value!r:.80}")

@@ -1,9 +1,9 @@
 """Placements, and `reshard`: the one list of collectives that a change of layout needs.
 
-A **placement** says how one tensor is distributed on one mesh axis, forward *and* for its gradient:
+A **placement** says how a tensor *and* its gradient are distributed on one mesh axis:
 
 =========  ====================================  =======================  ====================
-text       forward value on each device          its gradient             who produces it
+text       forward value on each device          its gradient             produced by
 =========  ====================================  =======================  ====================
 ``R``      the whole tensor                      the whole gradient       redundant computation
 ``S(d)``   an equal slice of dim ``d``           the same slice           a kept factor
@@ -12,17 +12,18 @@ text       forward value on each device          its gradient             who pr
 ``B``      the whole tensor                      a term of a sum          an operand that sharded work reads
 =========  ====================================  =======================  ====================
 
-``B`` ("broadcast") is what Megatron-LM's *f* operator reads: identity forward, all-reduce backward.  The
-first three are DTensor's ``Replicate``, ``Shard`` and ``Partial``; ``B`` is ``Replicate`` with
+``B`` ("broadcast") is the input of Megatron-LM's *f* operator: identity in forward, all-reduce in backward.  ``R``,
+``S`` and ``P`` are DTensor's ``Replicate``, ``Shard`` and ``Partial``; ``B`` is ``Replicate`` with
 ``grad_placements=[Partial()]``.
 
 A **layout** is a tuple of placements, one per mesh axis, outermost (farthest) first.  Two axes that shard the
 same dim nest left to right, as in DTensor.  Slices are always equal: a dim is never split unevenly.
 
-A dim may be several parts one behind the other, as the gate and the up projection of a feed-forward layer are in one
-matrix.  Under ``S(1/2)`` a device has its slice of the first half of dim 1, and behind it that of the second.
+A dim may consist of several consecutive parts: for example, the gate and the up projection of a feed-forward layer may
+be in one matrix.  Under ``S(1/2)`` a device has its slice of the first half of dim 1, followed by its slice of the
+second half.
 
-`reshard` is the law "price what you emit": cost prices its steps, lower emits its steps, explain prints them.
+`reshard` enforces the law "price what you emit": cost prices its steps, lower emits them, explain prints them.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ __all__ = [
 
 
 class Placement(NamedTuple):
-    """How a tensor is distributed on one mesh axis; see the module's table.
+    """How a tensor is distributed on one mesh axis; see the table in the module's docstring.
 
     `kind` is one of ``"R"``, ``"S"``, ``"P"``, ``"B"``; `dim` is the sharded tensor dim, -1 unless ``"S"``; `parts` is
-    how many parts the dim has, of each of which a device has a slice.  A search hashes millions of layouts, and named
-    tuples are hashed without running Python.
+    the number of parts of the dim, of each of which a device has a slice.  It is a named tuple because a search hashes
+    millions of layouts, and named tuples are hashed without running Python code.
     """
 
     kind: str
@@ -89,12 +90,12 @@ Layout = tuple[Placement, ...]
 
 
 def shard(dim: int, parts: int = 1) -> Placement:
-    """The placement that slices tensor dim `dim` (0-based, never negative), or each of so many `parts` of it."""
+    """The placement that slices tensor dim `dim` (0-based, never negative), or each of its `parts`."""
     return Placement("S", dim, parts)
 
 
 def format_layout(layout: Layout) -> str:
-    """``"S(0),R"``; the empty layout (a mesh without axes) is ``""``."""
+    """Format a layout as ``"S(0),R"``; the empty layout (of a mesh without axes) is ``""``."""
     return ",".join(map(str, layout))
 
 
@@ -117,14 +118,14 @@ def _parse_placement(text: str) -> Placement:
 class Axis(NamedTuple):
     """One mesh axis as the ranks it joins: `size` ranks, `stride` apart.
 
-    Rank r has coordinate ``(r // stride) % size``; its group is r with that coordinate running.
+    Rank r has coordinate ``(r // stride) % size``; its group has all ranks that differ from r in that coordinate only.
     """
 
     size: int
     stride: int
 
     def coordinate(self, rank: int) -> int:
-        """Where global `rank` stands on this axis, 0 <= coordinate < size."""
+        """The coordinate of global `rank` on this axis, 0 <= coordinate < size."""
         return rank // self.stride % self.size
 
     def group(self, rank: int) -> tuple[int, ...]:
@@ -135,15 +136,15 @@ class Axis(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def mesh_axes(mesh: tuple[int, ...]) -> tuple[Axis, ...]:
-    """The axes of a row-major mesh of these sizes; the last axis joins neighbours."""
+    """The axes of a row-major mesh of these sizes; the last axis joins consecutive ranks."""
     return tuple(Axis(size, math.prod(mesh[index + 1 :])) for index, size in enumerate(mesh))
 
 
 def refine_mesh(*meshes: tuple[int, ...]) -> tuple[int, ...]:
-    """The coarsest mesh that every one of `meshes` is a merging of.
+    """The coarsest mesh from which each of `meshes` results by merging axes.
 
-    ``refine_mesh((4, 16), (8, 8)) == (4, 2, 8)``.  All must hold equally many devices and their strides must
-    divide each other, which holds for all meshes that merge one chain of factors.
+    ``refine_mesh((4, 16), (8, 8)) == (4, 2, 8)``.  All must have the same number of devices, and their strides must
+    divide each other, which is true for all meshes that merge one chain of factors.
 
     Raises:
         ValueError: the meshes have no common refinement.
@@ -159,7 +160,7 @@ def refine_mesh(*meshes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def refine_layout(layout: Layout, mesh: tuple[int, ...], refined: tuple[int, ...]) -> Layout:
-    """`layout` on `mesh`, written for `refined`, a refinement of `mesh`."""
+    """The layout on `refined`, a refinement of `mesh`, that equals `layout` on `mesh`."""
     axes = [axis for axis in mesh_axes(mesh) if axis.size > 1]
     placements = [p for p, size in zip(layout, mesh, strict=True) if size > 1]
     results: list[Placement] = []
@@ -170,7 +171,7 @@ def refine_layout(layout: Layout, mesh: tuple[int, ...], refined: tuple[int, ...
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that one device holds of a tensor of global `shape`.
+    """The local shape on one device of a tensor with global `shape`.
 
     Raises:
         ValueError: a sharded dim does not divide evenly.
@@ -189,20 +190,19 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -
 
 @dataclass(frozen=True)
 class Step:
-    """One movement on one axis: what runs forward, what runs backward on the gradient.
+    """One change of a placement on one axis: what runs in forward, and what runs on the gradient in backward.
 
     `forward` and `backward` are one of
 
     * ``"none"``: nothing;
     * ``"slice"``: keep this device's slice of dim `dst.dim` (backward: of `src.dim`), or of each of its parts; local;
     * ``"pad"``: put the slice into zeros of the whole size; local;
-    * ``"mask"``: device 0 of the axis keeps the value, the others hold zeros; local;
+    * ``"mask"``: device 0 of the axis keeps the value, the others have zeros; local;
     * ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``: collectives.
 
-    `fraction` is what one device holds, relative to the global tensor, on the *larger* side of the step (the
-    gathered side of a gather or scatter; both sides are equal in an all-reduce or all-to-all).  So a
-    collective of this step moves a buffer of ``global_bytes * fraction`` in the convention of the NCCL tests'
-    "size".
+    `fraction` is the size of the local tensor relative to the global one, on the *larger* side of the step (the
+    gathered side of a gather or scatter; both sides are equal in an all-reduce or all-to-all).  So the buffer of a
+    collective has ``global_bytes * fraction``, in the convention of the NCCL tests' "size".
     """
 
     axis: Axis
@@ -213,8 +213,7 @@ class Step:
     fraction: float
 
 
-# (kind of src, kind of dst) -> (forward, backward).  The gradient goes from dst's gradient form
-# to src's.
+# (kind of src, kind of dst) -> (forward, backward).  Backward converts the gradient of dst to that of src.
 _MOVES = {
     ("R", "S"): ("slice", "all_gather"),
     ("R", "P"): ("mask", "none"),
@@ -234,42 +233,43 @@ _MOVES = {
 
 @lru_cache(maxsize=1 << 18)
 def reshard(src: Layout, dst: Layout, mesh: tuple[int, ...]) -> tuple[Step, ...]:
-    """The steps that turn a tensor laid out as `src` into `dst`, both on `mesh`, in forward order.
+    """The steps that convert a tensor from layout `src` to `dst`, both on `mesh`, in forward order.
 
-    The backward pass runs their `backward` in reverse order.  Neighbouring axes that move alike move as one.
-    For layouts on two meshes, `refine_mesh` and `refine_layout` first.
+    The backward pass runs their `backward` in reverse order.  Consecutive axes with equal changes are merged.
+    For layouts on different meshes, call `refine_mesh` and `refine_layout` first.
 
     >>> [step.forward for step in reshard((shard(0), shard(0)), (REPLICATE, shard(0)), (2, 4))]
     ['all_gather', 'all_gather', 'slice']
     """
     axes, pairs = _merge_axes(mesh, src, dst)
-    now = [a for a, _ in pairs]
-    want = [b for _, b in pairs]
+    current = [before for before, _ in pairs]
+    final = [after for _, after in pairs]
     steps: list[Step] = []
 
     def move(index: int, target: Placement) -> None:
-        if now[index] == target:
+        if current[index] == target:
             return
-        if now[index].is_shard and target.is_shard and now[index].dim == target.dim:
-            move(index, REPLICATE)  # a device needs slices of several others: no collective has equal pieces of them
-        forward, backward = _MOVES[now[index].kind, target.kind]
-        rest = math.prod(a.size for i, a in enumerate(axes) if i != index and now[i].is_shard)
-        own = axes[index].size if now[index].is_shard and target.is_shard else 1
-        steps.append(Step(axes[index], now[index], target, forward, backward, 1 / (rest * own)))
-        now[index] = target
+        if current[index].is_shard and target.is_shard and current[index].dim == target.dim:
+            move(index, REPLICATE)  # a device needs unequal pieces of several others' slices: no collective does that
+        forward, backward = _MOVES[current[index].kind, target.kind]
+        num_slices = math.prod(axis.size for i, axis in enumerate(axes) if i != index and current[i].is_shard)
+        if current[index].is_shard and target.is_shard:
+            num_slices *= axes[index].size
+        steps.append(Step(axes[index], current[index], target, forward, backward, 1 / num_slices))
+        current[index] = target
 
-    def dims_in_flux(indices: range) -> set[int]:
-        return {p.dim for i in indices if now[i] != want[i] for p in (now[i], want[i]) if p.is_shard}
+    def changing_dims(indices: range) -> set[int]:
+        return {p.dim for i in indices if current[i] != final[i] for p in (current[i], final[i]) if p.is_shard}
 
-    # Inner axes first: a slice can only be joined (or cut) on an axis when no inner axis cuts the same dim.
+    # Inner axes first: a slice can be joined or split on an axis only if no inner axis shards the same dim.
     for index in reversed(range(len(axes))):
-        in_flux = dims_in_flux(range(index))
-        if now[index].is_shard and now[index].dim in in_flux:
-            move(index, want[index] if want[index].kind in "RB" else REPLICATE)
-        if not (want[index].is_shard and want[index].dim in in_flux):
-            move(index, want[index])
+        changing = changing_dims(range(index))
+        if current[index].is_shard and current[index].dim in changing:
+            move(index, final[index] if final[index].kind in "RB" else REPLICATE)
+        if not (final[index].is_shard and final[index].dim in changing):
+            move(index, final[index])
     for index in range(len(axes)):
-        move(index, want[index])
+        move(index, final[index])
     return tuple(steps)
 
 
@@ -290,11 +290,9 @@ def _merge_axes(
 
 
 def tidy(layout: Layout) -> Layout:
-    """The layout in which a value that only the caller reads leaves: its own, but whole instead of
-    terms.
-    """
+    """The layout in which a value that only the caller reads is returned: `layout`, but whole instead of terms."""
     return tuple(placement if placement.is_shard else REPLICATE for placement in layout)
 
 
-# Movements inside one device.  They are priced at nothing: what they copy is small compared to what they save.
 LOCAL = frozenset({"none", "slice", "pad", "mask"})
+"""Changes inside one device.  Their price is 0, because they copy little compared to what they save."""

@@ -1,7 +1,7 @@
 """The Program: a traced model as data.  Layers of ops over values; no device, no mesh, no torch.
 
-``trace`` writes it, ``cost``, ``search``, ``lower`` and ``explain`` read it.  Everything is frozen and
-hashable, and values are known by their name in the traced graph.
+``trace`` creates it; ``cost``, ``search``, ``lower`` and ``explain`` read it.  Everything is frozen and
+hashable, and values are identified by their names in the traced graph.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _ITEMSIZE_BYTES = {
 
 
 def itemsize_bytes(dtype: str) -> int:
-    """Bytes per element of a dtype named as torch names it, without ``torch.``."""
+    """Bytes per element of a dtype, given torch's name without ``torch.``."""
     return _ITEMSIZE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """A global shape and a dtype (torch's name without ``torch.``, for instance ``"bfloat16"``)."""
+    """A global shape, and a dtype by torch's name without ``torch.``, for instance ``"bfloat16"``."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @cached_property
     def num_elements(self) -> int:
-        """The product of the shape."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The bytes of the whole tensor."""
         return self.num_elements * itemsize_bytes(self.dtype)
 
     @property
@@ -69,7 +69,7 @@ class Value:
     """One tensor of the program.
 
     `role` is ``"input"`` (a tensor argument of the model), ``"parameter"``, ``"buffer"``, ``"constant"``
-    (the same throughout a step, and held by every device: folded while tracing, or computed by
+    (the same throughout a step, and whole on every device: folded while tracing, or computed by
     `Program.hoisted`) or ``"op"`` (computed by a layer).  `requires_grad` says whether a gradient flows into it.
     """
 
@@ -86,13 +86,12 @@ class Ref:
     name: str
 
 
-# An argument: a Ref, a literal (None, bool, int, float, str), a Dtype-like string such as "torch.float32", or
-# a tuple of arguments.
 Arg = Ref | None | bool | int | float | str | tuple["Arg", ...]
+"""An argument: a Ref, a literal (dtypes and the like as text, such as "torch.float32"), or a tuple of arguments."""
 
 
 def iter_refs(arg: Arg) -> Iterator[str]:
-    """The names of the values that `arg` refers to, in order, repeats included."""
+    """The names of the values that `arg` refers to, in order, with repeats."""
     return iter(_refs((arg,)))
 
 
@@ -108,19 +107,19 @@ def _refs(args: tuple[Arg, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class KernelCollective:
-    """A collective that a special kernel runs inside itself, on the axis that its option is assigned to.
+    """A collective that a special kernel runs internally, on the axis that its option is assigned to.
 
     Args:
         kind: ``"all_reduce"`` or another of `autopar.placement.Step`'s collectives.
         phase: ``"forward"`` or ``"backward"``.
         operand: index of the tensor operand whose local shape, without `drop_dims`, the buffer has; results
-            count on after the operands.
+            are numbered after the operands.
         drop_dims: dims left out of that shape.
         dtype: dtype of the buffer.
-        count: how many such tensors travel in one buffer.
-        is_ring: it runs once for each other device of the axis, as a ring does, not once.
-        piece: it runs for so many elements of that shape at a time; 0: for all at once.
-        growth: (number of devices that run the kernel together, how many times as much travels as that shape says).
+        count: the number of such tensors in one buffer.
+        is_ring: it runs once for each other device of the axis, as in a ring, instead of once.
+        piece: it runs for this number of elements of that shape at a time; 0: for all in one call.
+        growth: (number of devices that run the kernel together, factor by which the buffer is larger than that shape).
     """
 
     kind: str
@@ -141,15 +140,14 @@ class Option:
     Args:
         factor: the factor's name; ``"-"`` for the whole op on every device; ``"~"`` for the same with
             gradients that are terms of a sum; ``"+"`` for a linear op applied to terms of a sum.
-        operands: a placement per tensor operand, in the order of `Op.operands`.
-        results: a placement per result.
-        extent: the number of slices that the factor can be cut into divides this (0: any number, the axis
-            cuts nothing).
-        kernel: ``""``: the op itself runs on the local tensors; else the name of a special kernel in
+        operands: the placement of each tensor operand, in the order of `Op.operands`.
+        results: the placement of each result.
+        extent: the number of slices of the factor must divide this (0: any number, as the axis splits nothing).
+        kernel: ``""``: the op itself runs on the local tensors; otherwise the name of a special kernel in
             ``lower.kernels``.
-        collectives: what that kernel communicates.
-        travelling: operands whose slices the kernel has one after the other, see `autopar.ops.family.Kernel`; it runs
-            on one axis only.
+        collectives: the collectives of that kernel.
+        travelling: operands whose slices the kernel receives one after another (see `autopar.ops.family.Kernel`); it
+            runs on one axis only.
     """
 
     factor: str
@@ -166,16 +164,16 @@ class Op:
     """One op of the graph.
 
     `target` is the op's qualified name: ``"aten.linear.default"``, or ``"autopar.<name>"`` for ops that trace
-    introduced (they live in ``lower.kernels``).  `results` names the values it defines.  `options` are the
-    ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or ``"whole"``
-    (no rule and nothing found).  `saves` are the tensors that autograd keeps for backward, as indices into
-    operands, then results; `saved_extra_bytes` is what else it keeps (statistics, masks), for the whole
-    op; it scales with the first result.  `plain_saves` and `plain_saved_extra_bytes` are the same where it runs
-    as plain products for want of a fast kernel, as attention with dropout or a trained mask does on CPUs; without
-    saves: it never does.  `size_args` lists the positions of arguments that repeat the result's global sizes and
-    become local when lowered.  `is_random` marks ops that draw random numbers.  `is_view` marks ops whose result may
-    alias the first operand.  `source` is the user's ``file:line``,
-    `module` the path of the module that ran it.
+    introduced (they are implemented in ``lower.kernels``).  `results` are the names of the values it defines.
+    `options` are the ways it can be split, from its factor rule; `rule_source` is ``"rule"``, ``"discovered"`` or
+    ``"whole"`` (there is no rule, and none was discovered).  `saves` are the tensors that autograd saves for backward,
+    as indices into operands, then results; `saved_extra_bytes` are the other bytes that it saves (statistics, masks),
+    for the whole op, proportional to the first result.  `plain_saves` and `plain_saved_extra_bytes` are the same where
+    no fast kernel supports the call and it runs as plain products, such as attention with dropout or a trained mask on
+    CPUs; they are empty if that never happens.  `size_args` lists the positions of arguments that repeat the result's
+    global sizes and become local when lowered.  `is_random` marks ops that draw random numbers, `is_view` those whose
+    result may alias the first operand.  `source` is the user's ``file:line``, `module` the path of the module that ran
+    the op.
     """
 
     name: str
@@ -197,16 +195,16 @@ class Op:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """The values it reads, one entry per mention, positional arguments first."""
+        """The names of the values it reads, one entry for each occurrence, positional arguments first."""
         return (*_refs(self.args), *(_refs(tuple(arg for _, arg in self.kwargs)) if self.kwargs else ()))
 
     @cached_property
     def has_collectives(self) -> bool:
-        """Whether a special kernel that an option names communicates."""
+        """Whether the special kernel of an option communicates."""
         return any(option.collectives for option in self.options)
 
     def map_args(self, change: Callable[[Arg], Arg]) -> Op:
-        """The op with ``change(arg)`` in place of each argument and each entry of arguments that are tuples."""
+        """The op with ``change(arg)`` instead of each argument, and of each entry of arguments that are tuples."""
 
         def visit(arg: Arg) -> Arg:
             return tuple(map(visit, arg)) if isinstance(arg, tuple) else change(arg)
@@ -215,13 +213,13 @@ class Op:
         return replace(self, args=tuple(map(visit, self.args)), kwargs=kwargs)
 
     def reading(self, names: Mapping[str, str]) -> Op:
-        """The op with ``names[n]`` for its operand n; the others stay."""
+        """The op reading ``names[n]`` instead of n, for each n that is a key; other operands stay."""
         if names.keys().isdisjoint(self.operands):
             return self
         return self.map_args(lambda arg: Ref(names.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg)
 
     def with_numbered_operands(self) -> Op:
-        """The op with its operands called ``"0"``, ``"1"``, ..., one name for each mention."""
+        """The op with its operands renamed to ``"0"``, ``"1"``, ..., one name for each occurrence."""
         count = itertools.count()
         return self.map_args(lambda arg: Ref(str(next(count))) if isinstance(arg, Ref) else arg)
 
@@ -230,9 +228,9 @@ class Op:
 class Layer:
     """A contiguous piece of the graph between narrow cuts.
 
-    `inputs` are the values it reads from before it: activations of earlier layers and model inputs; `state`
-    the parameters, buffers and constants it reads; `outputs` the values that later layers or the caller read.
-    Layers of one `kind` correspond position by position in `ops`, `inputs`, `state` and `outputs`.
+    `inputs` are the activations of earlier layers and the model inputs that it reads, `state` the parameters, buffers
+    and constants that it reads, `outputs` the values that later layers or the caller read.  The `ops`, `inputs`,
+    `state` and `outputs` of all layers of one `kind` correspond by position.
     """
 
     name: str
@@ -245,12 +243,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class LateOutput:
-    """An output that is computed when the caller reads it, from another one that layers make.
+    """An output that is computed when the caller reads it, from another value that layers compute.
 
     Args:
-        place: which of `Program.outputs`; there stands what it is computed from.
-        ops: that compute it, from that value and from parameters.
-        result: the name of it.
+        place: its index in `Program.outputs`, which has the value that it is computed from there.
+        ops: the ops that compute it from that value and from parameters.
+        result: the name of the output.
     """
 
     place: int
@@ -269,17 +267,17 @@ class Program:
         parameters: value name -> the parameter's name in the module, for every parameter and buffer that is read.
         aliases: further module names of the same tensor (tied weights) -> the name in `parameters`.
         outputs: names of the values that the model returns, in flattened order (repeats allowed).
-        loss: the output that is the scalar loss, or "".
+        loss: name of the output that is the scalar loss, or "".
         updates: buffer value name -> name of the value that replaces it after a forward.
-        hoisted: the ops that read constants and buffers alone, and no buffer that a forward updates.  Every
-            device runs them whole when a step begins: buffers can be written to between steps.
+        hoisted: the ops that read only constants and buffers, and no buffer that a forward updates.  Every
+            device runs them whole when a step begins, as buffers can be written to between steps.
         notes: what a user should know about this trace (dropped outputs, ops that run whole ...).
-        fingerprint: identifies model structure and input shapes; a plan names it.
+        fingerprint: identifies model structure and input shapes; plans refer to it.
         training: whether the model was traced in training mode.
-        late: what the model returns that no layer makes: the caller gets it when it reads it.
-        piece_tokens: how many tokens at a time get their logits; 0: all at once (`autopar.step.logits`).
-        carried: those of `inputs` and `outputs` that go from call to call (keys and values of tokens): devices keep
-            their parts of them in between.
+        late: outputs that no layer computes; they are computed when the caller reads them.
+        piece_tokens: for how many tokens logits are computed at a time; 0: for all (`autopar.step.logits`).
+        carried: the entries of `inputs` and `outputs` that are passed from call to call (keys and values of tokens);
+            devices keep their parts of them between calls.
     """
 
     values: Mapping[str, Value] = field(hash=False)
@@ -308,23 +306,23 @@ class Program:
 
     @cached_property
     def num_trainable_elements(self) -> int:
-        """Elements of all parameters that a gradient flows into."""
-        held = map(self.values.__getitem__, self.parameters)
-        return sum(v.type.num_elements for v in held if v.role == "parameter" and v.requires_grad)
+        """The number of elements of all parameters that a gradient flows into."""
+        values = map(self.values.__getitem__, self.parameters)
+        return sum(value.type.num_elements for value in values if value.role == "parameter" and value.requires_grad)
 
     @cached_property
     def batch_size(self) -> int:
-        """Rows of the global batch: of the first input that has rows."""
+        """The number of rows of the global batch, from the first input that has rows."""
         shapes = (self.type_of(name).shape for name in self.inputs)
         return next((shape[0] for shape in shapes if shape), 1)
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of the global batch, if the first input that has rows is one of ids ``[rows, length]``; else 0."""
+        """The number of tokens of the global batch, if the first input with rows is ids ``[rows, length]``; else 0."""
         first = next((kind for kind in map(self.type_of, self.inputs) if kind.shape), None)
         is_ids = first is not None and len(first.shape) == 2 and first.dtype in ("int64", "int32")
         return first.num_elements if first is not None and is_ids else 0
 
     def type_of(self, name: str) -> TensorType:
-        """The type of the value called `name`."""
+        """The type of the value `name`."""
         return self.values[name].type

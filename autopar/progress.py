@@ -1,7 +1,7 @@
-"""What planning is doing: a line for each phase, on the log and, where someone watches a terminal, on standard error.
+"""Reports the progress of planning: one line for each phase, in the log and on a terminal.
 
-Every phase is logged at level INFO of the logger ``"autopar"`` when it ends.  Within `shown` it is also shown while it
-lasts, if standard error is a terminal; into files and pipes goes nothing.
+Every phase is logged at level INFO of the logger ``"autopar"`` when it ends.  In a `shown` context it is also displayed
+on standard error while it runs, if that is a terminal; nothing is written to files and pipes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _CONSOLE: ContextVar[Console | None] = ContextVar("_CONSOLE", default=None)
 
 @contextmanager
 def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = None) -> Generator[None]:
-    """Show the phases within on standard error, if that is a terminal and `here` says that this process does."""
-    from rich.console import Console  # noqa: PLC0415  (nobody who only imports autopar needs it)
+    """Show the phases in this context on standard error, if that is a terminal and `here` returns True."""
+    from rich.console import Console  # noqa: PLC0415  (rich isn't needed to import autopar)
 
     console = console or Console(stderr=True, highlight=False)
     token = _CONSOLE.set(console if here() and console.is_terminal else None)
@@ -37,10 +37,10 @@ def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = 
 
 @contextmanager
 def phase(doing: str) -> Generator[None]:
-    """A phase of planning, such as ``"tracing the model"``; phases within it are only logged."""
+    """A context for a phase of planning, such as ``"tracing the model"``; nested phases are only logged."""
     console = _CONSOLE.get()
     started = time.perf_counter()
-    token = _CONSOLE.set(None)  # one line at a time
+    token = _CONSOLE.set(None)  # the terminal shows one phase at a time
     try:
         with console.status(f"autopar: {doing} ...") if console else nullcontext():
             yield

@@ -1,4 +1,4 @@
-"""Quantities as text: three digits, and a unit that suits them; never in scientific notation."""
+"""Formats quantities with three digits and a suitable unit, never in scientific notation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def three_digits(value: float) -> str:
-    """``0.00123``, ``12.3``, ``1,234``: at least three digits, and all in front of the point.
+    """Format with three significant digits, and all digits in front of the point: ``0.00123``, ``12.3``, ``1,234``.
 
     >>> [three_digits(value) for value in (0.0123456, 99.96, 999.6, 1040.2)]
     ['0.0123', '100', '1,000', '1,040']
@@ -19,17 +19,17 @@ def three_digits(value: float) -> str:
 
 
 def count_unit(value: float) -> tuple[float, str]:
-    """The power of 1000 in which `value` is easiest to read, and its letter."""
+    """The largest power of 1000 that isn't above `value`, and its letter."""
     return next((pair for pair in _COUNTS if abs(value) >= pair[0]), (1.0, ""))
 
 
 def size_unit(num_bytes: float) -> tuple[float, str]:
-    """Bytes of the unit in which so many are easiest to read, and its name."""
+    """The bytes of the largest unit that isn't above `num_bytes`, and its name."""
     return next((pair for pair in _SIZES if num_bytes >= pair[0]), (1.0, "bytes"))
 
 
 def short_count(value: float) -> str:
-    """Three digits, with k, M, G or T.
+    """Format with three digits and k, M, G or T.
 
     >>> short_count(8123)
     '8.12k'
@@ -39,7 +39,7 @@ def short_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """In seconds, or the unit below one that suits.
+    """Format in s, ms, us or ns, with three digits.
 
     >>> format_seconds(0.0123)
     '12.3 ms'

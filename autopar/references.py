@@ -1,4 +1,4 @@
-"""What attributes of a copied module refer to: the copy's parts in place of the original's."""
+"""Makes attributes of a copied module refer to parts of the copy instead of the original."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["redirect"]
 
 
 def redirect(value: Any, ids: Mapping[int, Any]) -> Any:
-    """`value` itself, or its like that refers to other objects: those that `ids` has for theirs.
+    """Return `value` with references to objects replaced: an object x by ``ids[id(x)]``, if it is a key.
 
-    Looks into lists, tuples, sets, dicts, bound methods, and the closures and defaults of functions.
+    It replaces them in lists, tuples, sets, dicts, bound methods, and the closures and defaults of functions, which are
+    copied.
     """
     if id(value) in ids:
         return ids[id(value)]
@@ -27,17 +28,17 @@ def redirect(value: Any, ids: Mapping[int, Any]) -> Any:
 
 
 def _redirect_function(function: FunctionType, ids: Mapping[int, Any]) -> FunctionType:
-    """`function`, or its like: ``lambda x: m.proj(m.fc(x))`` in a constructor holds the submodule m of the original."""
+    """As `redirect`, for a function: ``lambda x: m.proj(m.fc(x))`` in a constructor refers to a submodule m."""
     cells = [(cell, _content(cell)) for cell in function.__closure__ or ()]
     positional, named = function.__defaults__ or (), function.__kwdefaults__ or {}
     if not any(id(x) in ids for x in (*(x for _, x in cells), *positional, *named.values())):
         return function
     closure = tuple(CellType(ids[id(x)]) if id(x) in ids else cell for cell, x in cells)
     defaults = tuple(ids.get(id(x), x) for x in positional)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, closure or None)
-    made.__kwdefaults__ = {key: ids.get(id(x), x) for key, x in named.items()} or None
-    made.__dict__.update(function.__dict__)
-    return made
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, closure or None)
+    copy.__kwdefaults__ = {key: ids.get(id(x), x) for key, x in named.items()} or None
+    copy.__dict__.update(function.__dict__)
+    return copy
 
 
 def _content(cell: CellType) -> Any:

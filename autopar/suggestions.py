@@ -1,4 +1,4 @@
-"""What a message about something that is unknown says may be meant."""
+"""Suggestions for messages about unknown names."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,16 +9,16 @@ __all__ = ["suggest", "suggest_path"]
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown `name`: which of `names` may be meant, or ""."""
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """The end of a message about an unknown `name`, with the most similar of `names`; "" if none is similar."""
+    matches = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def suggest_path(path: object) -> str:
-    """The same for a file that there is not, of those in its folder, or of folders where that is missing."""
-    wanted = Path(str(path))
+    """As `suggest`, for a file that doesn't exist: a similar file in its folder, or a similar folder."""
+    missing = Path(str(path))
     with suppress(OSError, ValueError):  # a folder that can't be listed, a null byte
-        while not wanted.parent.is_dir():
-            wanted = wanted.parent
-        return "" if wanted.exists() else suggest(wanted.name, (each.name for each in wanted.parent.iterdir()))
+        while not missing.parent.is_dir():
+            missing = missing.parent
+        return "" if missing.exists() else suggest(missing.name, (entry.name for entry in missing.parent.iterdir()))
     return ""

@@ -1,4 +1,4 @@
-"""The functions of torch that ask a tensor for its type and nothing else."""
+"""The functions of torch that only read a tensor's metadata: its type, shape, layout and device."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ QUESTIONS: frozenset[Any] = frozenset({
     Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex,
     torch.is_floating_point, torch.is_complex, torch.numel,
 })  # fmt: skip
-"""None of them computes anything, or adds an op to a graph."""
+"""None of these functions computes anything or adds an op to a graph."""

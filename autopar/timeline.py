@@ -1,7 +1,7 @@
-"""A training step as it passes: what the streams of every device group do when, and what a device's memory holds.
+"""The timeline of a training step: the events on the streams of every device group, and the memory of a device.
 
-Devices of one group do the same at the same time, so a group stands for each of them.  A step may be predicted
-(`autopar.search.simulation`) or measured; both open in Perfetto (https://ui.perfetto.dev) by `StepTimeline.to_chrome`.
+Devices of one group do the same at the same time, so a group stands for each of its devices.  A step may be predicted
+(`autopar.step.simulate`) or measured; `StepTimeline.to_chrome` exports both for Perfetto (https://ui.perfetto.dev).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 __all__ = ["CATEGORIES", "MEMORY_KINDS", "STREAMS", "Event", "MemoryPoint", "StepTimeline"]
 
 STREAMS = ("compute", "communication", "pipeline", "host")
-"""Ops and the optimizer; collectives inside a device group; what the group sends to others; copies between a device
-and its host's memory.  All but the third do one thing at a time; sends to different groups may overlap."""
+"""Ops and the optimizer; collectives inside a device group; sends to other groups; copies between a device and its
+host's memory.  Events of a stream never overlap, except sends to different groups."""
 
 CATEGORIES = (
     "forward",
@@ -31,9 +31,9 @@ CATEGORIES = (
     "offload",
     "fetch",
 )
-"""What an event is: compute (``weight``: gradients of parameters, where they run separately), collectives of
-activations, gathers of parameters, reductions of their gradients, sends between stages, what all groups are told at
-the end; copies to the host's memory and back."""
+"""Categories of events: compute (``weight``: gradients of parameters, if they run separately), collectives of
+activations, gathers of parameters, reductions of their gradients, sends between stages, broadcasts of results to all
+groups at the end, and copies to the host's memory and back."""
 
 MEMORY_KINDS = (
     "parameters",
@@ -45,12 +45,12 @@ MEMORY_KINDS = (
     "pipeline buffers",
     "overhead",
 )
-"""What a device's memory holds; ``overhead`` is the communicator's and the allocator's."""
+"""Kinds of a device's memory; ``overhead`` is that of the communicator and the allocator."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that one stream of one device group does.
+    """An event on one stream of one device group.
 
     Args:
         group: the device group.
@@ -58,11 +58,11 @@ class Event:
         name: of the layer, or of the value that is moved.
         category: one of `CATEGORIES`.
         start_s: seconds since the step began.
-        stop_s: when it ends.
+        stop_s: seconds since the step began at which it ends.
         layer: index of the layer; -1: none.
-        microbatch: -1: none.
-        num_bytes: of a collective's buffer, as in the NCCL tests; 0 of compute.
-        detail: for people, such as "all_gather over 8 neighbours".
+        microbatch: index of the microbatch; -1: none.
+        num_bytes: bytes of a collective's buffer, as in the NCCL tests; 0 for compute.
+        detail: a text for people, such as "all_gather over 8 neighbours".
     """
 
     group: int
@@ -78,20 +78,20 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Its duration."""
         return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """What a device holds from `time_s` on: bytes in the order of `MEMORY_KINDS`."""
+    """The memory of a device from `time_s` on: bytes in the order of `MEMORY_KINDS`."""
 
     time_s: float
     num_bytes: tuple[float, ...]
 
     @property
     def total_bytes(self) -> float:
-        """All kinds together."""
+        """The sum over all kinds."""
         return sum(self.num_bytes)
 
 
@@ -102,8 +102,8 @@ class StepTimeline:
     Args:
         step_s: seconds of the whole step.
         events: of all groups.
-        memory: per device group, its memory whenever it changes; ``()`` where it is not known.
-        memory_limit_bytes: what a device may hold; 0: not known.
+        memory: for each device group, the memory of a device after each change; ``()`` if unknown.
+        memory_limit_bytes: the limit of a device's memory; 0: unknown.
     """
 
     step_s: float
@@ -113,11 +113,11 @@ class StepTimeline:
 
     def on(self, group: int, stream: str) -> tuple[Event, ...]:
         """The events of one stream in order of time."""
-        result = (event for event in self.events if event.group == group and event.stream == stream)
-        return tuple(sorted(result, key=lambda event: (event.start_s, event.stop_s)))
+        events = (event for event in self.events if event.group == group and event.stream == stream)
+        return tuple(sorted(events, key=lambda event: (event.start_s, event.stop_s)))
 
     def busy_s(self, group: int, stream: str) -> float:
-        """Seconds in which the stream does something."""
+        """The sum of the seconds of the stream's events."""
         return sum(event.seconds for event in self.on(group, stream))
 
     def exposed_s(self, group: int) -> float:
@@ -125,14 +125,14 @@ class StepTimeline:
         return self.step_s - self.busy_s(group, "compute")
 
     def peak(self, group: int) -> MemoryPoint:
-        """The moment at which a device of the group holds most."""
+        """The point at which the memory of a device of the group is largest."""
         return max(self.memory[group], key=lambda point: point.total_bytes)
 
     def to_chrome(self) -> str:
         """The step in Chrome's trace event format: a process per group, a thread per stream, counters of memory.
 
-        Events of one thread never overlap: a stream that does several things at once has further threads.  Times are
-        whole nanoseconds, so that nothing overlaps by rounding either.
+        Events of one thread never overlap: a stream with overlapping events has several threads.  Times are whole
+        nanoseconds, so that rounding doesn't cause overlaps either.
 
         Source: "Trace Event Format", the document that Perfetto's legacy JSON importer refers to.
         """
@@ -141,22 +141,22 @@ class StepTimeline:
 
 def _chrome_events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
     groups = sorted({event.group for event in timeline.events} | set(range(len(timeline.memory))))
-    busy: dict[tuple[int, int], list[int]] = {}  # per group and stream: when each of its threads is free
+    free_ns: dict[tuple[int, int], list[int]] = {}  # (group, stream) -> when each of its threads is free
     for group in groups:
         yield _metadata("process_name", group, 0, f"device group {group}")
         for number, stream in enumerate(STREAMS):
             yield _metadata("thread_name", group, number, stream)
-            busy[group, number] = [0]
+            free_ns[group, number] = [0]
     for event in sorted(timeline.events, key=lambda event: (event.start_s, event.stop_s)):
         stream = STREAMS.index(event.stream)
         start_ns, stop_ns = round(event.start_s * 1e9), round(event.stop_s * 1e9)
-        free = busy[event.group, stream]
-        lane = next((lane for lane, until_ns in enumerate(free) if until_ns <= start_ns), len(free))
+        lanes = free_ns[event.group, stream]
+        lane = next((lane for lane, until_ns in enumerate(lanes) if until_ns <= start_ns), len(lanes))
         thread = stream + lane * len(STREAMS)
-        if lane == len(free):
-            free.append(0)
+        if lane == len(lanes):
+            lanes.append(0)
             yield _metadata("thread_name", event.group, thread, f"{event.stream} {lane + 1}")
-        free[lane] = stop_ns
+        lanes[lane] = stop_ns
         yield {
             "ph": "X",
             "pid": event.group,

@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.balance import BatchPlanner, Lengths
-from autopar.prediction import LengthPrediction
+from autopar.plan.prediction import LengthPrediction
 
 
 class Step(NamedTuple):

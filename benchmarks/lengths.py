@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autopar
 from autopar.balance import Assignment, BatchPlanner, Clip, Lengths
 from autopar.plan import Decisions, Plan
-from autopar.prediction import Prediction, RowCost
+from autopar.plan.prediction import Prediction, RowCost
 from benchmarks.flexible_degrees import SIZES, measure
 
 ROWS = 8  # of a batch: one for each data-parallel rank, if the plan has eight

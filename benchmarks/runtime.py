@@ -2,9 +2,11 @@
 
 Both train the same LLaMA-shaped model with the same strategy over gloo, in the same processes, one step of each in
 turn, so that whatever else the machine does hits both.  The figure is the median over steps of the ratio autopar /
-hand-written, of the slowest rank's seconds.  By hand: `parallelize_module` for tensor parallelism, `fully_shard` per
-decoder layer for data parallelism, and the loss on gathered logits, as torch's tutorials have it; autopar keeps the
-vocabulary sharded where it shards it.
+hand-written, of the slowest rank's seconds; below 1 autopar is faster.  By hand: `parallelize_module` for tensor
+parallelism, selective activation checkpointing (products and attention are kept, as torchtitan's policy does),
+``compile()`` and `fully_shard` of each decoder layer, in torchtitan's order, and the loss on gathered logits, as in
+torch's tutorials; autopar keeps the vocabulary sharded where it shards it.  Tensor parallelism by hand is not compiled:
+with torch 2.13 and layers of transformers 5.23 its backward raises "'Tensor' object has no attribute '_local_tensor'".
 """
 
 from __future__ import annotations
@@ -16,20 +18,57 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-CASES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...]]] = {
-    # name: ranks, (data, tensor) mesh, constraints that ask autopar for the same strategy
-    "data=2 zero=3": (2, (2, 1), ("data=2", "zero=3", "recompute=none", "microbatches=1")),
-    "data=2 zero=2": (2, (2, 1), ("data=2", "zero=2", "recompute=none", "microbatches=1")),
-    "tensor=2": (2, (1, 2), ("tensor=2", "zero=0", "recompute=none", "microbatches=1")),
-    "data=4 zero=3": (4, (4, 1), ("data=4", "zero=3", "recompute=none", "microbatches=1")),
-    "data=2 tensor=2 zero=3": (4, (2, 2), ("data=2", "tensor=2", "zero=3", "recompute=none", "microbatches=1")),
-}
+
+@dataclass(frozen=True)
+class Case:
+    """One strategy, for both.
+
+    Args:
+        data: ranks that split the batch.
+        tensor: ranks that split each layer.
+        zero: ZeRO level over the data ranks.
+        recompute: ``"none"``, or ``"selective"``: everything but products and attention is computed again.
+        compiled: whether each layer is compiled.
+    """
+
+    data: int
+    tensor: int
+    zero: int
+    recompute: str = "none"
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """What asks for it, as text."""
+        return " ".join([*self.degrees, f"zero={self.zero}", *(["compile"] if self.compiled else []),
+                         *([f"recompute={self.recompute}"] if self.recompute != "none" else [])])  # fmt: skip
+
+    @property
+    def degrees(self) -> list[str]:
+        """Constraints on axes."""
+        degrees = {"data": self.data, "tensor": self.tensor}
+        return [f"{name}={degree}" for name, degree in degrees.items() if degree > 1]
+
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """What asks autopar for it."""
+        return (*self.degrees, f"zero={self.zero}", f"recompute={self.recompute}", "microbatches=1")
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(2, 1, 3), Case(2, 1, 2), Case(1, 2, 0), Case(2, 1, 3, compiled=True), Case(2, 1, 3, "selective"),
+        Case(2, 1, 3, "selective", compiled=True), Case(4, 1, 3), Case(2, 2, 3),
+    )
+}  # fmt: skip
 
 
 def make_model() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -45,8 +84,26 @@ def make_model() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
-def parallelize_by_hand(model: Any, sizes: tuple[int, ...], zero: int) -> nn.Module:
-    """The recipe of torch's own tutorials for this model: Megatron tensor parallelism, then FSDP2."""
+def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """The usual policy of selective activation checkpointing: keep what is dear to compute."""
+    from torch.utils.checkpoint import CheckpointPolicy  # noqa: PLC0415
+
+    aten = torch.ops.aten
+    dear = {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }  # fmt: skip
+    return CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpointed(layer: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: PLC0415
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa: PLC0415
+
+    return checkpoint_wrapper(layer, context_fn=lambda: create_selective_checkpoint_contexts(_keep_products))
+
+
+def parallelize_by_hand(model: Any, case: Case) -> nn.Module:
+    """The recipe of torch's tutorials and of torchtitan for this model."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
@@ -58,8 +115,8 @@ def parallelize_by_hand(model: Any, sizes: tuple[int, ...], zero: int) -> nn.Mod
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
-    if sizes[1] > 1:
+    mesh = init_device_mesh("cpu", (case.data, case.tensor), mesh_dim_names=("data", "tensor"))
+    if case.tensor > 1:
         parallelize_module(model, mesh["tensor"], {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "model.norm": SequenceParallel(),
@@ -79,10 +136,15 @@ def parallelize_by_hand(model: Any, sizes: tuple[int, ...], zero: int) -> nn.Mod
                 "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(),
                 "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
             })  # fmt: skip
-    if sizes[0] > 1:
+    for index, layer in enumerate(model.model.layers):
+        if case.recompute == "selective":
+            model.model.layers[index] = _checkpointed(layer)
+        if case.compiled:
+            model.model.layers[index].compile()
+    if case.data > 1:
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh["data"], reshard_after_forward=zero == 3)
-        fully_shard(model, mesh=mesh["data"], reshard_after_forward=zero == 3)
+            fully_shard(layer, mesh=mesh["data"], reshard_after_forward=case.zero == 3)
+        fully_shard(model, mesh=mesh["data"], reshard_after_forward=case.zero == 3)
     return model
 
 
@@ -104,14 +166,13 @@ def run_case(name: str, steps: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    world, sizes, constraints = CASES[name]
+    case = CASES[name]
     model, inputs = make_model()
-    ours = autopar.parallelize(
-        model, dist.device_mesh.init_device_mesh("cpu", (world,)), inputs, constraints=constraints
-    )
-    theirs = parallelize_by_hand(copy.deepcopy(model), sizes, zero=2 if "zero=2" in name else 3)
-    rank = dist.get_rank() // sizes[1]
-    mine = {key: value.chunk(sizes[0])[rank] for key, value in inputs.items()}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    ours = autopar.parallelize(model, mesh, inputs, constraints=case.constraints, compile=case.compiled)
+    theirs = parallelize_by_hand(copy.deepcopy(model), case)
+    rank = dist.get_rank() // case.tensor
+    mine = {key: value.chunk(case.data)[rank] for key, value in inputs.items()}
     # By hand the residual stream is a slice of the sequence, so the model can't infer the positions from its length.
     mine["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
     runs: tuple[tuple[nn.Module, dict[str, Tensor]], ...] = ((ours, inputs), (theirs, mine))
@@ -126,7 +187,7 @@ def run_case(name: str, steps: int) -> None:
         ratios = sorted(a / b for a, b in zip(*seconds, strict=True))
         quartiles = statistics.quantiles(ratios, n=4)
         sys.stdout.write(
-            f"{name:26s} ratio median {statistics.median(ratios):.3f} "
+            f"{name:36s} ratio median {statistics.median(ratios):.3f} "
             f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f}, {steps} steps; "
             f"medians {statistics.median(seconds[0]):.4f} s and {statistics.median(seconds[1]):.4f} s)\n"
         )
@@ -148,7 +209,8 @@ def main() -> None:
     sys.stdout.write(
         f"# {' '.join(sys.argv)}: torch {torch.__version__}, {os.cpu_count()} cores, 1 thread a rank, gloo\n"
     )
-    for name, (ranks, _, _) in CASES.items():
+    for name, case in CASES.items():
+        ranks = case.data * case.tensor
         if ranks in options.ranks and options.case in ("", name):
             sys.stdout.flush()
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.plan import LayerStrategy
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Layer, Program
 from autopar.step.layer_cost import placed_collectives, placed_cost
 from autopar.step.local_layer import SharedStorage, place

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.prediction import GroupRow, RowCost
+from autopar.plan.prediction import GroupRow, RowCost
 
 __all__ = ["Assignment"]
 

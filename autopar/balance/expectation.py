@@ -19,9 +19,9 @@ from autopar.balance.assignment import Assignment
 from autopar.balance.group_rows import assign_groups
 from autopar.balance.lengths import Lengths
 from autopar.balance.planner import BatchPlanner
-from autopar.headline import describe_usual
 from autopar.plan import Plan
-from autopar.prediction import GroupRow, LengthPlan, LengthPrediction
+from autopar.plan.headline import describe_usual
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 
 __all__ = ["DRAWN", "draw_batches", "expected_step", "rows_worth_planning"]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.balance.group_rows import assign_groups
-from autopar.prediction import GroupRow
+from autopar.plan.prediction import GroupRow
 
 __all__ = ["kinds_worth_having", "with_more_lengths"]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.balance.assignment import Assignment
 from autopar.balance.groups import candidate_counts, devices_bound
-from autopar.prediction import GroupRow, RowCost
+from autopar.plan.prediction import GroupRow, RowCost
 
 __all__ = ["assign_groups"]
 

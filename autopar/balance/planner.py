@@ -16,7 +16,7 @@ from autopar.balance.groups import best_groups
 from autopar.balance.packing import Packed, Places, even_out, longest_first, tightest_rows, work_bound
 from autopar.errors import LengthError
 from autopar.plan import Plan
-from autopar.prediction import RowCost
+from autopar.plan.prediction import RowCost
 
 __all__ = ["BatchPlanner"]
 

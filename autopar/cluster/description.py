@@ -25,16 +25,17 @@ _ALIASES = {"a100": "a100-80gb"}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices.  Rank r is device ``r % devices_per_node`` of node ``r //
-    devices_per_node``.
+    """Equal nodes of equal devices.
+
+    Rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``.
 
     Args:
-        device: what each rank runs on.
-        devices_per_node: how many neighbouring ranks share `within`.
-        num_nodes: how many such nodes.
+        device: the device of each rank.
+        devices_per_node: the number of devices of a node, which `within` connects.
+        num_nodes: the number of nodes.
         within: the link inside a node.
-        between: the link from node to node; its rates are per device.
-        cores_per_node: of CPU processes, the cores of a node; 0: not known, or no CPU processes.
+        between: the link between nodes; its rates are per device.
+        cores_per_node: for CPU processes, the number of cores of a node; 0: unknown, or not CPU processes.
 
     Example:
         >>> autopar.Cluster.of("h100", nodes=8).world_size
@@ -58,7 +59,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.num_nodes * self.devices_per_node
 
     @property
@@ -75,10 +76,10 @@ class Cluster:
 
         Args:
             name: of the device.
-            nodes: how many.
-            devices_per_node: of each (72 for a rack of GB200).
-            within: the link inside a node, one of ``LINKS``; the device's usual one if empty.
-            between: the link from node to node, likewise.
+            nodes: the number of nodes.
+            devices_per_node: the number of devices of each node (72 for a rack of GB200).
+            within: the link inside a node, one of ``LINKS``; the usual link of the device if empty.
+            between: the link between nodes, likewise.
 
         Raises:
             MeshError: a name is unknown, or a count is below 1.
@@ -86,7 +87,7 @@ class Cluster:
         key = _ALIASES.get(name.lower(), name.lower())
         if key not in DEVICES:
             raise MeshError(
-                f"no numbers are known for a device called {name!r}; known are {', '.join(cls.names())}. "
+                f"no numbers are known for a device called {name!r}; known devices are {', '.join(cls.names())}. "
                 "Describe others: Cluster(Device(...), devices_per_node, num_nodes, Link(...), Link(...))"
             )
         device, usual_within, usual_between = DEVICES[key]
@@ -94,7 +95,7 @@ class Cluster:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """The names that `Cluster.of` knows."""
+        """The names of devices that `Cluster.of` accepts."""
         return tuple(sorted([*DEVICES, *_ALIASES]))
 
     @classmethod
@@ -102,12 +103,12 @@ class Cluster:
         """The cluster that a `torch.distributed.DeviceMesh` spans.
 
         Args:
-            mesh: needs ``size()`` and ``device_type`` only; its order is taken as the order of nearness.
-            devices_per_node: as many as this machine shows, if not given; all of the mesh for CPU processes.
-            device_name: what the driver calls the device, if not given.
+            mesh: needs ``size()`` and ``device_type`` only; consecutive ranks are assumed to be in the same node.
+            devices_per_node: by default the number of devices of this machine; for CPU processes the size of the mesh.
+            device_name: by default the name that the driver reports.
 
         Raises:
-            MeshError: the mesh is empty, its device is not known, or its size is no multiple of a node's
+            MeshError: the mesh is empty, its device is not known, or its size is not a multiple of a node's
                 devices.
         """
         world, kind = int(mesh.size()), str(mesh.device_type)
@@ -121,23 +122,23 @@ class Cluster:
             if driver is None or not driver.is_available():
                 raise MeshError(
                     f"the mesh is of {kind!r} devices, but torch sees none on this machine: use a 'cpu' mesh, or "
-                    "describe the devices that there will be, such as Cluster.of('h100', nodes=2)"
+                    "describe the devices of the training machine, such as Cluster.of('h100', nodes=2)"
                 )
-        result = str(driver.get_device_name()) if device_name is None else device_name
+        driver_name = str(driver.get_device_name()) if device_name is None else device_name
         per_node = devices_per_node or min(world, int(driver.device_count()))
-        return cls.of(_preset_of(str(result)), _num_nodes(world, per_node), per_node)
+        return cls.of(_preset_of(str(driver_name)), _num_nodes(world, per_node), per_node)
 
     @classmethod
     def _of_cpu(cls, world: int, per_node: int) -> Self:
         plain = cls.of("cpu", _num_nodes(world, per_node), per_node)
         source = "published: the operating system's physical memory, shared by the node's processes"
         sources = {**plain.device.sources, "memory_bytes": source, "host_memory_bytes": source}
-        each = _physical_memory_bytes() / per_node
-        device = replace(plain.device, memory_bytes=each, host_memory_bytes=each, sources=sources)
+        memory_bytes = _physical_memory_bytes() / per_node
+        device = replace(plain.device, memory_bytes=memory_bytes, host_memory_bytes=memory_bytes, sources=sources)
         return replace(plain, device=device, cores_per_node=os.cpu_count() or 0)
 
     def has(self, device_name: str) -> bool:
-        """Whether its devices are what their driver calls `device_name` ("cpu" for a CPU)."""
+        """Whether its devices are those whose driver reports `device_name` ("cpu" for a CPU)."""
         if device_name == self.device.name:
             return True
         try:
@@ -154,11 +155,11 @@ class Cluster:
         """Read what `save` wrote.
 
         Raises:
-            MeshError: there is no such file, or no cluster in it.
+            MeshError: the file can't be read, or holds no cluster.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # the latter: no UTF-8, or no path
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not a path
             raise MeshError(
                 f"the cluster file {str(path)!r} can't be read: {error}. Name a file that Cluster.save wrote"
             ) from error
@@ -198,21 +199,21 @@ def _read_part(kind: type[T], data: dict[str, Any], name: str) -> T:
 
 def _link(name: str) -> Link:
     if name not in LINKS:
-        raise MeshError(f"no numbers are known for a link called {name!r}; known are {', '.join(sorted(LINKS))}")
+        raise MeshError(f"no numbers are known for a link called {name!r}; known links are {', '.join(sorted(LINKS))}")
     return LINKS[name]
 
 
 def _num_nodes(world: int, per_node: int) -> int:
     if world % per_node:
         raise MeshError(
-            f"a mesh of {world} devices is no multiple of the {per_node} devices of a node; pass devices_per_node"
+            f"a mesh of {world} devices is not a multiple of the {per_node} devices of a node; pass devices_per_node"
         )
     return world // per_node
 
 
-def _preset_of(found: str) -> str:
-    """The preset for a driver's device name such as ``NVIDIA H100 80GB HBM3``."""
-    text = found.lower()
+def _preset_of(driver_name: str) -> str:
+    """The name in `DEVICES` for a driver's device name such as ``NVIDIA H100 80GB HBM3``."""
+    text = driver_name.lower()
     if "a100" in text:
         return "a100-40gb" if "40gb" in text else "a100-80gb"
     for name in ("h100", "h200", "gb200", "gb300", "b200", "mi300x", "mi325x"):
@@ -222,7 +223,7 @@ def _preset_of(found: str) -> str:
         if part in re.sub(r"[\s_-]", "", text):
             return name
     raise MeshError(
-        f"no numbers are known for the device {found!r}; known are {', '.join(Cluster.names())}. "
+        f"no numbers are known for the device {driver_name!r}; known devices are {', '.join(Cluster.names())}. "
         "Pass a Cluster instead of a mesh, or measure this device: autopar.cost.measure.measure_profile"
     )
 

@@ -1,4 +1,4 @@
-"""Devices that are known by name, with the links that they usually have."""
+"""Devices known by name, with the links that they usually have."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["DEVICES"]
 _GIB = 2.0**30
 _TFLOPS = 1e12
 _SHEET = "published: the vendor's data sheet, dense"
-_SEEN = "published: the size that the driver reports to programs"
+_REPORTED = "published: the size that the driver reports to programs"
 _CALIBRATED = "calibrated: published training runs, see docs/accuracy.md"
 _HOST = "published: host memory of the vendor's system of 8 devices"
 _PCIE5 = "published: PCIe 5.0 x16, 63 GB/s one way (PCI-SIG); estimate: 0.8 of it, with packet headers, pinned memory"
-_SHARE = "estimate: context 0.5 GB, communicator buffers and library workspaces 2 GB"
+_RESERVED = "estimate: context 0.5 GB, communicator buffers and library workspaces 2 GB"
 
 
 def _gpu_sources(matmul: str, attention: str, copy: str, new_attention: str = "") -> dict[str, str]:
     return {
-        "memory_bytes": _SEEN,
+        "memory_bytes": _REPORTED,
         "memory_bytes_per_s": _SHEET,
         "flops_per_s": _SHEET,
         "matmul_efficiency": matmul,
@@ -29,7 +29,7 @@ def _gpu_sources(matmul: str, attention: str, copy: str, new_attention: str = ""
         "sustained_fraction": _CALIBRATED,
         "new_attention_efficiency": new_attention,
         "launch_s": "estimate: gap between dependent kernels of an eager program that keeps its queue full",
-        "reserved_memory_bytes": _SHARE,
+        "reserved_memory_bytes": _RESERVED,
         "usable_memory_fraction": "estimate: 6 % for fragmentation",
         "host_bytes_per_s": _PCIE5,
         "host_memory_bytes": f"{_HOST}, 2 TB",
@@ -217,11 +217,14 @@ _MI325X = replace(
         "memory_bytes_per_s": "published: 6 TB/s (the same page)",
     },
 )
-_UNSEEN = "estimate: as an H100; no published measurement was looked at"
+_AS_H100 = "estimate: as an H100; no published measurement was consulted"
 
 
 def _from_sheets(name: str, gib: float, bytes_per_s: float, tflops: dict[str, float], sheet: str) -> Device:
-    """A device of which only peaks are published; all else is taken from an H100, except kernels made for that one."""
+    """A device of which only peaks are published.
+
+    Everything else is taken from an H100, without the efficiency of kernels written for that generation.
+    """
     peaks = f"published: {sheet}"
     return replace(
         _H100,
@@ -230,7 +233,7 @@ def _from_sheets(name: str, gib: float, bytes_per_s: float, tflops: dict[str, fl
         memory_bytes_per_s=bytes_per_s,
         flops_per_s={dtype: rate * _TFLOPS for dtype, rate in tflops.items()},
         new_attention_efficiency=0.0,
-        sources=dict.fromkeys(_H100.sources, _UNSEEN)
+        sources=dict.fromkeys(_H100.sources, _AS_H100)
         | {"memory_bytes": peaks, "memory_bytes_per_s": peaks, "flops_per_s": peaks, "new_attention_efficiency": ""},
     )
 
@@ -270,8 +273,8 @@ _CPU = Device(
     usable_memory_fraction=0.9,
     host_bytes_per_s=3.5e9,
     host_memory_bytes=8e9,
-    sources={name.name: "estimate: one core of a usual server; measure_profile measures the real one"
-             for name in fields(Device) if name.name not in ("name", "sources")},
+    sources={field.name: "estimate: one core of a usual server; measure_profile measures the real one"
+             for field in fields(Device) if field.name not in ("name", "sources")},
 )  # fmt: skip
 
 DEVICES: dict[str, tuple[Device, str, str]] = {
@@ -290,4 +293,4 @@ DEVICES: dict[str, tuple[Device, str, str]] = {
     "trainium2": (_TRAINIUM2, "neuronlink3", "efa-200"),
     "cpu": (_CPU, "loopback", "loopback"),
 }
-"""By name: the device, the link inside a node, the link between nodes (names of `autopar.cluster.links.LINKS`)."""
+"""Name -> the device and its usual links inside a node and between nodes (names of `autopar.cluster.links.LINKS`)."""

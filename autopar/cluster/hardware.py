@@ -1,4 +1,4 @@
-"""A device and a link as numbers, each with where it comes from."""
+"""A device and a link as numbers, each with its source."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from autopar.errors import MeshError
 __all__ = ["Device", "HostLink", "Link", "OpTime", "device_type_of"]
 
 _LEAST, _MOST = 1e-12, 1e21
-"""What is positive and finite is between these, so that a price, which divides by two such numbers, is finite too."""
+"""Bounds of positive numbers, so that a price, which divides by two of them, is finite."""
 
 
 def device_type_of(name: str) -> str:
-    """What torch calls devices of this name: ``"cpu"`` or ``"cuda"``; no name is that of a process on a CPU."""
+    """Torch's device type of devices with this name: ``"cpu"`` (also for an empty name) or ``"cuda"``."""
     return "cpu" if name in ("", "cpu") else "cuda"
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of accelerator (or a CPU process), and what programs really get out of it.
+    """One kind of accelerator (or a CPU process), and which part of its peak rates programs reach.
 
     Args:
-        name: for the plan.
-        memory_bytes: what a framework sees of the device's memory.
+        name: shown in plans.
+        memory_bytes: the device's memory as the framework sees it.
         memory_bytes_per_s: peak of the data sheet, reads and writes together.
-        flops_per_s: dense peak by dtype, as torch multiplies by default (float32 without TF32).
-        matmul_efficiency: part of that peak that the inner loop of a large matrix product reaches.
+        flops_per_s: dense peak by dtype, for products as torch computes them by default (float32 without TF32).
+        matmul_efficiency: the fraction of that peak that the inner loop of a large matrix product reaches.
         attention_efficiency: the same for fused attention on long sequences with head dim 128.
-        memory_efficiency: part of the peak that a copy reaches.
-        launch_s: what one kernel costs in addition to its work.
-        sustained_fraction: part of its rate in matrix products that the device keeps under minutes of load, when
-            power and heat lower its clock.  Short benchmarks don't show it.
+        memory_efficiency: the fraction of the memory's peak that a copy reaches.
+        launch_s: the overhead of one kernel.
+        sustained_fraction: the fraction of its rate in matrix products that the device keeps under minutes of load,
+            when power and heat lower its clock.  Short benchmarks don't show it.
         new_attention_efficiency: as `attention_efficiency`, for kernels written for this generation of devices
             (FlashAttention-3, cuDNN's); 0 if there are none.
-        reserved_memory_bytes: taken before the program starts: context, communicators, workspaces.
-        usable_memory_fraction: part of the rest that a plan may fill; the remainder is for fragmentation.
-        host_bytes_per_s: what a copy between the device and pinned host memory moves, one way, while the other devices
-            of the node do so as well; 0: not known, and nothing can be offloaded.
+        reserved_memory_bytes: memory in use before the program starts: context, communicators, workspaces.
+        usable_memory_fraction: the fraction of the other memory that a plan may fill; the rest allows for
+            fragmentation.
+        host_bytes_per_s: the rate of a copy between the device and pinned host memory, one way, while the other devices
+            of the node copy as well; 0: unknown, and nothing can be offloaded.
         host_memory_bytes: the device's share of its node's memory.
-        sources: where each number comes from, by field name.
+        sources: field name -> the source of the number.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Device:
 
     @property
     def type(self) -> str:
-        """As torch calls it."""
+        """The device type in torch: ``"cpu"`` or ``"cuda"``."""
         return device_type_of(self.name)
 
     def __post_init__(self) -> None:
@@ -83,13 +84,13 @@ class Device:
             "host_memory_bytes",
         )
         _check_numbers(self, positive=positive, fractions=fractions, others=others)
-        wrong = {dtype: rate for dtype, rate in self.flops_per_s.items() if not _LEAST <= rate <= _MOST}
-        if wrong:
-            raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {wrong}")
+        invalid = {dtype: rate for dtype, rate in self.flops_per_s.items() if not _LEAST <= rate <= _MOST}
+        if invalid:
+            raise MeshError(f"device {self.name!r}: flops_per_s must be positive, got {invalid}")
 
     @property
     def overhead_bytes(self) -> float:
-        """What communicators, the context and the allocator's fragments take: a plan may not use it."""
+        """Bytes that a plan may not use: the context, communicators, and the allocator's fragmentation."""
         return self.memory_bytes - self.usable_memory_bytes
 
     @property
@@ -100,15 +101,15 @@ class Device:
 
 @dataclass(frozen=True)
 class HostLink:
-    """What joins a device to its host's memory.
+    """The link between a device and its host's memory.
 
     Args:
-        bytes_per_s: of a copy, one way; 0: there are none.
+        bytes_per_s: the rate of a copy, one way; 0: there is no link.
         latency_s: of each copy.
-        memory_bytes: of the host's memory, what the programs of one device may fill.
-        taken: part of a device's speed that a copy takes from what computes at the same time: 0 to 1.
-        update_bytes_per_s: what the host's cores read and write of its memory in an optimizer's step, a device's share;
-            0: as much as the device does.
+        memory_bytes: how much of the host's memory the programs of one device may fill.
+        taken: by which fraction, 0 to 1, a copy slows down compute that runs at the same time.
+        update_bytes_per_s: the rate at which the host's cores read and write its memory in an optimizer's step, one
+            device's share of it; 0: the same as the device's.
     """
 
     bytes_per_s: float = 0.0
@@ -123,24 +124,24 @@ class HostLink:
         return self.bytes_per_s > 0 and self.taken < 1
 
     def copy_s(self, num_bytes: float, num_tensors: int) -> float:
-        """Seconds to copy tensors one way, infinite without a link."""
+        """Seconds to copy `num_tensors` tensors of `num_bytes` in total one way; infinite without a link."""
         if not num_bytes:
             return 0.0
         return num_tensors * self.latency_s + num_bytes / self.bytes_per_s if self.bytes_per_s else float("inf")
 
     def exposed_s(self, copying_s: float, computing_s: float) -> float:
-        """What such a copy adds to so much computing beside it (`autopar.step.overlap_estimate`)."""
+        """Exposed seconds of a copy that overlaps with compute (`autopar.step.overlap_estimate`)."""
         return copying_s - min((1 - self.taken) * copying_s, computing_s) if copying_s else 0.0
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices, as the collectives of a full group see it.
+    """A link between devices, described by the rates and latencies of collectives of a full group.
 
     A collective on n devices with a buffer of s bytes (the NCCL tests' "size") takes
     ``latency_s + step_s * steps(n) + traffic / bytes_per_s + ramp_s * s / (s + ramp_bytes)``, where ``traffic / time``
-    is the NCCL tests' "bus bandwidth".  The last term is the filling of the transport's pipeline; it is why
-    middle-sized messages stay far below the peak.
+    is the NCCL tests' "bus bandwidth".  The last term is the time to fill the transport's pipeline; it is why
+    medium-sized messages stay far below the peak.
 
     Args:
         name: for messages.
@@ -148,19 +149,18 @@ class Link:
             it.
         gather_bytes_per_s: bus bandwidth of all-gather, reduce-scatter and broadcast.
         exchange_bytes_per_s: bus bandwidth of all-to-all.  For a link between nodes all three are per
-            *device*, with all
-            devices of a node sending at once.
+            *device*, with all devices of a node sending at the same time.
         latency_s: of any collective, however small.
-        step_s: further latency of each step from device to device (from node to node on a link between nodes).
-        ring_step_s: between nodes, what each device of the ring of an all-gather or reduce-scatter adds; 0: as
-            `step_s` for each node.
-        ramp_s: time lost while the pipeline fills, at most.
-        ramp_bytes: buffer size at which half of it is lost.
-        nodes_at_half_rate: a link between nodes: how many of them crowd the network so that half of its rate is left;
-            m nodes get ``1 / (1 + m / nodes_at_half_rate)``.
+        step_s: additional latency of each step from device to device (from node to node on a link between nodes).
+        ring_step_s: between nodes, the latency that each device adds to the ring of an all-gather or reduce-scatter;
+            0: `step_s` for each node instead.
+        ramp_s: the maximum of the time that is lost while the pipeline fills.
+        ramp_bytes: buffer size at which half of `ramp_s` is lost.
+        nodes_at_half_rate: for a link between nodes, the number of nodes whose congestion halves the rate; m nodes get
+            ``1 / (1 + m / nodes_at_half_rate)`` of it.
         is_mesh: each pair of devices has a wire of its own, so that a group of n uses (n-1)/(all-1) of the
             bandwidth.
-        sources: where each number comes from, by field name.
+        sources: field name -> the source of the number.
     """
 
     name: str
@@ -195,10 +195,10 @@ class Link:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Seconds that one op takes on local tensors, forward and backward, and where the numbers come from.
+    """Seconds of one op on local tensors, forward and backward, and their source.
 
-    `source` is one of ``"layers"`` (the op's layer was timed as a whole), ``"scaled"`` (others of its kind were),
-    ``"measured"`` (ops like it were), ``"published"``, ``"calibrated"`` and ``"estimate"``.
+    `source` is one of ``"layers"`` (the op's layer was timed as a whole), ``"scaled"`` (other layers of its kind were),
+    ``"measured"`` (similar ops were), ``"published"``, ``"calibrated"`` and ``"estimate"``.
     """
 
     forward_s: float
@@ -213,5 +213,5 @@ def _check_numbers(
         value: Any = getattr(thing, name)
         least, most = (0.0 if name in others else _LEAST), (1.0 if name in fractions else _MOST)
         if not least <= value <= most:
-            wanted = "in (0, 1]" if name in fractions else "at least 0" if name in others else "positive"
-            raise MeshError(f"{type(thing).__name__} {thing.name!r}: {name} must be {wanted} and finite, got {value}")
+            allowed = "in (0, 1]" if name in fractions else "at least 0" if name in others else "positive"
+            raise MeshError(f"{type(thing).__name__} {thing.name!r}: {name} must be {allowed} and finite, got {value}")

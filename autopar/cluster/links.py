@@ -1,4 +1,4 @@
-"""Links that are known by name: inside a node, between nodes, and what each number rests on."""
+"""Links known by name, inside a node and between nodes, with the source of each number."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _XGMI = _link(
 
 
 def _wires(name: str, one_way: float, source: str, **others: bool) -> Link:
-    """Links of which only the rate is known: 0.7 of it is reached, as of Infinity Fabric's 448 GB/s."""
+    """A link of which only the nominal rate is known: 0.7 of it is reached, as of Infinity Fabric's 448 GB/s."""
     rate = 0.7 * one_way
     rates = f"{source}; estimate: 0.7 of it, as Infinity Fabric reaches"
     sources = _sources(rates, "estimate: as Infinity Fabric")
@@ -113,7 +113,7 @@ _LOOPBACK = _link(
 
 
 def _pcie(generation: int, bytes_per_s: float, source: str) -> Link:
-    """Devices that reach each other through the host's switches: every transfer crosses a slot twice."""
+    """A link through the host's PCIe switches: every transfer crosses a slot twice."""
     rate = 0.8 * bytes_per_s
     source = f"{source}; estimate: a ring through several slots gets 0.8 of it, pairs half of that"
     sources = _sources(source, "estimate: copies through the host's switches")
@@ -128,14 +128,14 @@ def _ethernet(gigabits: float) -> Link:
     return Link(name, rate, rate, 0.8 * rate, latency_s=150e-6, step_s=50e-6, sources=sources)
 
 
-def _at(link: Link, gigabits: float, of: float, name: str, source: str) -> Link:
-    """`link` at another nominal rate, of which the same part is reached."""
+def _at(link: Link, gigabits: float, link_gigabits: float, name: str, source: str) -> Link:
+    """`link` (of `link_gigabits`) with a nominal rate of `gigabits`, of which the same fraction is reached."""
     rates = ("all_reduce_bytes_per_s", "gather_bytes_per_s", "exchange_bytes_per_s")
-    scaled = {rate: getattr(link, rate) * gigabits / of for rate in rates}
+    scaled = {rate: getattr(link, rate) * gigabits / link_gigabits for rate in rates}
     return replace(link, name=name, sources={**link.sources, **dict.fromkeys(rates, source)}, **scaled)
 
 
-_AS_INFINIBAND = "estimate: as InfiniBand of the same rate; calibrated: published runs on RoCE are priced within 6 % so"
+_AS_INFINIBAND = "estimate: as InfiniBand of the same rate; calibrated: errors of published runs on RoCE are within 6 %"
 
 _QUARTER = "estimate: a quarter of 200 Gb/s, 2 NICs for 8 devices; 64 devices' all-to-alls as FlexSP's solver has them"
 LINKS: Mapping[str, Link] = {

@@ -1,7 +1,6 @@
-"""Cost: what ops, collectives and optimizer steps take on a cluster, in seconds, and where each number
-comes from.
+"""Cost: seconds of ops, collectives and optimizer steps on a cluster, and the source of each number.
 
-`ClusterPrices` is what a search asks.  `autopar.cost.measure` (the only part that loads torch) makes a
+A search gets its prices from `ClusterPrices`.  `autopar.cost.measure` (the only part that imports torch) makes a
 `Profile`.
 """
 

@@ -1,13 +1,12 @@
 """Closed forms: the seconds and bytes of a layer's ops as formulas of microbatches and of the degrees of mesh axes.
 
-Which dim of which tensor an axis cuts is what a strategy's factors say; here the axes' sizes stay symbols, ``d0`` for
-the outermost axis, ``d1`` ..., and so does the number of microbatches, ``m``.  The formulas are those of
-`autopar.ops.work` and `roofline` themselves, run on `Quantity`.  They hold as long as every decision in there comes out
-the same (rows stay aligned, a result stays larger than an operand ...).
+A strategy's factors determine which dims of tensors an axis splits.  The sizes of axes are symbols, ``d0`` for the
+outermost axis, ``d1`` ..., and so is the number of microbatches, ``m``.  The formulas come from running the code of
+`autopar.ops.work` and `roofline` on `Quantity`.  They hold as long as every comparison in that code has the same
+outcome (rows stay aligned, a result stays larger than an operand ...).
 
-A `Quantity` has a value and the sympy expression that gave it.  What is computed with quantities by code that knows
-nothing of them comes out as a formula: so a closed form is no second version of what it is the form of.  Wherever that
-code decides by comparing, the value decides.
+A `Quantity` has a value and its sympy expression.  Code that computes with quantities, without knowing them, returns a
+formula: so a closed form isn't a second version of that code.  Comparisons use the values.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _op: Any = operator  # half of it has no types
 def _binary(
     compute: Callable[[Any, Any], Any], formula: Callable[[Any, Any], Any] | None = None, *, is_swapped: bool = False
 ) -> Callable[[Quantity, object], Quantity]:
-    """A method that computes with the values, and with the expressions (in another way if `formula` says so)."""
+    """A method that applies `compute` to the values, and `formula` (by default `compute`) to the expressions."""
 
     def method(self: Quantity, other: object) -> Quantity:
         pairs = zip(_parts(self), _parts(other), strict=True)
@@ -65,17 +64,17 @@ def _remainder_formula(one: Any, other: Any) -> Any:
 
 
 class Quantity:
-    """A number with its expression; see the module."""
+    """A number with its expression; see the module's docstring."""
 
     __slots__ = ("expression", "value")
 
     def __init__(self, value: float, expression: Any) -> None:
-        """`value` is what `expression` comes to where the formula is made."""
+        """Pair `expression` with its `value` for the current values of the symbols."""
         self.value, self.expression = value, expression
 
     @classmethod
     def symbol(cls, name: str, value: float) -> Quantity:
-        """A positive whole number called `name` that is `value` here."""
+        """A symbol for a positive integer, with its current value."""
         return cls(value, sympy.Symbol(name, positive=True, integer=True))
 
     __add__ = __radd__ = _binary(_op.add)
@@ -91,14 +90,14 @@ class Quantity:
     __gt__ = _comparison(operator.gt)
     __ge__ = _comparison(operator.ge)
     __eq__ = _comparison(operator.eq)  # pyright: ignore[reportAssignmentType]  (object's own is declared as a method)
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  (equal only where the symbols are what they are here)
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  (equal only for the current values of the symbols)
 
     def __bool__(self) -> bool:
         return self.value != 0
 
 
 def _parts(number: object) -> tuple[Any, Any]:
-    """A number's value and its exact expression."""
+    """The value and the exact expression of a number."""
     if isinstance(number, Quantity):
         return number.value, number.expression
     if isinstance(number, int):  # bool, too
@@ -115,16 +114,16 @@ def larger(one: Any, other: Any) -> Any:
         return max(one, other)
     (a, x), (b, y) = _parts(one), _parts(other)
     if not x or not y:
-        return one if a >= b else other  # zero is never the larger one
+        return one if a >= b else other  # one of them is 0: no Max in the formula
     return Quantity(max(a, b), sympy.Max(x, y, evaluate=False))
 
 
-_Cuts = tuple[tuple[Placement, ...], ...]  # per tensor, its placement on each axis
+_Cuts = tuple[tuple[Placement, ...], ...]  # for each tensor, its placement on each axis
 
 
 @dataclass(frozen=True)
 class Form:
-    """Formulas (sympy) of one op on one device for one microbatch."""
+    """The formulas (sympy) of one op on one device for one microbatch."""
 
     flops: Any
     num_bytes: Any
@@ -134,15 +133,15 @@ class Form:
 
 @dataclass(frozen=True, eq=False)
 class OpForm:
-    """One op under the factors of a strategy, with the degrees left open.
+    """One op under the factors of a strategy, with degrees as symbols.
 
     Args:
         op: the op.
-        operands: global types, and where each is cut: its placement per symbol of `names`.
-        results: the same of what it defines.
+        operands: the global type of each operand, and its placement for each symbol of `names`.
+        results: the same for the results.
         names: the symbols, microbatches first.
-        device: what it runs on.
-        point: values of the symbols, here those of the strategy: where `form` is taken.
+        device: the device that it runs on.
+        point: the values of the symbols (those of the strategy) that determine the outcome of comparisons in `form`.
         differentiable: whether it has a backward.
     """
 
@@ -156,25 +155,25 @@ class OpForm:
 
     @cached_property
     def form(self) -> Form:
-        """The formulas around `point`.
+        """The formulas, which hold around `point`.
 
         Raises:
             MissingPriceError: the device has no rate for the op's dtype.
         """
         symbols = [Quantity.symbol(name, value) for name, value in zip(self.names, self.point, strict=True)]
         operands, results = (
-            tuple(_local(tensor, cuts, symbols) for tensor, cuts in each) for each in (self.operands, self.results)
+            tuple(_local(tensor, cuts, symbols) for tensor, cuts in side) for side in (self.operands, self.results)
         )
         work: Work = count_work(self.op, operands, results)
         forward_s, backward_s = replace(Roofline.of(self.device), larger=larger).seconds(work)
         if not self.differentiable:
             backward_s = 0.0
         parts = (work.flops, work.num_bytes, forward_s, backward_s)
-        return Form(*(each.expression if isinstance(each, Quantity) else each for each in parts))
+        return Form(*(part.expression if isinstance(part, Quantity) else part for part in parts))
 
 
 def _local(tensor: TensorType, cuts: tuple[Placement, ...], symbols: list[Quantity]) -> TensorType:
-    """The type on one device, its sizes quantities where they are cut."""
+    """The local type on one device; sizes of split dims are quantities."""
     sizes: list[Any] = list(tensor.shape)
     for placement, symbol in zip(cuts, symbols, strict=True):
         if placement.is_shard:
@@ -191,7 +190,7 @@ def layer_forms(
     *,
     is_training: bool = True,
 ) -> tuple[OpForm, ...]:
-    """The closed form of every op of `layer` (of its kind, the first) under the strategy's factors.
+    """The closed form of every op of `layer` (the first of its kind) under the strategy's factors.
 
     Symbols are ``m`` for the number of microbatches, then ``d0``, ``d1`` ... for the degrees of the mesh's axes.
     """
@@ -210,8 +209,8 @@ def layer_forms(
 def _placements(op: Op, factor: str) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     for option in op.options:
         if option.factor == factor:
-            travels = option.travelling  # all slices, one after the other
-            operands = (REPLICATE if place in travels else cut for place, cut in enumerate(option.operands))
+            ring = option.travelling  # operands of which a device computes with all slices, one after another
+            operands = (REPLICATE if index in ring else cut for index, cut in enumerate(option.operands))
             return tuple(operands), option.results
     return (REPLICATE,) * len(op.operands), (REPLICATE,) * len(op.results)
 
@@ -224,7 +223,7 @@ def _cut(
 
 
 def collective_form(cluster: Cluster, kind: str, axis: Axis) -> Any:
-    """Seconds of one collective, a formula of its buffer ``n`` in bytes, where no curve was measured.
+    """Seconds of one collective as a formula of the bytes ``n`` of its buffer, without measured curves.
 
     Raises:
         MissingPriceError: this kind has no price.
@@ -235,18 +234,18 @@ def collective_form(cluster: Cluster, kind: str, axis: Axis) -> Any:
 
 
 def describe(program: Program, layer: Layer, strategy: LayerStrategy, device: Device, num_microbatches: int = 1) -> str:
-    """The closed forms of a layer under a strategy as text, one op after the other."""
+    """Format the closed forms of all ops of a layer under a strategy."""
     sizes = " x ".join(f"d{axis} = {size}" for axis, size in enumerate(strategy.mesh))
     lines = [f"{layer.name}: microbatches m = {num_microbatches}, degrees {sizes}; one microbatch on one device"]
-    for each in layer_forms(program, layer, strategy, device, num_microbatches, is_training=program.training):
-        form = each.form
-        lines.append(f"  {each.op.name} ({each.op.target})")
+    for op_form in layer_forms(program, layer, strategy, device, num_microbatches, is_training=program.training):
+        form = op_form.form
+        lines.append(f"  {op_form.op.name} ({op_form.op.target})")
         rows = [("flops", form.flops), ("bytes", form.num_bytes), ("forward s", form.forward_s)]
-        rows += [("backward s", form.backward_s)] if each.differentiable else []
+        rows += [("backward s", form.backward_s)] if op_form.differentiable else []
         lines += [f"    {name:<10} = {formula_text(formula)}" for name, formula in rows if formula]
     return "\n".join(lines) + "\n"
 
 
 def formula_text(formula: Any) -> str:
-    """A formula with numbers of four digits."""
-    return re.sub(r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.4g}", str(formula))
+    """Format a formula with numbers of four digits."""
+    return re.sub(r"\d+\.\d+(e[-+]\d+)?", lambda match: f"{float(match[0]):.4g}", str(formula))

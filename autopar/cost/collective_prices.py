@@ -1,12 +1,12 @@
 """Seconds of a collective from the description of a cluster's links.
 
-A group of n ranks that touches m nodes with g ranks in each of them does its work on two kinds of wire at
-once:
+A group of n ranks on m nodes, with g ranks in each of them, communicates inside nodes and between them at the same
+time:
 
 ``time(s) = latency + s * max(share_within / rate_within, share_between / rate_between) + ramp * s / (s +
 ramp_bytes)``
 
-where s is the NCCL tests' "size", and the shares are what one device sends over each wire:
+where s is the NCCL tests' "size", and the shares are what one device sends over each link, relative to s:
 
 ============== ==================== =======================
 kind           share_within         share_between
@@ -20,11 +20,10 @@ send           1                    1
 ============== ==================== =======================
 
 A send goes from each rank of an axis to the next one, as between the stages of a pipeline.  If some neighbours share a
-node and others don't, it is priced as between nodes: the slowest hop is what a pipeline waits for.
+node and others don't, it is priced as between nodes, because a pipeline waits for the slowest hop.
 
 All the groups of an axis run the same collective at the same time.  That is why the rate between nodes is
-one per
-device: the other devices of the node are sending for their own groups.
+per device: the other devices of the node send for their own groups.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_sc
 
 @dataclass(frozen=True)
 class CollectiveTerms:
-    """The closed form of one collective on one axis; see the module's formula."""
+    """The closed form of one collective on one axis; see the formula in the module's docstring."""
 
     latency_s: float
     s_per_byte: float
@@ -58,11 +57,11 @@ class CollectiveTerms:
 def check_kind(kind: str) -> None:
     """Raise `MissingPriceError` for a collective that has no price."""
     if kind not in COLLECTIVES:
-        raise MissingPriceError(f"collective {kind!r} has no price; priced are {', '.join(COLLECTIVES)}")
+        raise MissingPriceError(f"collective {kind!r} has no price; prices exist for {', '.join(COLLECTIVES)}")
 
 
 def traffic_share(kind: str, size: int) -> float:
-    """What one of `size` devices sends, relative to the buffer: the NCCL tests' factor of the bus bandwidth."""
+    """The bytes that one of `size` devices sends, relative to the buffer: the NCCL tests' bus bandwidth factor."""
     check_kind(kind)
     if kind in ("broadcast", "send"):
         return 1.0
@@ -114,7 +113,7 @@ def _terms_across(cluster: Cluster, kind: str, size: int, per_node: int, num_nod
 
 
 def _shares(kind: str, size: int, per_node: int, num_nodes: int) -> tuple[float, float]:
-    """What one device sends inside its node and to other nodes, relative to the buffer."""
+    """The bytes that one device sends inside its node and to other nodes, relative to the buffer."""
     if kind == "all_to_all":
         return (per_node - 1) / size, (size - per_node) / size
     within = traffic_share(kind, size) if per_node > 1 else 0.0
@@ -122,14 +121,14 @@ def _shares(kind: str, size: int, per_node: int, num_nodes: int) -> tuple[float,
 
 
 def _steps_s(between: Link, kind: str, size: int, num_nodes: int) -> float:
-    """Latency of all steps one after the other: a ring goes through every device, a tree from node to node."""
+    """The latency of all sequential steps: a ring goes through every device, a tree from node to node."""
     if kind in ("all_gather", "reduce_scatter") and between.ring_step_s:
         return between.ring_step_s * (size - 1)
     return between.step_s * _num_hops(kind, num_nodes)
 
 
 def _num_hops(kind: str, num_nodes: int) -> int:
-    """Steps from node to node, one after the other: a tree up and down, a ring, or pairs."""
+    """The number of sequential steps from node to node: a tree up and down, a ring, or pairs."""
     if kind == "all_reduce":
         return 2 * math.ceil(math.log2(num_nodes))
     return math.ceil(math.log2(num_nodes)) if kind == "all_to_all" else num_nodes - 1
@@ -142,10 +141,10 @@ def _rate(link: Link, kind: str) -> float:
 
 
 def _rate_within(cluster: Cluster, kind: str, size: int) -> float:
-    """Bus bandwidth inside a node: part of the wires on a mesh; reduction in the switch pays for large
-    groups only.
+    """The bus bandwidth of a group inside a node.
 
-    NCCL turns to the switch's reduction above half of a node (published: HW-0195 to HW-0214).
+    On a mesh a group uses only part of the wires.  NCCL uses in-switch reduction only for groups larger than half a
+    node (published: HW-0195 to HW-0214).
     """
     link = cluster.within
     if link.is_mesh:
@@ -156,5 +155,5 @@ def _rate_within(cluster: Cluster, kind: str, size: int) -> float:
 
 
 def _ramp_s(link: Link, kind: str) -> float:
-    """An all-reduce fills the pipeline twice, the others once."""
+    """The `Link.ramp_s` of a collective: an all-reduce fills the pipeline twice, the others once."""
     return link.ramp_s if kind == "all_reduce" else link.ramp_s / 2

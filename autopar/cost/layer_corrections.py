@@ -1,9 +1,9 @@
-"""Whole layers that were timed, as corrections of the prices of their ops.
+"""Corrects the prices of ops by measured times of whole layers.
 
-A layer's compute is the sum of its ops' seconds times a factor for each op on its local types.  Factors are such that
-the sums of all timed layers are what was measured: starting with the kind's median ratio, every timed layer in turn
-scales those of its ops by what is missing (iterative proportional fitting).  Ops of a timed kind on other local types
-are scaled by the kind's median ratio; other kinds stay as they are.
+A layer's compute is the sum of its ops' seconds times a factor for each op on its local types.  The factors are chosen
+so that the sums of all timed layers equal the measurements: starting with the kind's median ratio, every timed layer in
+turn scales the factors of its ops by the ratio that is missing (iterative proportional fitting).  Ops of a timed kind
+on other local types are scaled by the kind's median ratio; other kinds are not corrected.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autopar.program import Arg, Layer, Op, Program, Ref, TensorType
 
 __all__ = ["LayerCorrections", "LocalOp", "TimedLayer", "layer_key"]
 
-# How the inputs of a timed layer are made up; what was measured with others is measured again.  2: documents have the
-# lengths that prices assume; before, they were of about two tokens each.
-_INPUTS = 2
-_SWEEPS = 40  # of iterative proportional fitting: it converges geometrically, and a sweep takes no time
+# The version of the inputs that are made up for timed layers: times with another version are measured again.
+# 2: documents have the lengths that prices assume; before, they had about two tokens each.
+_INPUTS_VERSION = 2
+_SWEEPS = 40  # of iterative proportional fitting: it converges geometrically, and a sweep costs almost nothing
 _Factors = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """An op of a layer as one device runs it: local types, and the special kernels that run it."""
+    """An op of a layer on one device: its local types, and the special kernels that run it."""
 
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
@@ -36,7 +36,7 @@ class LocalOp:
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """The compute of one microbatch of a layer under a strategy: what its ops run on, and the seconds measured."""
+    """The measured compute of one microbatch of a layer under a strategy: its local ops and their seconds."""
 
     kind: int
     ops: tuple[LocalOp, ...]
@@ -45,7 +45,7 @@ class TimedLayer:
 
 
 def layer_key(layer: Layer, ops: Sequence[LocalOp], *, compiled: bool) -> str:
-    """Identifies what a device computes for a layer: the layer's structure, local types, kernels, compiled or not."""
+    """A key for what a device computes for a layer: the layer's structure, local types, kernels, compiled or not."""
     numbers: dict[str, int] = {}
 
     def shape_of(arg: Arg) -> object:
@@ -53,7 +53,7 @@ def layer_key(layer: Layer, ops: Sequence[LocalOp], *, compiled: bool) -> str:
             return ("ref", numbers.setdefault(arg.name, len(numbers)))
         return tuple(map(shape_of, arg)) if isinstance(arg, tuple) else arg
 
-    lines: list[object] = [_INPUTS, compiled, len(layer.inputs), len(layer.state)]
+    lines: list[object] = [_INPUTS_VERSION, compiled, len(layer.inputs), len(layer.state)]
     for op, local in zip(layer.ops, ops, strict=True):
         kwargs = tuple((name, shape_of(arg)) for name, arg in op.kwargs)
         lines.append((op.target, tuple(map(shape_of, op.args)), kwargs, _types(local.operands), _types(local.results)))
@@ -72,12 +72,12 @@ _State = tuple[int, int, tuple[TensorType, ...], tuple[TensorType, ...]]
 
 
 class LayerCorrections:
-    """Factors on the prices of ops.
+    """The factors on the prices of ops.
 
     Args:
-        program: whose layers were timed.
-        timed: each of them.
-        price: seconds of an op on local types, uncorrected.
+        program: the program whose layers were timed.
+        timed: the timed layers.
+        price: returns the uncorrected seconds of an op on local types.
     """
 
     def __init__(
@@ -88,47 +88,50 @@ class LayerCorrections:
     ) -> None:
         """Fit the factors."""
         self._places = {id(op): (layer.kind, at) for layer in program.layers for at, op in enumerate(layer.ops)}
-        self._program = program  # keeps the ops alive, by whose identity places are known
+        self._program = program  # keeps the ops alive, whose ids are keys of `_places`
         self._ratios: dict[int, _Factors] = {}
         self._factors: dict[_State, list[float]] = {}
         plain: dict[_State, _Factors] = {}
         states = [_states(layer) for layer in timed]
         firsts = {layer.kind: layer for layer in program.kinds}
-        for layer, own in zip(timed, states, strict=True):
-            for state, op in zip(own, firsts[layer.kind].ops, strict=True):
+        for layer, layer_states in zip(timed, states, strict=True):
+            for state, op in zip(layer_states, firsts[layer.kind].ops, strict=True):
                 is_differentiable = any(program.values[name].requires_grad for name in op.results)
-                result = price(op, state[2], state[3], is_differentiable)
-                plain[state] = result.forward_s, result.backward_s
+                time = price(op, state[2], state[3], is_differentiable)
+                plain[state] = time.forward_s, time.backward_s
         for kind in {layer.kind for layer in timed}:
-            rows = [(layer, own) for layer, own in zip(timed, states, strict=True) if layer.kind == kind]
+            rows = [(layer, of_layer) for layer, of_layer in zip(timed, states, strict=True) if layer.kind == kind]
             ratios = [
-                tuple(_ratio(_seconds(layer)[way], sum(plain[state][way] for state in own)) for way in (0, 1))
-                for layer, own in rows
+                tuple(_ratio(_seconds(layer)[way], sum(plain[state][way] for state in of_layer)) for way in (0, 1))
+                for layer, of_layer in rows
             ]
             self._ratios[kind] = statistics.median(r[0] for r in ratios), statistics.median(r[1] for r in ratios)
-            for _, own in rows:
-                for state in own:
+            for _, layer_states in rows:
+                for state in layer_states:
                     self._factors[state] = list(self._ratios[kind])
             for _ in range(_SWEEPS if len(rows) > 1 else 1):
-                for layer, own in rows:
-                    self._scale(layer, own, plain)
+                for layer, layer_states in rows:
+                    self._scale(layer, layer_states, plain)
 
-    def _scale(self, layer: TimedLayer, own: Sequence[_State], plain: dict[_State, _Factors]) -> None:
+    def _scale(self, layer: TimedLayer, states: Sequence[_State], plain: dict[_State, _Factors]) -> None:
         for way, measured_s in enumerate(_seconds(layer)):
-            missing = _ratio(measured_s, sum(plain[state][way] * self._factors[state][way] for state in own))
-            for state in set(own):
+            missing = _ratio(measured_s, sum(plain[state][way] * self._factors[state][way] for state in states))
+            for state in set(states):
                 self._factors[state][way] *= missing
 
     def correct(
         self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], time: OpTime
     ) -> OpTime:
-        """`time` with the op's factors; its source is then ``"layers"``, or ``"scaled"`` by others of the kind."""
+        """Return `time` times the op's factors.
+
+        Its source becomes ``"layers"``, or ``"scaled"`` if only other layers of the kind were timed.
+        """
         place = self._places.get(id(op))
         if place is None or place[0] not in self._ratios:
             return time
-        own = self._factors.get((*place, operands, results))
-        ahead, back = own or self._ratios[place[0]]
-        return OpTime(time.forward_s * ahead, time.backward_s * back, "layers" if own else "scaled")
+        factors = self._factors.get((*place, operands, results))
+        forward, backward = factors or self._ratios[place[0]]
+        return OpTime(time.forward_s * forward, time.backward_s * backward, "layers" if factors else "scaled")
 
 
 def _states(layer: TimedLayer) -> list[_State]:

@@ -1,17 +1,17 @@
-"""A profile: what was measured on real devices and links.  Plain data, readable JSON.
+"""A profile: measurements of real devices and links, as plain data and readable JSON.
 
 The keys of `Profile.curves`, seconds over an amount of work:
 
 =================================  ====================================================
-``matmul/<dtype>/<n>x<m>/forward`` seconds over flops of a matrix times one of n rows and m columns; so ``backward``
-                                   (both gradients)
+``matmul/<dtype>/<n>x<m>/forward`` seconds over flops of products with a matrix of n rows and m columns; also
+                                   ``backward`` (both gradients)
 ``batched/<dtype>/forward``        the same for batches of products; ``convolution/<dtype>``
-``attention/<dtype>/<how>/<n>/<m>`` ``.../forward`` and ``.../backward``: over flops, of heads of n and length m; how:
-                                   ``causal``, ``full``; ``plain``: as products, as a CPU does with a trained mask
-``op/<packet>/forward``            seconds over bytes moved; so ``backward``.  ``op/<packet>/<width>/forward``: of rows
-                                   so wide; ``op/<packet>/number/forward``: with a number for an operand
-``elementwise/forward``            the same for any other op; so ``backward``
-``view/forward``                   one point: seconds of an op that moves nothing; so ``backward``
+``attention/<dtype>/<how>/<n>/<m>`` ``.../forward`` and ``.../backward``: over flops, for head size n and length m; how:
+                                   ``causal``, ``full``; ``plain``: as products, as on a CPU with a trained mask
+``op/<packet>/forward``            seconds over bytes moved; also ``backward``.  ``op/<packet>/<width>/forward``: for
+                                   rows of this width; ``op/<packet>/number/forward``: with a number as an operand
+``elementwise/forward``            the same for any other op; also ``backward``
+``view/forward``                   one point: seconds of an op that moves nothing; also ``backward``
 ``optimizer``                      seconds over bytes moved
 ``optimizer/tensor``               one point: seconds for each parameter, in addition to those for its bytes
 ``collective/<kind>/<n>/<stride>`` seconds over the NCCL tests' "size", on ``Axis(n, stride)``
@@ -20,12 +20,12 @@ The keys of `Profile.curves`, seconds over an amount of work:
 The keys of `Profile.readings`, other values over an amount:
 
 ===================================  ====================================================
-``interference/<kind>/<n>/<stride>`` over bytes of a collective: by how many seconds compute gets slower for each second
-                                     of the collective, in [0, 1]; its spread is the quartiles' distance
+``interference/<kind>/<n>/<stride>`` over bytes of a collective: the seconds by which compute gets slower for each
+                                     second of the collective, in [0, 1]; its spread is the interquartile range
 ===================================  ====================================================
 
-`Profile.layers` holds whole layers, by whatever text identifies them to who stores them.  To change a file of a profile
-that others may be changing too: `autopar.cost.profile_file.update`.
+`Profile.layers` holds times of whole layers, by keys of those who store them.  To change the file of a profile that
+other processes may be changing too, use `autopar.cost.profile_file.update`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over an amount of work, through measured points in order of amount.
+    """Seconds as a function of an amount of work, through measured points in order of amount.
 
-    Between points it is a straight line in logarithms; below the first it stays (overhead), above the last it grows
-    in proportion.  It never falls: a point that is faster than a smaller one is lifted to it.
+    Between points it is linear in logarithms; below the first it is constant (overhead), above the last it grows
+    in proportion.  It never falls: a point below a smaller amount's seconds is raised to them.
 
     Args:
         points: the measurements, of positive amount.
-        date: when they were taken, ISO 8601; ``""``: not known.
+        date: when they were taken, ISO 8601; ``""``: unknown.
     """
 
     points: tuple[Point, ...]
@@ -98,8 +98,8 @@ class Curve:
             return math.exp(seconds[-1] + at - amounts[-1])
         right = bisect_right(amounts, at)
         left = right - 1
-        part = (at - amounts[left]) / (amounts[right] - amounts[left])
-        return math.exp(seconds[left] + part * (seconds[right] - seconds[left]))
+        weight = (at - amounts[left]) / (amounts[right] - amounts[left])
+        return math.exp(seconds[left] + weight * (seconds[right] - seconds[left]))
 
     @property
     def overhead_s(self) -> float:
@@ -118,7 +118,7 @@ _VERSION = 4
 
 @dataclass(frozen=True, order=True)
 class Reading:
-    """One measurement of something else than seconds of work: `value` at `amount`; `spread` is (q3-q1)/median."""
+    """One measurement other than seconds of work: `value` at `amount`; `spread` is (q3-q1)/median."""
 
     amount: float
     value: float
@@ -127,7 +127,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Readings:
-    """Measurements of one thing at several amounts, taken at `date`."""
+    """Measurements of one quantity at several amounts, taken at `date`."""
 
     points: tuple[Reading, ...]
     date: str = ""
@@ -135,7 +135,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A whole layer that was lowered and timed.
+    """The measured time of a whole layer.
 
     Args:
         forward_s: seconds of its forward, without collectives.
@@ -156,12 +156,12 @@ class Profile:
 
     Args:
         device: the device's name.
-        num_ranks: how many processes measured at the same time.
+        num_ranks: the number of processes that measured at the same time.
         date: when it was last added to, ISO 8601.
         software: versions and settings that the numbers depend on.
-        curves: see the module's first table.
-        readings: see the module's second table.
-        layers: whole layers.
+        curves: see the first table of the module's docstring.
+        readings: see its second table.
+        layers: times of whole layers.
     """
 
     device: str
@@ -173,11 +173,11 @@ class Profile:
     layers: Mapping[str, LayerTime] = field(default_factory=dict[str, LayerTime], hash=False)
 
     def with_layers(self, layers: Mapping[str, LayerTime]) -> Self:
-        """This profile and `layers`; new ones replace old ones of the same key."""
+        """Return this profile with `layers` added; they replace old ones of the same key."""
         return replace(self, layers={**self.layers, **layers})
 
     def merged(self, newer: Profile) -> Self:
-        """This profile and all that `newer` has, of the same machine; what both have is `newer`'s."""
+        """Return this profile with everything of `newer` (of the same machine), which wins where both have an entry."""
         return replace(
             self,
             date=max(self.date, newer.date),
@@ -195,25 +195,25 @@ class Profile:
         return self.curves[f"collective/{kind}/{axis.size}/{axis.stride}"]
 
     def interference(self, kind: str, axis: Axis) -> float | None:
-        """By how many seconds compute gets slower for each second of such a collective, in [0, 1].
+        """The seconds by which compute gets slower for each second of such a collective, in [0, 1].
 
-        Of the largest message on the measured axis most like `axis`: seconds are lost to large messages.  None: no
-        collective of `kind` was measured together with compute.
+        It is that of the largest message on the measured axis most similar to `axis`, because large messages cost the
+        most time.  None: no collective of `kind` was measured together with compute.
         """
-        result = _axes(self.readings, f"interference/{kind}/")
-        if not result:
+        axes = _axes(self.readings, f"interference/{kind}/")
+        if not axes:
             return None
-        nearest = min(result, key=lambda a: (abs(a.size - axis.size), abs(a.stride - axis.stride), a))
+        nearest = min(axes, key=lambda a: (abs(a.size - axis.size), abs(a.stride - axis.stride), a))
         return max(self.readings[f"interference/{kind}/{nearest.size}/{nearest.stride}"].points).value
 
     @property
     def spread(self) -> float:
-        """The median of all points' spreads: how far to trust the numbers."""
+        """The median of all points' spreads: a measure of the numbers' precision."""
         spreads = sorted(point.spread for curve in self.curves.values() for point in curve.points)
         return spreads[len(spreads) // 2] if spreads else 0.0
 
     def to_json(self) -> str:
-        """The profile as readable JSON, one curve, reading or layer a line."""
+        """The profile as readable JSON, with one curve, reading or layer per line."""
         head = {
             "autopar_profile": _VERSION,
             "device": self.device,
@@ -257,12 +257,12 @@ class Profile:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, at once or not at all: no reader ever sees half of it."""
+        """Write the profile as JSON, atomically: no reader ever sees half of it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         part.unlink(missing_ok=True)
-        with part.open("x", encoding="utf-8") as file:  # which doesn't follow a link that somebody put there
+        with part.open("x", encoding="utf-8") as file:  # "x" doesn't follow a link that somebody put there
             file.write(self.to_json())
         part.replace(path)
 
@@ -272,14 +272,14 @@ class Profile:
 
         Raises:
             MissingPriceError: the file is not a profile.
-            OSError: there is no file that can be read.
+            OSError: the file can't be read.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def _axes(keys: Iterable[str], prefix: str) -> tuple[Axis, ...]:
-    result = (key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix))
-    return tuple(sorted(Axis(int(size), int(stride)) for size, stride in result))
+    pairs = (key.removeprefix(prefix).split("/") for key in keys if key.startswith(prefix))
+    return tuple(sorted(Axis(int(size), int(stride)) for size, stride in pairs))
 
 
 def _series(series: Curve | Readings, points: list[list[float]]) -> dict[str, Any]:
@@ -291,12 +291,13 @@ _SECTIONS: dict[str, tuple[type[Any], Callable[..., Any] | None]] = {
     "readings": (Readings, Reading),
     "layers": (LayerTime, None),
 }
-"""The dataclass of each entry, and of its points."""
+"""Section -> the dataclass of its entries, and that of their points."""
 
 _LEAST, _MOST = 1e-12, 1e21
-"""Seconds, bytes and flops of a curve are between these; interpolation multiplies three of them, and stays finite."""
+"""Bounds of the seconds, bytes and flops of a curve, so that interpolation, which multiplies three of them, is finite.
+"""
 
-# The keys that are taken apart, by their first part; others are only looked up.
+# First part of a key -> the pattern of the rest, for keys that are parsed; others are only looked up.
 _COUNT = "[1-9][0-9]{0,17}"
 _KEYS = {
     "matmul": f"[^/]*/({_COUNT}x{_COUNT}/)?[^/]+",
@@ -316,15 +317,15 @@ def _read_entry(where: str, section: str, key: str, row: dict[str, Any]) -> Curv
     check_fields(kind, row, where, is_whole=False)
     family, _, rest = key.partition("/")
     if point is not None and family in _KEYS and not re.fullmatch(_KEYS[family], rest):
-        raise ValueError(f"{where}: it is no key of the form {family}/{_KEYS[family]}")
+        raise ValueError(f"{where}: it is not a key of the form {family}/{_KEYS[family]}")
     points: list[list[float]] = row.get("points", [])
-    numbers = [each for each in row.values() if isinstance(each, int | float)] + [n for p in points for n in p]
+    numbers = [value for value in row.values() if isinstance(value, int | float)] + [n for p in points for n in p]
     if not all(0 <= number <= _MOST for number in numbers):
         raise ValueError(f"{where}: its numbers must be between 0 and {_MOST:g}, but one of them is not: {row!r:.200}")
     if point is None:
         return kind(**row)
     least = 0.0 if kind is Readings else _LEAST
     if not points or not all(number >= least for p in points for number in p[:2]):
-        raise ValueError(f"{where}: it needs points, of at least {least:g}, but has {points!r:.200}")
+        raise ValueError(f"{where}: it needs points of at least {least:g}, but has {points!r:.200}")
     row = row | {"points": tuple(point(*map(float, p)) for p in points)}
     return kind(**row)

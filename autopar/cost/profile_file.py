@@ -1,4 +1,4 @@
-"""The file of a profile, which several processes may read and add to at the same time."""
+"""Files of profiles, which several processes may read and add to at the same time."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from autopar.suggestions import suggest_path
 
 __all__ = ["keep", "load_profile", "read", "update"]
 
-_LOCK_S = 60.0  # others hold the lock for one read and one write: who waits longer waits for a process that hangs
+_LOCK_S = 60.0  # processes hold the lock for one read and one write: after a minute the holder probably hangs
 
 
-def load_profile(given: Profile | str | Path) -> Profile:
-    """The profile in the file that ``python -m autopar.profile`` wrote, or the one that is given.
+def load_profile(profile: Profile | str | Path) -> Profile:
+    """Return `profile`, or the one in the file of that path, which ``python -m autopar.profile`` wrote.
 
     Raises:
-        ProfileError: there is no such file.
-        MissingPriceError: there is no profile in it.
+        ProfileError: the file can't be read.
+        MissingPriceError: it holds no profile.
     """
-    if isinstance(given, Profile):
-        return given
+    if isinstance(profile, Profile):
+        return profile
     try:
-        return Profile.load(given)
+        return Profile.load(profile)
     except (OSError, ValueError, TypeError) as error:
         raise ProfileError(
-            f"profile={str(given)!r} can't be read: {error}. Measure one on the device: "
-            f"python -m autopar.profile --output {given}{suggest_path(given)}"
+            f"profile={str(profile)!r} can't be read: {error}. Measure one on the device: "
+            f"python -m autopar.profile --output {profile}{suggest_path(profile)}"
         ) from error
 
 
 def read(path: str | Path) -> Profile | None:
-    """The profile in the file `path`; None if there is no such file, or it is none.
+    """Return the profile in the file `path`; None if there is no such file, or it holds no profile.
 
-    A file that is no profile (of this version) is renamed, with a warning that says to what, so that a new one can take
-    its place.
+    A file that holds no profile (of this version) is renamed, with a warning that names the new path, so that a new
+    profile can replace it.
     """
     path = Path(path)
     try:
@@ -55,19 +55,19 @@ def read(path: str | Path) -> Profile | None:
 
 
 def update(path: str | Path, change: Callable[[Profile | None], Profile]) -> Profile:
-    """Replace the profile in the file `path` by ``change(profile)``, and return that.
+    """Replace the profile in the file `path` by ``change(profile)``, and return it.
 
-    Nothing that others add between reading and writing is lost: they wait for this, for up to a minute.
+    A lock keeps other processes from changing the file between reading and writing, so that no update is lost.
 
     Args:
-        path: the file; its folder is made if need be.
-        change: gets what is in the file (None: no file, or a damaged one), gives what is to be in it.
+        path: the file; its folder is created if necessary.
+        change: gets the profile in the file (None: no file, or a damaged one), and returns the new one.
 
     Raises:
-        filelock.Timeout: somebody has been changing the file for a minute.
+        filelock.Timeout: another process has held the lock for a minute.
 
     Example:
-        >>> update(path, lambda found: (found or empty).with_layers({key: layer}))    # doctest: +SKIP
+        >>> update(path, lambda profile: (profile or empty).with_layers({key: layer}))    # doctest: +SKIP
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,15 +78,15 @@ def update(path: str | Path, change: Callable[[Profile | None], Profile]) -> Pro
 
 
 def keep(path: str | Path, change: Callable[[Profile | None], Profile]) -> bool:
-    """As `update`, for what nobody waits for: where the file can't be written, a warning.
+    """As `update`, but warn if the file can't be written.
 
     Returns:
         Whether it was written.
     """
     try:
         update(path, change)
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        _warn_once(f"what is measured is not kept, {path} can't be written: {type(error).__name__}: {error}")
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+        _warn_once(f"measurements are not kept, {path} can't be written: {type(error).__name__}: {error}")
         return False
     return True
 

@@ -1,5 +1,6 @@
-"""The roofline, and which part of it a kernel reaches by its shape: what `ClusterPrices` asks, and what `closed_forms`
-shows, one formula for numbers and symbols.
+"""The roofline of a device, and the part of its peak that a kernel reaches depending on its shape.
+
+`ClusterPrices` prices ops with it, and `closed_forms` prints the same formula with symbols.
 
 ``seconds = kernels * launch + max(flops / rate, reads / bandwidth) + writes / bandwidth``: the result is written after
 the last product of each tile, which is why products with a short inner dimension stay below the peak.
@@ -20,18 +21,20 @@ __all__ = ["Roofline", "attention_efficiency", "flops_rate", "product_efficiency
 
 
 _ALIGNED = {64: 1.0, 8: 0.75, 1: 0.5}
-"""Part of the rate of a product by `Work.alignment`: rows of 128 bytes fill a line of the cache, rows of 16 bytes can
-be loaded by one instruction.  Published: a hidden size of 14400 on 8 devices (rows of 1800 elements) runs 27 % slower
-than 13824 (rows of 1728; BigScience's chronicles of its 176B model).  Estimate: below 8 elements."""
+"""`Work.alignment` -> the fraction of the rate of products that it allows: rows of 128 bytes fill a line of the cache,
+rows of 16 bytes can be loaded by one instruction.  Published: a hidden size of 14400 on 8 devices (rows of 1800
+elements) runs 27 % slower than 13824 (rows of 1728; BigScience's chronicles of its 176B model).  Estimate: below 8
+elements."""
 
 _ATTENTION_POWER = 0.85
-"""What attention draws of the power of products: only a device that slows products down further slows it, too."""
+"""The power of attention relative to that of products: attention slows down only on devices that sustain less than this
+fraction of the rate of products."""
 
 
 def product_efficiency(device: Device, work: Work) -> float:
-    """The part of the peak that the inner loop of a matrix product reaches under load that lasts.
+    """The fraction of the peak that the inner loop of a matrix product reaches under sustained load.
 
-    Only matrix units, which are what makes 16 bits much faster than 32, need aligned rows.
+    Alignment of rows matters only on devices with matrix units, which make 16 bits much faster than 32.
     """
     rates = device.flops_per_s
     has_units = rates[work.dtype] > 2 * rates.get("float32", rates[work.dtype])
@@ -39,9 +42,9 @@ def product_efficiency(device: Device, work: Work) -> float:
 
 
 def attention_efficiency(device: Device, work: Work) -> float:
-    """The part of the peak that fused attention reaches at this length and head size.
+    """The fraction of the peak that fused attention reaches at this length and head size.
 
-    Kernels of the device's own generation (`Work.is_new_kernel`) have their own best rate where it is known.
+    Kernels written for the device's generation (`Work.is_new_kernel`) have a best rate of their own where it is known.
     """
     is_new = work.is_new_kernel and device.new_attention_efficiency > 0
     best = device.new_attention_efficiency if is_new else device.attention_efficiency
@@ -49,19 +52,19 @@ def attention_efficiency(device: Device, work: Work) -> float:
 
 
 def _fraction(work: Work) -> float:
-    """Which part of its best rate fused attention reaches.
+    """The fraction of its best rate that fused attention reaches.
 
     ``length / (length + 540)`` for causal, ``length / (length + 200)`` for full attention, times 0.87 for heads
     smaller than 128 and further in proportion below 64: fitted within 6 % to the published sweeps over lengths 512 to
     16384 on two generations of devices (FlashAttention-2, figures 4 and 7: HW-0324 to HW-0395).
     """
-    lost = 540 if work.is_causal else 200
+    half_length = 540 if work.is_causal else 200
     head = 1.0 if work.head_dim >= 128 else 0.87 * min(1.0, work.head_dim / 64)
-    return max(head, 0.05) * work.length / (work.length + lost)
+    return max(head, 0.05) * work.length / (work.length + half_length)
 
 
 def flops_rate(device: Device, work: Work) -> float:
-    """Flops per second at which `device` does this work.
+    """The rate of `device` for this work, in FLOP/s.
 
     Raises:
         MissingPriceError: the device has no rate for its dtype.
@@ -79,8 +82,13 @@ def flops_rate(device: Device, work: Work) -> float:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The roofline of a device.  `launch_s` is in seconds, `bytes_per_s` what memory sustains; `larger` is max, or
-    what stands for it where the quantities are no numbers.
+    """The roofline of a device.
+
+    Args:
+        device: the device.
+        launch_s: the overhead of a kernel.
+        bytes_per_s: the rate of memory that kernels reach.
+        larger: the maximum of two quantities: ``max``, or a function for quantities that aren't numbers.
     """
 
     device: Device
@@ -90,11 +98,11 @@ class Roofline:
 
     @classmethod
     def of(cls, device: Device) -> Roofline:
-        """The one of a device's own numbers."""
+        """The roofline with a device's numbers."""
         return cls(device, device.launch_s, device.memory_bytes_per_s * device.memory_efficiency)
 
     def seconds(self, work: Work) -> tuple[float, float]:
-        """Seconds forward and backward.
+        """The seconds of forward and of backward.
 
         Raises:
             MissingPriceError: the device has no rate for the work's dtype.
@@ -108,5 +116,5 @@ class Roofline:
         )
 
     def _kernels_s(self, compute_s: float, read_bytes: float, write_bytes: float, num_kernels: int) -> float:
-        moving_s = read_bytes / self.bytes_per_s
-        return num_kernels * self.launch_s + self.larger(compute_s, moving_s) + write_bytes / self.bytes_per_s
+        read_s = read_bytes / self.bytes_per_s
+        return num_kernels * self.launch_s + self.larger(compute_s, read_s) + write_bytes / self.bytes_per_s

@@ -11,7 +11,7 @@ from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
 from autopar.pages.shapes import size
 from autopar.plan import Plan
-from autopar.prediction import SPENT
+from autopar.plan.prediction import SPENT
 from autopar.step.plan_collectives import plan_collectives
 
 __all__ = ["Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]

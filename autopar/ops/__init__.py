@@ -1,8 +1,8 @@
-"""What autopar knows of ops, in one record for each family (`family.OpFamily`): how they split over one mesh axis,
-what they compute and move, what they keep, their memory format, which special kernels run them.
+"""Everything that autopar knows about ops, in one record per family (`family.OpFamily`).
 
-The records are the `FAMILIES` of the files of this folder, which are found by themselves: `pointwise`, `products`,
-`attention` ...; the language of factor rules is explained in `declaration`.
+A record says how the ops split over one mesh axis, their FLOPs and bytes, what autograd saves, their memory format and
+their special kernels.  The records are the `FAMILIES` of the files in this folder, which are discovered automatically:
+`pointwise`, `products`, `attention` ...  `declaration` explains the language of factor rules.
 """
 
 from autopar.ops.family import OpCall, OpFamily, packet_name

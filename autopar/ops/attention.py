@@ -1,4 +1,4 @@
-"""Attention: each query row is computed on its own."""
+"""Attention: each row of the query is independent of the others."""
 
 from __future__ import annotations
 
@@ -15,65 +15,67 @@ from autopar.program import KernelCollective, Op, itemsize_bytes
 __all__ = ["DOCUMENTS", "FAMILIES", "WINDOWS", "document_length", "with_document_length"]
 
 DOCUMENTS = "autopar.document_attention"
-"""``(query, key, value, ids, scale, is_causal, is_sorted, length, window)``: tokens see those of their row that have
-the same of `ids` (``[tokens]`` or ``[batch or 1, tokens]``); with `is_causal` none behind them; `is_sorted`: ids never
-fall along a row; `length`, which is for prices and may be left out: tokens of a token's document in the mean, by
-default the row; `window`: they see those that are less than so many places away, by default all.
+"""``(query, key, value, ids, scale, is_causal, is_sorted, length, window)``: attention within documents.
+
+Tokens see the tokens of their row that have the same id in `ids` (``[tokens]`` or ``[batch or 1, tokens]``), with
+`is_causal` none after themselves.  `is_sorted`: ids never decrease along a row.  `length`: the mean number of tokens of
+a token's document, for prices only; by default the row.  `window`: tokens see those less than `window` positions away;
+by default all.
 """
 
-_MOST_CUDNN_HEAD = 128
+_MAX_CUDNN_HEAD = 128
 """Head size up to which cuDNN has a backward in all its versions; for larger heads flash attention is assumed."""
 
 WINDOWS = "autopar.window_attention"
-"""``(query, key, value, scale, window, is_causal)``: tokens see those of their row that are less than `window` places
-away; with `is_causal` none behind them.
+"""``(query, key, value, scale, window, is_causal)``: tokens see those of their row that are less than `window`
+positions away, with `is_causal` none after themselves.
 """
 
 
-_LENGTH = 7  # the place of `length` among the arguments of `DOCUMENTS`
+_LENGTH = 7  # the position of `length` in the arguments of `DOCUMENTS`
 
 
 def document_length(op: Op, row: int) -> int:
-    """Tokens of a token's document that prices assume of a `DOCUMENTS` op, in rows of so many tokens."""
+    """The length of a token's document that prices assume for a `DOCUMENTS` op; by default that of the row."""
     return cast("int", argument(op, _LENGTH, "length", row))
 
 
 def with_document_length(op: Op, length: int) -> Op:
-    """A `DOCUMENTS` op that prices take to have such documents."""
+    """A `DOCUMENTS` op for which prices assume documents of this length."""
     return replace(op, args=(*op.args[:_LENGTH], length, *op.args[_LENGTH + 1 :]))
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
     """scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal).
 
-    ``*`` holds the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number bounds the
-    slices. A causal mask counts rows from the first, so slices of the query rows need a kernel that knows where they
-    are; there is none that drops out, or takes fewer rows than columns.  Factor ``q`` cuts rows of the query and leaves
-    keys and values whole; ``r`` cuts all three, and keys and values travel.
+    ``*`` stands for the batch and the heads; with `enable_gqa` k and v have fewer heads, and their number limits the
+    slices.  A causal mask depends on the position of rows, so slices of the query's rows need a kernel that knows their
+    positions; there is none with dropout, or for fewer rows than columns.  Factor ``q`` splits rows of the query and
+    leaves keys and values whole; ``r`` splits all three, and keys and values travel.
     """
     sizes = {kind.shape[-2] for kind in operand_types[:2]}
     can_split = all(len(kind.shape) == 4 for kind in operand_types[:3]) and len(sizes) == 1 and not _drops(4)(op)
-    query, remark = "q", ""
+    rows, remark = "q", ""
     if argument(op, 5, "is_causal", False):
-        query, remark = ("q", " | by q context_attention") if can_split else ("_", "")
-    gathered = f"* {query} _, * _ _, * _ _, attn_mask: * {query} _ -> * {query} _{remark}"
+        rows, remark = ("q", " | by q context_attention") if can_split else ("_", "")
+    gathered = f"* {rows} _, * _ _, * _ _, attn_mask: * {rows} _ -> * {rows} _{remark}"
     ring = "* r _, * r _, * r _ -> * r _ | by r ring_attention"
     return (gathered, ring) if can_split and len(operand_types) == 3 else (gathered,)
 
 
 def _documents(op: Op, operand_types: Types, result_types: Types) -> str:
-    """Whose documents a row has does not matter to slices of the batch and of heads; slices of rows need a kernel."""
+    """Batch and heads split without regard to documents; splitting rows needs a kernel."""
     ids = "_" if len(operand_types[3].shape) == 1 else "b _"
     return f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
 
 
 def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
-    """Slices of rows see columns near to them: with ``q`` all are at hand, with ``r`` those of a device and of the
-    one before it.
+    """Slices of rows see columns near to them: with ``q`` every device has all columns, with ``r`` its slice and rows
+    of the previous device.
     """
     gathered = "b h q _, b h _ _, b h _ _ -> b h q _ | by q context_windows"
-    near = "b h r _, b h r _, b h r _ -> b h r _ | by r neighbour_windows"
-    return (gathered, near) if op.args[5] else (gathered,)
+    sliced = "b h r _, b h r _, b h r _ -> b h r _ | by r neighbour_windows"
+    return (gathered, sliced) if op.args[5] else (gathered,)
 
 
 def _window(op: Op) -> int:
@@ -81,9 +83,9 @@ def _window(op: Op) -> int:
 
 
 def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """Half of the rows go to the mirrored device, and half of the result comes back; so do their gradients.
+    """Half of the rows are sent to the mirrored device, and half of the result comes back; so do their gradients.
 
-    Backward sends the query again and the result with its gradient, which takes less memory than to keep them.
+    Backward sends the query again, and the result with its gradient; keeping them would need more memory.
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
     return (
@@ -95,35 +97,39 @@ def _exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     )
 
 
-def _ring_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """Keys and values, and their gradients, round the ring; of causal attention halves to and from the mirrored device.
+def _ring_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """Keys and values and their gradients travel round the ring; causal attention also exchanges halves with the
+    mirrored device.
 
-    Gradients travel in float32 at least, as all devices add to them, and take a step more than there are others.
+    Gradients travel in float32 at least, as all devices add to them, and take one step more than there are other
+    devices.
     """
     query, result, dtype = 0, len(operands), operands[0].dtype
     both = 1.0 + operands[2].num_elements / operands[1].num_elements
     wide = "float64" if dtype == "float64" else "float32"
-    moves = [
+    sends = [
         KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True),
         KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True),
         KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True),
         KernelCollective("send", "backward", 1, dtype=wide, count=both),
     ]
     if argument(op, 5, "is_causal", False):
-        halves = [("forward", each, 0.5) for each in (query, 1, 2, result)]
-        halves += [("backward", each, count) for each, count in ((result, 1.0), (query, 0.5), (1, 0.5), (2, 0.5))]
-        moves += [KernelCollective("send", phase, each, dtype=dtype, count=count) for phase, each, count in halves]
-    return tuple(moves)
+        halves = [("forward", operand, 0.5) for operand in (query, 1, 2, result)]
+        halves += [("backward", operand, count) for operand, count in ((result, 1.0), (query, 0.5), (1, 0.5), (2, 0.5))]
+        sends += [KernelCollective("send", phase, at, dtype=dtype, count=count) for phase, at, count in halves]
+    return tuple(sends)
 
 
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Exchanged halves, and results of blocks, joined in float32 at least; of a ring also slices under way."""
+    """Exchanged halves, and results of blocks, which are joined in float32 at least; in a ring also slices that are
+    sent and received.
+    """
     if not has_kernel:
         return Buffers()
     query, result = operands[0].num_bytes, results[0].num_bytes
     widening = max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
     wide = result * widening
-    if operands[0].shape[-2] == operands[1].shape[-2]:  # a ring: the rows of keys are cut as those of queries are
+    if operands[0].shape[-2] == operands[1].shape[-2]:  # a ring: keys are split as queries are
         slices = sum_bytes(operands[1:3])
         return Buffers(
             forward=query + 3.0 * slices + result + 2.0 * wide,
@@ -136,36 +142,36 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
 
 
 def _document_exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """As `_exchanges`, but what was exchanged is kept, so that backward sends gradients only."""
+    """As `_exchanges`, but received tensors are kept, so that backward sends only gradients."""
     query, result, dtype = 0, len(operands), operands[0].dtype
     sent = (("forward", query), ("forward", result), ("backward", result), ("backward", query))
     return tuple(KernelCollective("send", phase, operand, dtype=dtype, count=0.5) for phase, operand in sent)
 
 
 def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Copies by document of what is read, backward of the gradients as well."""
+    """Copies by document of operands and results; backward of the gradients as well."""
     read, result = sum_bytes(operands[:3]), results[0].num_bytes
     return Buffers(forward=read + result, backward=2.0 * (read + result))
 
 
-def _window_moves(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """Rows of keys and values to the next device, and their gradients back."""
+def _window_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """Rows of keys and values are sent to the next device, and their gradients back."""
     both = 1.0 + operands[2].num_elements / operands[1].num_elements
     count = (_window(op) - 1) * both
-    moves = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
-    return tuple(moves) if count else ()
+    sends = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
+    return tuple(sends) if count else ()
 
 
 def _window_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Copies by tile of what is read: columns are in two tiles; backward of the gradients as well.
+    """Copies by tile of operands and results, with each column in two tiles; backward of the gradients as well.
 
-    Slices of columns are kept together with the rows that come from the device before.
+    Slices of columns are kept together with the rows from the previous device.
     """
     query, result, columns = operands[0].num_bytes, results[0].num_bytes, sum_bytes(operands[1:3])
     rows, kept = operands[1].shape[2], 0.0
     if has_kernel and rows == operands[0].shape[2]:
-        more = columns * (_window(op) - 1) / rows
-        columns, kept = columns + more, query + more
+        received = columns * (_window(op) - 1) / rows
+        columns, kept = columns + received, query + received
     return Buffers(forward=query + 2.0 * columns + result, backward=2.0 * (query + 2.0 * columns + result), kept=kept)
 
 
@@ -186,11 +192,11 @@ def _drops(position: int) -> Callable[[Op], bool]:
 
 
 def _runs_new_kernel(operands: Types) -> bool:
-    """Whether torch's dispatcher picks cuDNN before flash attention where the device has a kernel of its own.
+    """Whether torch's dispatcher prefers cuDNN to flash attention on devices for which cuDNN has a kernel.
 
     On data center Hopper and Blackwell since torch 2.11, in 16 bits (`check_prefer_cudnn_attention` in
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; pytorch/pytorch#162073).  Queries with fewer rows than there
-    are keys are taken for a slice whose special kernel (`lower/kernels/attention_blocks.py`) calls flash attention.
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; pytorch/pytorch#162073).  Queries with fewer rows than keys
+    are assumed to be a slice, whose special kernel (`lower/kernels/attention_blocks.py`) calls flash attention.
     """
     query, key, value = operands[:3]
     head = query.shape[-1]
@@ -198,7 +204,7 @@ def _runs_new_kernel(operands: Types) -> bool:
         query.dtype in ("bfloat16", "float16")
         and query.shape[-2] == key.shape[-2]
         and head == value.shape[-1]
-        and head <= _MOST_CUDNN_HEAD
+        and head <= _MAX_CUDNN_HEAD
         and head % 8 == 0
     )
 
@@ -206,18 +212,20 @@ def _runs_new_kernel(operands: Types) -> bool:
 def _work(
     sequence: int, runs_new_kernel: Callable[[Types], bool] = lambda operands: False
 ) -> Callable[[Op, Types, Types], Work]:
-    """`sequence`: which dim of the operands queries and keys are; `runs_new_kernel` says by their types which runs."""
+    """Return a `count_work` for operands with the sequence in dim `sequence`.
+
+    `runs_new_kernel` says for the operands' types whether a kernel for the newest devices runs.
+    """
 
     def count(op: Op, operands: Types, results: Types) -> Work:
-        """Two products of [queries, keys] by the head size; causal skips half; backward does five for two."""
+        """Two products of [queries, keys] by the head size, half of that if causal; backward has five such products."""
         query, key, value = operands[:3]
         heads_and_batch = query.num_elements / (query.shape[sequence] * query.shape[-1])
         length = key.shape[sequence]
-        if op.target == DOCUMENTS:  # tokens meet those of their own document only
+        if op.target == DOCUMENTS:  # tokens see only their own document
             length = document_length(op, length)
-        if (
-            op.target in (DOCUMENTS, WINDOWS) and 0 < _window(op) < length
-        ):  # as if causal rows had so many columns, half of them seen
+        if op.target in (DOCUMENTS, WINDOWS) and 0 < _window(op) < length:
+            # The length of causal rows that see as many columns: half of it in the mean.
             length = round(2 * _window(op) - _window(op) ** 2 / length)
         is_causal = argument(op, 5, "is_causal") is True or argument(op, 5, "causal") is True
         flops = 2.0 * heads_and_batch * query.shape[sequence] * length * (query.shape[-1] + value.shape[-1])
@@ -245,7 +253,7 @@ def _work(
 
 
 def _saves(op: Op, operands: Types, results: Types) -> Saves:
-    """Query, key, value, mask, result, and one float32 per query position and head."""
+    """Query, key, value, mask and result are saved, and one float32 for each row of the query and head."""
     statistics = math.prod(operands[0].shape[:-1]) * itemsize_bytes("float32")
     return (*range(len(operands)), len(operands)), statistics
 
@@ -257,7 +265,7 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_attention": Kernel(_exchanges, unit=2),
-            "ring_attention": Kernel(_ring_moves, unit=2, travelling=(1, 2)),
+            "ring_attention": Kernel(_ring_sends, unit=2, travelling=(1, 2)),
         },
         buffers=_buffers,
         count_work=_work(-2, _runs_new_kernel),
@@ -284,7 +292,7 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_windows": Kernel(),
-            "neighbour_windows": Kernel(_window_moves, least=lambda op: _window(op) - 1, travelling=(1, 2)),
+            "neighbour_windows": Kernel(_window_sends, least=lambda op: _window(op) - 1, travelling=(1, 2)),
         },
         buffers=_window_buffers,
         count_work=_work(-2),

@@ -1,4 +1,4 @@
-"""Ops that make tensors from sizes.  Constant content can be made slice by slice."""
+"""Ops that create tensors from sizes.  Constant content can be created slice by slice."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["FAMILIES"]
 
 
 def _new(op: Op, operand_types: Types, result_types: Types) -> str:
-    """new_zeros(x, sizes) ...: x gives only its dtype and device; with equal shapes it is split along."""
-    is_alike = operand_types[0].shape == result_types[0].shape
+    """new_zeros(x, sizes) ...: only the dtype and device of x matter; if the shapes are equal, x is split as well."""
+    has_same_shape = operand_types[0].shape == result_types[0].shape
     dims = " ".join(f"d{dim}" for dim in range(len(result_types[0].shape))) or "()"
-    return f"{dims if is_alike else '...'}, # -> {dims}"
+    return f"{dims if has_same_shape else '...'}, # -> {dims}"
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
-    """Writes, and has no backward."""
+    """The result is written, and there is no backward."""
     return Work("bytes", dtype_of(operands, results), write_bytes=sum_bytes(results), num_backward_kernels=0)
 
 

@@ -1,47 +1,46 @@
-"""The language of factor rules: one line says how an op loops over its tensors.
+"""The language of factor rules: one line describes the loops of an op over its tensors.
 
 ``"* h, f h, +f -> * f | sum h, plus 0"`` is the rule of ``linear(input, weight, bias)``.  Read it as
 einsum, with the arguments in the order of the op's schema, then ``->`` and the results, then ``|`` and
 remarks.
 
-One argument or result is a list of dims, outermost first, separated by spaces:
+An argument or result is a list of dims, outermost first, separated by spaces:
 
 ==========  ==========================================================================================
-``h``       a **factor**: one loop.  The same name is the same loop wherever it stands, so a device that
-            has a slice of it in one tensor has the matching slice in the others.
-``h/2``     the same in 2 parts, one behind the other: a device has its slice of each of them
+``h``       a **factor**: one loop.  Equal names are the same loop in all tensors, so a device that has a
+            slice of it in one tensor has the matching slice in the others.
+``h/2``     the same in 2 consecutive parts: a device has its slice of each of them
 ``*``       any number of dims, each a factor of its own (called ``d0``, ``d1`` ... from the left).
-            All ``*`` of a line are aligned at their last dim and broadcast, as torch does it.
-``_``       a dim that is kept whole
-``...``     any number of dims that are kept whole
+            All ``*`` of a line are aligned at their last dim and broadcast, as in torch.
+``_``       a dim that stays whole
+``...``     any number of dims that stay whole
 ``()``      no dims: a scalar
 ==========  ==========================================================================================
 
 An argument can also be
 
 ==========  ==========================================================================================
-``#``       no tensor: a number, a shape, None ...
-``@``       names dims of the first tensor, as an int or a sequence: they are kept whole.  Missing: all of
-            them; ``@-1`` stands for -1 then.
+``#``       not a tensor: a number, a shape, None ...
+``@``       an int or a sequence that names dims of the first tensor; these stay whole.  If it is missing it
+            means all dims, or -1 for ``@-1``.
 ``[x, y]``  a list of tensors; a single ``[x]`` describes every tensor of the list
 ``+x``      a tensor that is added to the result once (a bias).  It may lack leading dims.
 ``mask: x`` the argument may also be given by the keyword ``mask``
 ==========  ==========================================================================================
 
-A tensor argument may always be missing (None) or be a plain number instead; arguments after the last one
-that is listed must hold no tensor.  A result can also be ``*-@``, the dims of ``*`` without (or with size
-1 at) those that ``@`` names, or begin with ``=``: it comes out the same on every device, whichever slice that
-device works on.
+A tensor argument may always be missing (None) or be a plain number instead; arguments after the last listed one
+must hold no tensor.  A result can also be ``*-@``: the dims of ``*`` without those that ``@`` names (or with size
+1 there).  A result that begins with ``=`` is equal on all devices, whichever slice a device works on.
 
 Remarks, separated by commas:
 
 ==================  ==================================================================================
 ``sum h f``         these factors are summed: slices give terms of a sum.  ``sum *`` and ``sum @`` likewise.
-``by v kernel``     splitting factor ``v`` needs that special kernel; results without ``v`` come out whole
+``by v kernel``     splitting factor ``v`` needs that special kernel; results without ``v`` are whole
 ``plus 0 1``        linear in arguments 0 and 1 together (the others fixed): may run on terms of a sum
 ==================  ==================================================================================
 
-A dim of size 1 where others of the same factor are larger is broadcast: every device holds it whole.
+A dim of size 1, where other dims with the same factor are larger, is broadcast: every device holds it whole.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ __all__ = [
 
 _STAR_FACTOR = re.compile(r"d\d+")
 _FACTOR = re.compile(r"[A-Za-z]\w*")
-_PARTED = re.compile(r"([A-Za-z]\w*)/([1-9]\d*)")
+_WITH_PARTS = re.compile(r"([A-Za-z]\w*)/([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class TensorPattern:
     """The dims of one tensor: factor names, ``"_"``, ``"*"``, ``"..."`` or ``"*-@"``.
 
-    `is_offset`: written ``+``, added once.  `is_same`: written ``=``, equal on all devices.  `parts` has the factors
-    that are in several parts here, with how many.
+    `is_offset`: written ``+``, added once.  `is_same`: written ``=``, equal on all devices.  `parts` lists the factors
+    that have several parts in this tensor, with their numbers.
     """
 
     dims: tuple[str, ...]
@@ -88,7 +87,7 @@ class LiteralPattern:
 
 @dataclass(frozen=True)
 class DimsPattern:
-    """``@``: an argument that names dims; `default` are those meant when it is missing, None for all."""
+    """``@``: an argument that names dims; if it is missing it means the dim `default`, or all dims if that is None."""
 
     default: int | None = None
 
@@ -113,7 +112,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parsed line; `summed` may hold ``"*"`` and ``"@"``, `kernels` maps a factor to its kernel."""
+    """A parsed line; `summed` may contain ``"*"`` and ``"@"``, `kernels` are pairs of a factor and its kernel."""
 
     text: str
     arguments: tuple[Argument, ...]
@@ -128,8 +127,7 @@ def parse(text: str) -> Declaration:
     """Parse one declaration.
 
     Raises:
-        RuleError: the line is malformed, a factor is used but vanishes without a ``sum``, or a summed one
-            stays.
+        RuleError: the line is malformed, no result has a factor that isn't summed, or a result has a summed factor.
     """
     head, bar, tail = text.partition("|")
     left, arrow, right = head.partition("->")
@@ -158,7 +156,7 @@ def parse(text: str) -> Declaration:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas outside of brackets; ``""`` gives no parts."""
+    """Split at the commas outside of brackets; an empty text has no parts."""
     parts = re.split(r",(?![^\[]*\])", text)
     return [part.strip() for part in parts] if text.strip() else []
 
@@ -183,16 +181,16 @@ def _parse_tensor(text: str, line: str) -> TensorPattern:
     is_offset, is_same = text.startswith("+"), text.startswith("=")
     words = text[1:].split() if is_offset or is_same else text.split()
     dims = () if words == ["()"] else tuple(words)
-    parted = [match for match in map(_PARTED.fullmatch, dims) if match]
-    dims = tuple(dim.partition("/")[0] if _PARTED.fullmatch(dim) else dim for dim in dims)
-    bad = [dim for dim in dims if dim not in {"_", "*", "...", "*-@"} and not _FACTOR.fullmatch(dim)]
-    if bad or not words:
+    with_parts = [match for match in map(_WITH_PARTS.fullmatch, dims) if match]
+    dims = tuple(dim.partition("/")[0] if _WITH_PARTS.fullmatch(dim) else dim for dim in dims)
+    invalid = [dim for dim in dims if dim not in {"_", "*", "...", "*-@"} and not _FACTOR.fullmatch(dim)]
+    if invalid or not words:
         raise RuleError(f"rule {line!r}: {text!r} is not a list of dims: write factor names, '_', '*', '...' or '()'")
     if sum(dim in {"*", "...", "*-@"} for dim in dims) > 1:
         raise RuleError(
             f"rule {line!r}: {text!r} has more than one of '*' and '...', so it is ambiguous which dims they stand for"
         )
-    return TensorPattern(dims, is_offset, is_same, tuple((match[1], int(match[2])) for match in parted))
+    return TensorPattern(dims, is_offset, is_same, tuple((match[1], int(match[2])) for match in with_parts))
 
 
 def _check(declaration: Declaration) -> None:
@@ -206,14 +204,14 @@ def _check(declaration: Declaration) -> None:
             f"rule {line!r}: {sorted(lost)} vanish: add '| sum {' '.join(sorted(lost))}' if slices give "
             "terms of a sum, or write '_' if the dim can't be split"
         )
-    if stay := declaration.summed & kept & named:
-        raise RuleError(f"rule {line!r}: {sorted(stay)} are summed, but a result has them")
+    if summed_and_kept := declaration.summed & kept & named:
+        raise RuleError(f"rule {line!r}: {sorted(summed_and_kept)} are summed, but a result has them")
     if unknown := (declaration.summed | kernel_factors) - operand_dims - {"@", "*"}:
         raise RuleError(f"rule {line!r}: the remarks name {sorted(unknown)}, which no argument has")
     if "*" in operand_dims and not ({"*", "*-@"} & kept or "*" in declaration.summed):
         raise RuleError(f"rule {line!r}: the dims '*' vanish: add '| sum *', or write '...' if they can't be split")
     if clash := {dim for dim in named if _STAR_FACTOR.fullmatch(dim)} and "*" in operand_dims | kept:
-        raise RuleError(f"rule {line!r}: names such as 'd0' are those of the dims of '*'; choose others ({clash})")
+        raise RuleError(f"rule {line!r}: names such as 'd0' are reserved for the dims of '*'; choose others ({clash})")
 
 
 def _dims(pattern: Pattern) -> tuple[str, ...]:

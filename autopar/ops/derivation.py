@@ -1,14 +1,14 @@
-"""From a declaration and an op's shapes to its options.
+"""Derives the options of an op from a declaration and the op's shapes.
 
 For one mesh axis on factor f:
 
 * a tensor that has f is sliced: ``S(dim)``;
-* an operand without f: ``B`` (its gradients are terms of a sum, one from each slice), or ``P`` if it is
-  added once and f is summed (terms that add up to one bias), or ``R`` if every result comes out whole or
+* an operand without f is ``B`` (its gradients are terms of a sum, one from each slice), or ``P`` if it is
+  added once and f is summed (terms that add up to one bias), or ``R`` if every result is whole or
   no gradient can flow;
-* a result without f: ``P`` if f is summed, ``R`` if a special kernel makes it whole, else f can't be split.
+* a result without f is ``P`` if f is summed, ``R`` if a special kernel makes it whole; else f can't be split.
 
-The slices must match, so their number divides the greatest common divisor of the sizes of the dims that
+The slices must match, so their number divides the greatest common divisor of the sizes of all dims that
 have f, or of their parts.
 """
 
@@ -30,7 +30,7 @@ _WHOLE = "_"
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One operand or result with its shape and, per dim, the factor it carries (or "_")."""
+    """One operand or result with its type and, for each dim, its factor (or "_")."""
 
     type: TensorType
     factors: tuple[str, ...]
@@ -40,7 +40,7 @@ class _Tensor:
     parts: tuple[tuple[str, int], ...] = ()
 
     def num_parts(self, factor: str) -> int:
-        """Into how many parts of the dim that has it each slice of the factor falls."""
+        """The number of parts of the dim that has this factor."""
         return dict(self.parts).get(factor, 1)
 
     @property
@@ -50,7 +50,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A declaration laid over the tensors of one op."""
+    """A declaration matched with the tensors of one op."""
 
     operands: tuple[_Tensor, ...]
     results: tuple[_Tensor, ...]
@@ -75,10 +75,10 @@ def derive_options(
     creates: bool = False,
     collectives: Mapping[str, tuple[KernelCollective, ...]] | None = None,
 ) -> tuple[Option, ...] | None:
-    """The options of `op` by the declaration `text`; None if the declaration doesn't fit this call.
+    """Derive the options of `op` from the declaration `text`; None if the declaration doesn't fit this call.
 
-    `creates` says that sizes are among the arguments and will be made local, so that a factor may be in
-    results only. `collectives` gives what each special kernel communicates.
+    With `creates`, sizes are among the arguments and will be made local, so that a factor may occur in
+    results only.  `collectives` maps each special kernel to its collectives.
 
     Raises:
         RuleError: `text` is malformed.
@@ -105,19 +105,19 @@ def _bind(
     text: str, op: Op, operand_types: tuple[TensorType, ...], result_types: tuple[TensorType, ...]
 ) -> _Bound | None:
     declaration = parse(text)
-    result = _match_arguments(declaration.arguments, op)
-    if result is None or len(result) != len(operand_types) or len(declaration.results) < len(result_types):
+    matches = _match_arguments(declaration.arguments, op)
+    if matches is None or len(matches) != len(operand_types) or len(declaration.results) < len(result_types):
         return None
     shapes = [kind.shape for kind in operand_types]
     results = declaration.results[: len(result_types)]
     dims = _dims_argument(declaration.arguments, op, len(shapes[0]) if shapes else 0)
     rank = max(
-        [_star_rank(pattern, len(shape)) for (_, pattern), shape in zip(result, shapes, strict=True)]
+        [_star_rank(pattern, len(shape)) for (_, pattern), shape in zip(matches, shapes, strict=True)]
         + [_star_rank(pattern, len(kind.shape)) for pattern, kind in zip(results, result_types, strict=True)],
         default=0,
     )
     operands: list[_Tensor] = []
-    for (index, pattern), kind in zip(result, operand_types, strict=True):
+    for (index, pattern), kind in zip(matches, operand_types, strict=True):
         factors = _expand(pattern, len(kind.shape), rank, frozenset())
         if factors is None:
             return None
@@ -138,14 +138,14 @@ def _bind(
 
 
 def _match_arguments(arguments: tuple[Argument, ...], op: Op) -> list[tuple[int, TensorPattern]] | None:
-    """(argument position, pattern) for each tensor operand in order, or None if a tensor is in a wrong
-    place.
+    """(argument position, pattern) for each tensor operand in order, or None if the declaration allows no tensor where
+    the call has one.
     """
     positions = {argument.keyword: index for index, argument in enumerate(arguments) if argument.keyword}
-    given: list[tuple[int, Arg]] = list(enumerate(op.args))
-    given += [(positions.get(name, len(arguments)), arg) for name, arg in op.kwargs]
-    results: list[tuple[int, TensorPattern]] = []
-    for index, arg in given:
+    numbered_args: list[tuple[int, Arg]] = list(enumerate(op.args))
+    numbered_args += [(positions.get(name, len(arguments)), arg) for name, arg in op.kwargs]
+    matches: list[tuple[int, TensorPattern]] = []
+    for index, arg in numbered_args:
         pattern = arguments[index].pattern if index < len(arguments) else LiteralPattern()
         if isinstance(pattern, ListPattern) and isinstance(arg, tuple):
             items = pattern.items * len(arg) if len(pattern.items) == 1 else pattern.items
@@ -156,10 +156,10 @@ def _match_arguments(arguments: tuple[Argument, ...], op: Op) -> list[tuple[int,
             pairs = [(pattern, arg)]
         for item, part in pairs:
             if isinstance(part, Ref) and isinstance(item, TensorPattern):
-                results.append((index, item))
+                matches.append((index, item))
             elif _has_ref(part):
                 return None
-    return results
+    return matches
 
 
 def _has_ref(arg: Arg) -> bool:
@@ -169,13 +169,13 @@ def _has_ref(arg: Arg) -> bool:
 def _dims_argument(arguments: tuple[Argument, ...], op: Op, rank: int) -> tuple[int, ...]:
     for index, argument in enumerate(arguments):
         if isinstance(argument.pattern, DimsPattern):
-            given = op.args[index] if index < len(op.args) else dict(op.kwargs).get("dim", dict(op.kwargs).get("dims"))
-            return named_dims(argument.pattern.default if given is None else given, rank)
+            dims = op.args[index] if index < len(op.args) else dict(op.kwargs).get("dim", dict(op.kwargs).get("dims"))
+            return named_dims(argument.pattern.default if dims is None else dims, rank)
     return ()
 
 
 def named_dims(arg: Arg, rank: int) -> tuple[int, ...]:
-    """The dims, 0 <= dim < `rank`, that an argument such as ``-1``, ``(1, 2)`` or None (all) names."""
+    """The dims, 0 <= dim < `rank`, of an argument such as ``-1``, ``(1, 2)`` or None (all)."""
     if rank == 0:
         return ()
     if arg is None or arg == ():
@@ -189,13 +189,13 @@ def _star_rank(pattern: TensorPattern, rank: int) -> int:
 
 
 def _expand(pattern: TensorPattern, rank: int, star_rank: int, named: frozenset[str]) -> tuple[str, ...] | None:
-    """`pattern` as one factor (or "_") per dim of a tensor with `rank` dims; None if it has no such rank."""
+    """`pattern` as one factor (or "_") for each dim of a tensor of `rank` dims; None if it doesn't fit that rank."""
     dims = pattern.dims[-rank:] if pattern.is_offset and rank < len(pattern.dims) else pattern.dims
     dims = dims if rank else ()
-    open_at = [index for index, dim in enumerate(dims) if dim in {"*", "...", "*-@"}]
-    if not open_at:
+    variadic = [index for index, dim in enumerate(dims) if dim in {"*", "...", "*-@"}]
+    if not variadic:
         return dims if len(dims) == rank else None
-    at, count = open_at[0], rank - len(dims) + 1
+    at, count = variadic[0], rank - len(dims) + 1
     if count < 0:
         return None
     block: tuple[str, ...] = (_WHOLE,) * count
@@ -203,8 +203,8 @@ def _expand(pattern: TensorPattern, rank: int, star_rank: int, named: frozenset[
         block = tuple(f"d{index}" for index in range(star_rank - count, star_rank))
     elif dims[at] == "*-@":
         stars = [f"d{index}" for index in range(star_rank)]
-        left = [star for star in stars if star not in named]
-        block = tuple(_WHOLE if star in named else star for star in stars) if count == star_rank else tuple(left)
+        remaining = [star for star in stars if star not in named]
+        block = tuple(_WHOLE if star in named else star for star in stars) if count == star_rank else tuple(remaining)
         if len(block) != count:
             return None
     return dims[:at] + block + dims[at + 1 :]
@@ -214,12 +214,12 @@ def _expand(pattern: TensorPattern, rank: int, star_rank: int, named: frozenset[
 
 
 def _factors(bound: _Bound) -> list[str]:
-    seen = dict.fromkeys(factor for tensor in bound.operands + bound.results for factor in tensor.factors)
-    return [factor for factor in seen if factor != _WHOLE and factor not in bound.blocked]
+    factors = dict.fromkeys(factor for tensor in bound.operands + bound.results for factor in tensor.factors)
+    return [factor for factor in factors if factor != _WHOLE and factor not in bound.blocked]
 
 
 def _carrying_dims(bound: _Bound, factor: str) -> list[tuple[int, ...]]:
-    """Per operand, then per result, the dims that carry `factor` (broadcast ones don't)."""
+    """For each operand, then each result, the dims that have `factor` and aren't broadcast."""
     tensors = bound.operands + bound.results
     largest = max(
         size for tensor in tensors for size, name in zip(tensor.shape, tensor.factors, strict=True) if name == factor
@@ -241,17 +241,18 @@ def _factor_option(
     num_operands = len(bound.operands)
     extent = math.gcd(
         *(
-            t.shape[dim] // t.num_parts(factor)
-            for t, own in zip(bound.operands + bound.results, dims, strict=True)
-            for dim in own
+            tensor.shape[dim] // tensor.num_parts(factor)
+            for tensor, tensor_dims in zip(bound.operands + bound.results, dims, strict=True)
+            for dim in tensor_dims
         )
     )
-    if extent <= 1 or any(len(own) > 1 for own in dims) or (not creates and not any(dims[:num_operands])):
+    has_repeated = any(len(tensor_dims) > 1 for tensor_dims in dims)
+    if extent <= 1 or has_repeated or (not creates and not any(dims[:num_operands])):
         return None
     results: list[Placement] = []
-    for tensor, own in zip(bound.results, dims[num_operands:], strict=True):
-        if own:
-            results.append(shard(own[0], tensor.num_parts(factor)))
+    for tensor, tensor_dims in zip(bound.results, dims[num_operands:], strict=True):
+        if tensor_dims:
+            results.append(shard(tensor_dims[0], tensor.num_parts(factor)))
         elif factor in bound.summed:
             results.append(PARTIAL)
         elif kernel or tensor.is_same:
@@ -260,9 +261,9 @@ def _factor_option(
             return None
     is_whole = all(placement == REPLICATE for placement in results)
     operands: list[Placement] = []
-    for tensor, own in zip(bound.operands, dims[:num_operands], strict=True):
-        if own:
-            operands.append(shard(own[0], tensor.num_parts(factor)))
+    for tensor, tensor_dims in zip(bound.operands, dims[:num_operands], strict=True):
+        if tensor_dims:
+            operands.append(shard(tensor_dims[0], tensor.num_parts(factor)))
         elif tensor.is_offset and factor in bound.summed:
             operands.append(PARTIAL)
         else:
@@ -271,7 +272,7 @@ def _factor_option(
 
 
 def _linear_options(text: str, op: Op, bound: _Bound, operand_types: tuple[TensorType, ...]) -> list[Option]:
-    """``"+"`` where all tensors are terms, ``"+0"`` where argument 0 is and the others are whole."""
+    """The options on terms of a sum: ``"+"`` if all tensors are terms, ``"+0"`` if only argument 0 is."""
     options: list[Option] = []
     for positions in parse(text).linear:
         terms = [operand.argument in positions for operand in bound.operands]

@@ -1,11 +1,11 @@
-"""Mixtures of experts: what lies between routing and the rows of every token's experts, as one op.
+"""Mixtures of experts: the part of the graph between routing and the results of every token's experts, as one op.
 
-Rows are the pairs of a token and one of its experts.  The op sorts them by expert, gathers what they read, runs its
-*body* on the sorted rows, and puts the results back in the order of the rows.  The body is the model's own graph: each
-op in it works row by row, and its products take one matrix an expert.  Sorting happens inside, so every device can
-sort rows of its own: of its tokens (``tokens``), those of all that are for its experts (``experts``), or those that
-all devices send to its experts (``dispatch``).  Devices may also share each expert (``ffn``): each has a slice of its
-inner width, and its results are terms of a sum.
+Rows are the pairs of a token and one of its experts.  The op sorts them by expert, gathers the tensors that they read,
+runs its *body* on the sorted rows, and puts the results back in the order of the rows.  The body is the model's own
+graph: each op in it works row by row, and its products have one matrix per expert.  As sorting happens inside, every
+device can sort rows of its own: those of its tokens (``tokens``), those of all tokens that go to its experts
+(``experts``), or those that all devices send to its experts (``dispatch``).  Devices may also split each expert
+(``ffn``): each has a slice of its inner width, and its results are terms of a sum.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ __all__ = ["ENDS", "EXPERTS", "FAMILIES", "IDS", "PRODUCT", "TRANSPOSE", "Body",
 EXPERTS = "autopar_traced.experts.default"
 """``(ids, reads, experts, others, members, num_experts, body)``, with R rows.
 
-ids: [R], the expert of each row.  reads: list of [R, ...], or [R / k, ...] for what the k rows of a token share.
-experts: list of [num_experts, ...].  others: what all rows read.  members: [num_experts], all experts; a device that
-holds some of them (`experts` option) has these.  The result is [R, ...], in the order of `ids`.
+ids: [R], the expert of each row.  reads: list of [R, ...], or [R / k, ...] for tensors that the k rows of a token
+share.  experts: list of [num_experts, ...].  others: tensors that all rows read.  members: [num_experts], the numbers
+of all experts, or on a device with some of them (`experts` option) of those.  The result is [R, ...], in the order of
+`ids`.
 """
 PRODUCT = "autopar_traced.grouped_product.default"
 """``(rows [R, k], matrices [experts, k, n], ends [experts]) -> [R, n]``, for rows that are sorted by expert."""
 TRANSPOSE = "aten.transpose.int"
 IDS, ENDS = "ids", "ends"
-"""In a body: the expert of each sorted row, and where the rows of each expert end."""
+"""Names in a body: the expert of each sorted row, and where the rows of each expert end."""
 
 
 @dataclass(frozen=True)
 class InnerWidth:
-    """How the inner width of every expert is cut, so that the results of slices are terms of the whole one.
+    """How the inner width of every expert is split, so that the results of slices are terms of the whole result.
 
     Args:
-        size: of the whole width.
-        cuts: (place in the op's list of experts, dim that is cut, parts of it), as in ``S(dim/parts)``.
-        terms: places of what is added to results, so that one device does it.
+        size: the whole width.
+        cuts: (index in the op's list of experts, dim that is split, parts of it), as in ``S(dim/parts)``.
+        terms: indices of tensors that are added to results, which only one device does.
         narrow: the body's values that have a slice of the width.
-        moved_bytes: what of the body's `moved_bytes` is theirs.
-        kept_bytes: what autograd keeps of them, besides operands and results, for each row.
+        moved_bytes: the part of the body's `moved_bytes` that belongs to them.
+        kept_bytes: bytes that autograd saves of them for each row, other than operands and results.
     """
 
     size: int
@@ -60,17 +61,17 @@ class InnerWidth:
 
 @dataclass(frozen=True)
 class Body:
-    """What runs on sorted rows.
+    """The ops that run on sorted rows.
 
     Args:
-        ops: in order.  They read `IDS`, `ENDS`, and what the op's lists hold as ``reads0``, ``experts0`` ...
+        ops: in order.  They read `IDS`, `ENDS`, and the entries of the op's lists as ``reads0``, ``experts0`` ...
         result: the value that is put back in the order of the rows.
         types: of every value with a dim of rows, without that dim.
-        moved_bytes: what its ops but products read and write, for each row.
-        busiest: (number of devices that share the experts, rows of the busiest one over the mean), as prices and
-            memory expect; a number that is not there has 1.  See `autopar.planning.imbalance`.
-        kept_bytes: what autograd keeps of each row besides operands and results.
-        width: how devices can share each expert; None if they can't.
+        moved_bytes: bytes that its ops other than products read and write for each row.
+        busiest: (number of devices that share the experts, rows of the busiest device over the mean), as expected by
+            prices and memory; 1 for numbers that are not listed.  See `autopar.planning.imbalance`.
+        kept_bytes: bytes that autograd saves for each row, other than operands and results.
+        width: how devices can split each expert; None if they can't.
     """
 
     ops: tuple[Op, ...]
@@ -82,7 +83,7 @@ class Body:
     width: InnerWidth | None = None
 
     def text(self) -> str:
-        """As an argument of the op."""
+        """The body as text, which is an argument of the op."""
         return json.dumps(
             {
                 "ops": [[op.target, _plain(op.args), {k: _plain(v) for k, v in op.kwargs}, op.results]
@@ -97,12 +98,12 @@ class Body:
         )  # fmt: skip
 
     def products(self) -> Iterator[int]:
-        """Which of the list of experts each product multiplies by, as it is or transposed."""
-        turned = {op.results[0]: op.operands[0] for op in self.ops if op.target == TRANSPOSE}
+        """For each product, the index of its matrix (possibly transposed) in the list of experts."""
+        transposed = {op.results[0]: op.operands[0] for op in self.ops if op.target == TRANSPOSE}
         for op in self.ops:
             if op.target == PRODUCT:
                 matrix = op.operands[1]
-                yield int(turned.get(matrix, matrix).removeprefix("experts"))
+                yield int(transposed.get(matrix, matrix).removeprefix("experts"))
 
 
 def _plain(arg: Arg) -> Any:
@@ -142,12 +143,12 @@ def read_body(text: str) -> Body:
 
 
 def _width(cuts: Sequence[Sequence[int]], terms: Sequence[int], narrow: Sequence[str], **numbers: Any) -> InnerWidth:
-    rows = tuple((place, dim, parts) for place, dim, parts in cuts)
-    return InnerWidth(cuts=rows, terms=tuple(terms), narrow=tuple(narrow), **numbers)
+    triples = tuple((index, dim, parts) for index, dim, parts in cuts)
+    return InnerWidth(cuts=triples, terms=tuple(terms), narrow=tuple(narrow), **numbers)
 
 
 def in_double(text: str) -> str:
-    """A body as text, computing in float64 where it computes in a narrower dtype; other text as it is."""
+    """Change the narrower dtypes of a body (as text) to float64; other texts are returned unchanged."""
     if not text.startswith('{"ops"'):
         return text
     for narrow in ("float32", "bfloat16", "float16"):
@@ -174,46 +175,46 @@ class _Call:
     def of(cls, op: Op, operands: Types) -> _Call:
         rest = iter(operands[1:-1])
         reads, experts, others = (
-            tuple(next(rest) for _ in cast("tuple[Arg, ...]", op.args[place])) for place in (1, 2, 3)
+            tuple(next(rest) for _ in cast("tuple[Arg, ...]", op.args[position])) for position in (1, 2, 3)
         )
         num_experts, text = cast("tuple[int, str]", op.args[5:7])
         return cls(operands[0], reads, experts, others, operands[-1], num_experts, read_body(text))
 
     @property
     def skew(self) -> float:
-        """The rows that the busiest device computes, over the mean of those that share the experts."""
+        """The rows of the busiest device, relative to the mean over the devices that share the experts."""
         return dict(self.body.busiest).get(self.num_experts // self.experts[0].shape[0], 1.0)
 
     @property
     def growth(self) -> float:
-        """How many times as long as without imbalance what is sent and received is: slices are as long as the longest.
+        """The length of tensors that are sent and received, relative to balanced experts: the longest slice counts.
 
-        Where each device looks at all rows (``experts``), or at its own alone, nothing is sent.
+        It is 1 where each device processes all rows (``experts``), or only its own: nothing is sent then.
         """
         return self.skew if self.experts[0].shape[0] < self.members.shape[0] else 1.0
 
     @property
     def num_slices(self) -> float:
-        """Of how many slices of the inner width a device has one."""
+        """The number of slices into which the inner width is split; a device has one of them."""
         width = self.body.width
         if width is None:
             return 1.0
-        place, dim, parts = width.cuts[0]
-        return width.size * parts / self.experts[place].shape[dim]
+        index, dim, parts = width.cuts[0]
+        return width.size * parts / self.experts[index].shape[dim]
 
     def on_a_slice(self, whole: float, narrow: float) -> float:
-        """Bytes with a slice of the inner width, if they are `whole` with all of it, and `narrow` of them its own."""
+        """Bytes with a slice of the inner width, of `whole` bytes of which `narrow` are proportional to the width."""
         return whole - narrow * (1.0 - 1.0 / self.num_slices)
 
     @property
     def num_rows(self) -> float:
-        """The rows that the busiest device computes: of those that it looks at, the part that is for its experts."""
+        """The rows that the busiest device computes: those of its input that go to its experts."""
         return self.ids.shape[0] * self.members.shape[0] / self.num_experts * self.skew
 
 
 def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
-    """By tokens; by experts, each device with the rows of all; by experts and tokens, with rows that are sent; by the
-    inner width.
+    """Splits by tokens; by experts, with all rows on each device; by experts and tokens, with rows that are sent; and
+    by the inner width.
     """
     call = _Call.of(op, operand_types)
 
@@ -233,9 +234,9 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
 
 def _width_dims(experts: Types, width: InnerWidth) -> str:
     lists = [["_"] * len(kind.shape) for kind in experts]
-    for place, dim, parts in width.cuts:
-        lists[place][dim] = f"ffn/{parts}"
-    signs = ("+" if place in width.terms else "" for place in range(len(experts)))
+    for index, dim, parts in width.cuts:
+        lists[index][dim] = f"ffn/{parts}"
+    signs = ("+" if index in width.terms else "" for index in range(len(experts)))
     return "[" + ", ".join(sign + " ".join(dims) for sign, dims in zip(signs, lists, strict=True)) + "]"
 
 
@@ -247,18 +248,18 @@ def _dims(kinds: Types, first: str) -> str:
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
-    """Its products, and what its other ops and the gathers before and behind them move, one after the other."""
+    """The FLOPs of its products, and the bytes of its other ops and of the gathers before and after them."""
     call = _Call.of(op, operands)
-    matrices = [call.experts[place] for place in call.body.products()]
+    matrices = [call.experts[index] for index in call.body.products()]
     flops = sum(2.0 * call.num_rows * kind.shape[1] * kind.shape[2] for kind in matrices)
     gathered = sum(math.prod(kind.shape[1:]) * itemsize_bytes(kind.dtype) for kind in (*call.reads, *results))
     width = call.body.width
     in_products = {
         is_narrow: sum(
             call.body.types[name].num_bytes
-            for each in call.body.ops
-            for name in (each.operands[0], *each.results)
-            if each.target == PRODUCT and (is_narrow is False or (width is not None and name in width.narrow))
+            for inner in call.body.ops
+            for name in (inner.operands[0], *inner.results)
+            if inner.target == PRODUCT and (is_narrow is False or (width is not None and name in width.narrow))
         )
         for is_narrow in (False, True)
     }
@@ -285,7 +286,9 @@ def _alignment(sizes: Sequence[int]) -> int:
 
 
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Rows as they are sent and received; backward, gradients of what is inside.  What is kept grows with slices."""
+    """Forward: rows that are sent and received.  Backward: gradients of inner values.  Kept: the bytes that autograd
+    saves in addition because of imbalance, less those that slices of the width save.
+    """
     call = _Call.of(op, operands)
     rows = 2.0 * call.growth * sum_bytes(results[:1])
     narrow = call.body.width.kept_bytes if call.body.width else 0.0
@@ -295,37 +298,39 @@ def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], ha
     return Buffers(forward=rows if has_kernel else 0.0, backward=rows, kept=kept)
 
 
-def _sent(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
-    """There: ids, and what rows read; back: their results.  Before, how many rows go where: the most of any device."""
+def _dispatch_collectives(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """The maximum of all devices' numbers of rows first; then ids and the tensors that rows read, and their results
+    back.
+    """
     call = _Call.of(op, operands)
-    found = [
+    collectives = [
         KernelCollective("all_reduce", "forward", 0, (0,), "int64"),
         KernelCollective("all_to_all", "forward", 0, dtype="int64", growth=call.body.busiest),
     ]
     result, growth = call.body.types[call.body.result].dtype, call.body.busiest
     for phase in ("forward", "backward"):
-        found += [
+        collectives += [
             KernelCollective(
                 "all_to_all",
                 phase,
-                1 + place,
+                1 + index,
                 dtype=kind.dtype,
                 count=call.ids.shape[0] // kind.shape[0],
                 growth=growth,
             )
-            for place, kind in enumerate(call.reads)
+            for index, kind in enumerate(call.reads)
             if phase == "forward" or kind.is_floating
         ]
-        found.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, growth=growth))
-    return tuple(found)
+        collectives.append(KernelCollective("all_to_all", phase, len(operands), dtype=result, growth=growth))
+    return tuple(collectives)
 
 
 FAMILIES = (
     OpFamily(
         {EXPERTS: _rule},
-        kernels={"masked_experts": Kernel(), "dispatched_experts": Kernel(_sent)},
+        kernels={"masked_experts": Kernel(), "dispatched_experts": Kernel(_dispatch_collectives)},
         is_cheap=False,
-        runs_apart=True,  # slices of rows that are sent are as long as the host finds them to be
+        runs_apart=True,  # the host determines how long slices of sent rows are
         count_work=_work,
         buffers=_buffers,
     ),

@@ -1,7 +1,7 @@
-"""The record of a family of ops: all that autopar knows of them, wherever it is needed.
+"""The record of a family of ops: everything that autopar knows about them.
 
-A record is data: factor rules as text, flags, and functions of one call.  What it leaves out is derived from the rule,
-or is the most common case.
+A record is data: factor rules as text, flags, and functions of one call.  Fields that it leaves out are derived from
+the rule, or have the most common value.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Types = tuple[TensorType, ...]
 Rule = str | Callable[[Op, Types, Types], str | tuple[str, ...] | None]
 """A declaration (see `autopar.ops.declaration`), or a function that writes it for one call.
 
-The function gets the op, its operands' and its results' types, and returns None for a call that it can't describe;
+The function gets the op, its operands' and its results' types.  It returns None for a call that it can't describe, and
 several declarations if the op splits in ways that give one dim different factors.
 """
 
 Saves = tuple[tuple[int, ...], int]
-"""What autograd keeps until backward: indices into operands, then results; further bytes."""
+"""What autograd saves for backward: indices into operands, then results; and the number of other bytes."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A special kernel: it runs an op on slices of a factor that plain local computation can't be split on.
+    """A special kernel: it runs an op on slices of a factor on which the op itself can't be split.
 
     Args:
-        collectives: what it communicates in one call, by the op and its operands' types.
+        collectives: returns the collectives of one call, given the op and its operands' types.
         cuts_vocabulary: the factor is a vocabulary, or the classes of a classifier.
-        uses_statistics: the op computes statistics of the whole batch, and could take a part of the batch for all of
-            it where a user allows that.
-        unit: the size of a slice divides by it.
-        least: the size of a slice of a call is at least this.
-        travelling: the operands whose slices travel round a ring, on one axis: a device computes with one after the
-            other, while the next one is under way (those of its collectives that are `is_ring`).
+        uses_statistics: the op computes statistics of the whole batch; it could use statistics of a part of the batch
+            instead where a user allows that.
+        unit: the size of a slice is a multiple of it.
+        least: returns the minimum size of a slice in a call.
+        travelling: the operands whose slices travel round a ring, on one axis: a device computes with one slice after
+            another while it receives the next one (by those of its collectives that are `is_ring`).
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()
@@ -56,12 +56,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes that a call takes on one device in addition to its operands, its results and what autograd saves of them.
+    """Bytes that a call needs on one device in addition to its operands, its results and what autograd saves of them.
 
     Args:
-        forward: while it runs.
-        backward: while its backward runs.
-        kept: from forward to backward, in place of the first operand.
+        forward: needed while it runs.
+        backward: needed while its backward runs.
+        kept: kept from forward to backward, in place of the first operand.
     """
 
     forward: float = 0.0
@@ -71,12 +71,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class RowProduct:
-    """Which operands of a product are its rows and its matrix: each row of the result comes from one of the rows.
+    """Which operands of a product are its rows and its matrix: each row of the result depends on one of the rows.
 
     Args:
         rows: index of the operand ``[..., k]`` of a result ``[..., n]``.
-        matrix: of the matrix ``[k, n]``.
-        added: of what is added to every row, -1 for none.
+        matrix: index of the matrix ``[k, n]``.
+        added: index of the operand that is added to every row, -1 for none.
         transposed: the matrix is ``[n, k]``.
     """
 
@@ -90,7 +90,7 @@ _NO_BUFFERS = Buffers()
 
 
 class OpCall(NamedTuple):
-    """A call of an op, with its local operands and results, that is made so many times, forward and backward."""
+    """An op with local operands and results that is called `times` times, forward and backward."""
 
     op: Op
     operands: Types
@@ -104,39 +104,41 @@ def _no_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool],
 
 @dataclass(frozen=True)
 class OpFamily:
-    """What a family of ops is.
+    """Everything that autopar knows about a family of ops.
 
     Args:
-        rules: by qualified name (``"aten.linear.default"``) how the op splits; None: no rule, trace tries what is
-            legal.  An overload that no record names is taken for what another one of its packet is.
+        rules: qualified name (``"aten.linear.default"``) -> how the op splits; None: without a rule, so that trace
+            tries which splits are legal.  An overload without a record gets that of another overload of its packet.
         size_args: positions of arguments that hold the (first) result's global shape; they become local.
         is_view: the result shares memory with the first operand.
-        is_random: the op draws random numbers, or whether it does in this call.
-        is_uninitialized: what is in the result is undefined.
-        is_cheap: selective recomputation runs it again in backward instead of keeping its result.  Not so: what
-            computes much per byte, and ops of other libraries, of which nothing is known.
-        kernels: by name (of a function in ``lower.kernels``), the special kernels that the rules mention.
+        is_random: whether the op draws random numbers, always or in a given call.
+        is_uninitialized: the content of the result is undefined.
+        is_cheap: selective recomputation runs it again in backward instead of saving its result.  False for ops that
+            compute much per byte, and for ops of other libraries, of which nothing is known.
+        kernels: name of a function in ``lower.kernels`` -> the special kernel that the rules mention.
         function: name of a function in ``lower.kernels`` that computes the whole op, where none of torch's does.
-        takes_generator: the function in ``lower.kernels`` takes the generator to draw from.
-        count_work: what it computes and moves; by default every operand and result once, or nothing for a view.
-        calls: of an op that runs others forward, and backward with them, which: its seconds are theirs, and its own
-            backward's.
-        calls_again: these run forward once without their backward, and in the op's backward once more with it.
-        saves: what autograd keeps; by default what it is seen to keep.
-        runs_plain: where no fast kernel takes the call, it runs as plain products, which keep what they are seen to.
-        buffers: of a call, its local operands and results, which operands take gradients, and whether a special
-            kernel runs it.
-        num_differentiable: how many of the results, from the first on, can have a gradient; None for all.
-        gradient: ``"own"``, ``"passed"``: operands of the result's size get the very gradient of the result, or
-            ``"parts"``: operands get views of it.
+        takes_generator: the function in ``lower.kernels`` takes the random generator as an argument.
+        count_work: counts FLOPs and bytes; by default every operand and result once, or nothing for a view.
+        calls: for an op that runs other ops forward and backward, their calls; its seconds are theirs plus those of its
+            own backward.
+        calls_again: these calls run once without their backward in forward, and again with it in the op's backward.
+        saves: what autograd saves; by default trace observes it.
+        runs_plain: where no fast kernel supports the call, it runs as plain products, and trace observes what they
+            save.
+        buffers: bytes of temporaries, given a call, its local operands and results, which operands need gradients, and
+            whether a special kernel runs it.
+        num_differentiable: how many of the results, counted from the first, can have a gradient; None for all.
+        gradient: ``"own"``: operands have gradients of their own; ``"passed"``: operands of the result's size get the
+            gradient of the result itself; ``"parts"``: operands get views of it.
         place: the memory format of the result; see `result_order`.
         may_copy: a view that becomes a copy where the operand's order in memory doesn't allow one.
-        num_choices: of operands that index something: into how many, by the first operand's shape.
+        num_choices: for operands that are indices, the number of entries that they index, given the first operand's
+            shape.
         row_dim: the dim of the first operand along which it works row by row.
-        fuses: a compiler makes one kernel of it and of elementwise ops beside it; those always are.
+        fuses: a compiler fuses it with neighbouring elementwise ops into one kernel; elementwise ops always fuse.
         runs_apart: a compiler leaves it out of what it compiles.
         is_attention: results are [..., heads, queries, head size].
-        row_products: by qualified name, of products that work row by row, if their matrix has two dims.
+        row_products: qualified name -> the operands of a product that works row by row, if its matrix has two dims.
     """
 
     rules: Mapping[str, Rule | None] = field(hash=False)
@@ -173,11 +175,11 @@ class OpFamily:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether a view of the family has the elements of its operand in the same order."""
+        """Whether views of this family keep the order of their operand's elements."""
         return self.place in (regrouped, same)
 
     def draws(self, op: Op) -> bool:
-        """Whether this call of one of the family draws random numbers."""
+        """Whether this call of an op of the family draws random numbers."""
         return self.is_random(op) if callable(self.is_random) else self.is_random
 
 
@@ -188,7 +190,9 @@ def _is_pointwise(rule: str) -> bool:
 
 
 def aten(table: Mapping[str, Rule | None]) -> dict[str, Rule | None]:
-    """Rules of ATen's ops.  A key names one or more, ``"name"`` or ``"name.overload"``, blank-separated."""
+    """Rules of ATen's ops by qualified name.  A key names one or more, ``"name"`` or ``"name.overload"``, with spaces
+    in between.
+    """
     return {
         f"aten.{name if '.' in name else name + '.default'}": rule
         for names, rule in table.items()
@@ -197,12 +201,12 @@ def aten(table: Mapping[str, Rule | None]) -> dict[str, Rule | None]:
 
 
 def argument(op: Op, index: int, keyword: str, default: Arg = None) -> Arg:
-    """The argument at position `index` of the schema, wherever it was given, or `default` if it was left out."""
+    """The argument at position `index` of the schema or with that `keyword`; `default` if it was left out."""
     if index < len(op.args):
         return op.args[index]
     return dict(op.kwargs).get(keyword, default)
 
 
 def packet_name(target: str) -> str:
-    """An op's name without its overload: ``aten.add`` for ``aten.add.Tensor``."""
+    """The name of an op without its overload: ``aten.add`` for ``aten.add.Tensor``."""
     return target.rsplit(".", 1)[0] if target.count(".") > 1 else target

@@ -1,6 +1,4 @@
-"""Ops that read or write at places that a tensor names.  The indexed dims stay whole; indices and other
-dims split.
-"""
+"""Ops that read or write at indices given by a tensor.  The indexed dims stay whole; indices and other dims split."""
 
 from __future__ import annotations
 
@@ -19,17 +17,15 @@ def _dim(op: Op, rank: int) -> int | None:
 
 
 def _gather(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """gather(x, dim, index): index may be smaller than x; dims of equal size split, and the entries along
-    dim.
-    """
+    """gather(x, dim, index): dims of equal size split, and so do the entries of index along dim."""
     source, index = (kind.shape for kind in operand_types)
     dim = _dim(op, len(source))
     if dim is None:
         return None
     names = [f"d{i}" if a == b else "_" for i, (a, b) in enumerate(zip(source, index, strict=True))]
     names[dim] = "_"
-    picked = [*names[:dim], "k", *names[dim + 1 :]]
-    return f"{text_of(names)}, #, {text_of(picked)} -> {text_of(picked)}"
+    index_names = [*names[:dim], "k", *names[dim + 1 :]]
+    return f"{text_of(names)}, #, {text_of(index_names)} -> {text_of(index_names)}"
 
 
 def _index_select(op: Op, operand_types: Types, result_types: Types) -> str | None:
@@ -41,7 +37,7 @@ def _index_select(op: Op, operand_types: Types, result_types: Types) -> str | No
 
 
 def _scatter(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """scatter(x, dim, index, src): dims other than dim in which x, index and src have equal sizes split."""
+    """scatter(x, dim, index, src): dims other than dim split if x, index and src have equal sizes there."""
     shapes = [kind.shape for kind in operand_types if kind.shape]
     rank = len(shapes[0])
     dim = _dim(op, rank)
@@ -63,7 +59,7 @@ def _along_dim(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _indexed_dims(op: Op) -> list[int] | None:
-    """Which dims of x the list of indices (argument 1) names; None if it isn't a list of tensors and None."""
+    """The dims of x that the list of indices (argument 1) indexes; None if it isn't a list of tensors and None."""
     indices = argument(op, 1, "indices")
     if not isinstance(indices, tuple):
         return None
@@ -76,32 +72,30 @@ def _num_indices(op: Op) -> int:
 
 
 def _index_names(kinds: Types) -> tuple[list[list[str]], list[str]]:
-    """Factor names of the dims of each index, and of the dims that they broadcast to."""
+    """Factor names of the dims of each index, and of the dims to which all of them broadcast."""
     rank = max(len(kind.shape) for kind in kinds)
-    together = [f"i{dim}" for dim in range(rank)]
-    return [together[rank - len(kind.shape) :] for kind in kinds], together
+    broadcast = [f"i{dim}" for dim in range(rank)]
+    return [broadcast[rank - len(kind.shape) :] for kind in kinds], broadcast
 
 
 def _index(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """index(x, indices): dims without an index and the dims of the indices split; a mask of booleans does
-    not.
-    """
+    """index(x, indices): dims without an index and the dims of the indices split, but no boolean masks."""
     indexed = _indexed_dims(op)
     indices = operand_types[1:]
     if not indexed or any(kind.dtype in {"bool", "uint8"} for kind in indices):
         return None
     names = dim_names(len(operand_types[0].shape), *indexed)
-    each, together = _index_names(indices)
-    # Indexed dims that are neighbours leave theirs in place; others come first in the result.
+    index_names, broadcast = _index_names(indices)
+    # The dims of the indices replace indexed dims that are consecutive; otherwise they come first in the result.
     at = indexed[0] if indexed[-1] - indexed[0] == len(indexed) - 1 else 0
     kept = without(names, *indexed)
-    texts = iter(map(text_of, each))
+    texts = iter(map(text_of, index_names))
     arguments = ", ".join(next(texts) if dim in indexed else "#" for dim in range(_num_indices(op)))
-    return f"{text_of(names)}, [{arguments}] -> {text_of(kept[:at] + together + kept[at:])}"
+    return f"{text_of(names)}, [{arguments}] -> {text_of(kept[:at] + broadcast + kept[at:])}"
 
 
 def _index_put(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """index_put(x, indices, values): when the first dims are indexed, the dims after them split."""
+    """index_put(x, indices, values): if the first dims are indexed, the dims after them split."""
     indexed = _indexed_dims(op)
     if not indexed or indexed != list(range(len(indexed))):
         return None
@@ -117,7 +111,7 @@ def _index_put(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _work_of_lookup(op: Op, operands: Types, results: Types) -> Work:
-    """Reads the rows that it writes; backward fills the whole table with zeros and adds rows into it."""
+    """Forward reads and writes the selected rows; backward fills a whole table with zeros and adds rows to it."""
     rows = sum_bytes(results)
     return Work(
         "bytes",

@@ -1,16 +1,17 @@
-"""A product and the cross entropy of its result, in pieces of tokens, so that the logits are never whole.
+"""A product and the cross entropy of its result, in pieces of tokens, so that the logits never exist as a whole.
 
 ``autopar.linear_cross_entropy(hidden [..., h], weight [v, h], bias [v] or None, target [...], class_weight [v] or None,
-chain, ignore_index, label_smoothing, tokens)`` is the sum of the loss terms of all tokens.  `tokens` of them at a time
-get their logits, what `chain` makes of these element by element, their loss and the gradients of it; the gradients are
-added up, kept until backward, and scaled there (as Liger's fused linear cross entropy does, arXiv 2410.10989).
+chain, ignore_index, label_smoothing, tokens)`` is the sum of the loss terms of all tokens.  For `tokens` of them at a
+time it computes the logits, the elementwise ops of `chain`, the loss and its gradients.  The gradients are accumulated,
+kept until backward, and scaled there (as in Liger's fused linear cross entropy, arXiv 2410.10989).
 
 ``autopar.linear_token_losses`` has the same arguments, and ``has_log_sums``; its results are the loss of each token
-and, if asked for, the logarithm of the sum of the exponentials of each token's logits, both ``[...]``.  As nobody knows
-their gradients yet, it keeps its operands, and backward makes the logits of each piece again.
+and, if requested, the logarithm of the sum of the exponentials of each token's logits, both ``[...]``.  As the
+gradients of its results aren't known in forward, it saves its operands, and backward computes the logits of each piece
+again.
 
-`chain` has an entry ``(target, args, kwargs, saves)`` for each op between product and loss, with `X` for what it reads
-and `Op.saves` of it.
+`chain` has an entry ``(target, args, kwargs, saves)`` for each op between product and loss, with `X` in place of its
+operand, and its `Op.saves`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ __all__ = ["FAMILIES", "TARGET", "TOKEN_LOSSES", "X", "chain_entry", "linear_cro
 TARGET = "autopar.linear_cross_entropy"
 TOKEN_LOSSES = "autopar.linear_token_losses"
 X = "x"
-"""Stands in a chain for what its op reads."""
+"""The operand of an op in a chain."""
 
 
 class _Call(NamedTuple):
-    """The arguments of one call that are no tensors, and whether there is a bias and a class weight."""
+    """The arguments of one call that aren't tensors, and whether there is a bias and a class weight."""
 
     chain: tuple[Op, ...]
     ignore_index: int
@@ -46,12 +47,12 @@ class _Call(NamedTuple):
 
 def chain_entry(op: Op) -> Arg:
     """The entry of `chain` for an op of one operand."""
-    named = op.map_args(lambda arg: X if isinstance(arg, Ref) else arg)
-    return (op.target, named.args, cast("Arg", named.kwargs), op.saves)
+    template = op.map_args(lambda arg: X if isinstance(arg, Ref) else arg)
+    return (op.target, template.args, cast("Arg", template.kwargs), op.saves)
 
 
 def linear_cross_entropy(like: Op, product: Op, hidden: str, target: str, chain: Sequence[Op], tokens: int) -> Op:
-    """The op in place of `like`, a cross entropy of what `chain` makes of `product`, without its options."""
+    """The op that replaces `like`, a cross entropy of the result of `chain` applied to `product`; without options."""
     weight = product.args[1]
     bias = product.args[2] if len(product.args) > 2 else dict(product.kwargs).get("bias")
     class_weight, _, ignore_index, label_smoothing, _ = like.args[2:7]
@@ -69,8 +70,8 @@ def _read(op: Op) -> _Call:
     ops: list[Op] = []
     for entry in cast("tuple[tuple[str, Arg, tuple[tuple[str, Arg], ...], tuple[int, ...]], ...]", chain):
         target, args, kwargs, saves = entry
-        made = Op("piece", target, cast("tuple[Arg, ...]", args), kwargs, ("y",), saves=saves)
-        ops.append(made.map_args(lambda arg: Ref(X) if arg == X else arg))
+        piece_op = Op("piece", target, cast("tuple[Arg, ...]", args), kwargs, ("y",), saves=saves)
+        ops.append(piece_op.map_args(lambda arg: Ref(X) if arg == X else arg))
     return _Call(
         tuple(ops), cast("int", ignore_index), cast("float", label_smoothing), cast("int", tokens),
         isinstance(bias, Ref), isinstance(class_weight, Ref),
@@ -90,24 +91,24 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
-    """Those of the cross entropy, for every piece; where backward makes the logits again, there as well."""
+    """The collectives of the cross entropy for every piece; in backward too if it computes the logits again."""
     call = _read(op)
     hidden = operand_types[0]
     last = _piece_types(call, operand_types, 1)[-1]
     logits = replace(last, shape=(*hidden.shape[:-1], last.shape[-1]))
-    each = loss_collectives(logits, len(logits.shape) - 1, call.label_smoothing)
+    of_loss = loss_collectives(logits, len(logits.shape) - 1, call.label_smoothing)
     phases = ("forward", "backward") if op.target == TOKEN_LOSSES else ("forward",)
     drop_dims = (len(hidden.shape) - 1,)
-    return tuple(replace(c, phase=phase, drop_dims=drop_dims, piece=call.tokens) for phase in phases for c in each)
+    return tuple(replace(c, phase=phase, drop_dims=drop_dims, piece=call.tokens) for phase in phases for c in of_loss)
 
 
 def _piece_types(call: _Call, operands: Types, rows: int) -> list[TensorType]:
-    """Of the logits of so many tokens on one device, and of what each op of the chain makes of them."""
+    """The local types of the logits of `rows` tokens, and of the result of each op of the chain."""
     dtype = operands[0].dtype
     types = [TensorType((rows, operands[1].shape[0]), dtype)]
     for op in call.chain:
-        named = dict(op.kwargs).get("dtype") if op.target == "aten._to_copy.default" else None
-        dtype = named.removeprefix("torch.") if isinstance(named, str) else dtype
+        cast_to = dict(op.kwargs).get("dtype") if op.target == "aten._to_copy.default" else None
+        dtype = cast_to.removeprefix("torch.") if isinstance(cast_to, str) else dtype
         types.append(TensorType(types[0].shape, dtype))
     return types
 
@@ -117,13 +118,13 @@ def _num_tokens(operands: Types) -> int:
 
 
 def _pieces(call: _Call, operands: Types) -> Iterator[tuple[int, int]]:
-    """Tokens of a piece, and how many pieces have so many."""
+    """(number of tokens, number of pieces with so many tokens), for full pieces and the rest."""
     full, rest = divmod(_num_tokens(operands), call.tokens)
     yield from ((rows, times) for rows, times in ((call.tokens, full), (rest, 1)) if rows and times)
 
 
 def _calls(op: Op, operands: Types, results: Types) -> Iterator[OpCall]:
-    """What a call computes: the product and the ops of every piece, forward and backward."""
+    """The ops that a call runs: product, chain and loss of every piece, forward and backward."""
     call = _read(op)
     hidden, weight = operands[:2]
     bias = operands[2:3] if call.has_bias else ()
@@ -134,24 +135,24 @@ def _calls(op: Op, operands: Types, results: Types) -> Iterator[OpCall]:
         "loss", "autopar.cross_entropy",
         (Ref("x"), Ref("t"), None, 1, call.ignore_index, call.label_smoothing, "sum"), (), ("y",), saves=(0, 1),
     )  # fmt: skip
-    adds = Op("adds", "autopar.fused", (Ref("x"),), (), ())
+    accumulation = Op("adds", "autopar.fused", (Ref("x"),), (), ())
     for rows, times in _pieces(call, operands):
         types = _piece_types(call, operands, rows)
         part = TensorType((rows, hidden.shape[-1]), hidden.dtype)
         yield OpCall(product, (part, weight, *bias), (types[0],), times)
-        for each, before, after in zip(call.chain, types, types[1:], strict=False):
-            yield OpCall(each, (before,), (after,), times)
+        for chain_op, operand, result in zip(call.chain, types, types[1:], strict=False):
+            yield OpCall(chain_op, (operand,), (result,), times)
         yield OpCall(entropy, (types[-1], TensorType((rows,), "int64")), (loss,), times)
         if len(results) > 1:
             sums = Op("sums", "aten.logsumexp.default", (Ref("x"), (-1,)), (), ("y",), saves=(0, 1))
             yield OpCall(sums, (types[-1],), (replace(types[-1], shape=(rows,)),), times)
-        # Each piece reads the gradient of the weight again, to add to it.
+        # Each piece reads the gradient of the weight in order to add to it.
         if op.target == TARGET:
-            yield OpCall(adds, (TensorType((weight.num_bytes,), "uint8"),), (), times)
+            yield OpCall(accumulation, (TensorType((weight.num_bytes,), "uint8"),), (), times)
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
-    """The three products, all forward; backward scales two gradients."""
+    """All three products run in forward; backward scales two gradients."""
     flops = 2.0 * _num_tokens(operands) * operands[1].num_elements
     kept = float(_gradient_bytes(operands, has_bias=isinstance(op.args[2], Ref)))
     return Work(
@@ -165,7 +166,7 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _token_work(op: Op, operands: Types, results: Types) -> Work:
-    """Backward, the gradient of the weight is read for each piece, and written."""
+    """Backward reads and writes the gradient of the weight for each piece."""
     num_pieces = sum(times for _, times in _pieces(_read(op), operands))
     read = 2.0 * num_pieces * operands[1].num_bytes
     return replace(_work(op, operands, results), read_bytes=0.0, backward_read_bytes=read, backward_write_bytes=0.0)
@@ -177,23 +178,23 @@ def _gradient_bytes(operands: Types, *, has_bias: bool, trains: Sequence[bool] =
 
 
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Forward, what the largest piece needs at its worst moment, and the gradients, which are kept."""
+    """Forward needs the peak of the largest piece; the gradients are kept until backward."""
     call = _read(op)
     kept = _gradient_bytes(operands, has_bias=call.has_bias, trains=trains)
     rows = min(call.tokens, _num_tokens(operands))
     types = _piece_types(call, operands, rows)
-    saved = {at + index for at, each in enumerate(call.chain) for index in each.saves}
-    held = types[0].num_bytes + sum(types[at].num_bytes for at in saved if 0 < at < len(types) - 1)
+    saved = {at + index for at, chain_op in enumerate(call.chain) for index in chain_op.saves}
+    saved_bytes = types[0].num_bytes + sum(types[at].num_bytes for at in saved if 0 < at < len(types) - 1)
     last = types[-1]
     if not has_kernel:  # log-probabilities, their gradient, and that of the logits
-        return Buffers(forward=held + 3 * last.num_bytes, kept=kept)
-    # The kernel keeps what it reads, and takes exponentials of a copy with at least four bytes an element.
+        return Buffers(forward=saved_bytes + 3 * last.num_bytes, kept=kept)
+    # The kernel keeps its operand, and computes exponentials in a copy with at least four bytes per element.
     wide = last.num_elements * max(4, itemsize_bytes(last.dtype))
-    return Buffers(forward=held + (last.num_bytes if call.chain else 0) + wide, kept=kept)
+    return Buffers(forward=saved_bytes + (last.num_bytes if call.chain else 0) + wide, kept=kept)
 
 
 def _token_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Forward a piece's logits and what comes of them; backward as much as the sum takes forward."""
+    """Forward needs a piece's logits and the results of its chain; backward as much as `TARGET` needs in forward."""
     call = _read(op)
     types = _piece_types(call, operands, min(call.tokens, _num_tokens(operands)))
     last = types[-1]

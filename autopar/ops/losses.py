@@ -35,8 +35,8 @@ def _cross_entropy(op: Op, operand_types: Types, result_types: Types) -> str | N
 
 
 def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
-    """Per position: the largest logit; then the sum of exponentials and the target's logit (and with label smoothing
-    the sum of the logits).
+    """For each position the largest logit; then the sum of exponentials and the target's logit (and with label
+    smoothing the sum of the logits).
     """
     logits = operand_types[0]
     label_smoothing = argument(op, 5, "label_smoothing", 0.0)
@@ -44,7 +44,7 @@ def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
 
 
 def loss_collectives(logits: TensorType, class_dim: int, label_smoothing: object) -> tuple[KernelCollective, ...]:
-    """Those of a cross entropy of logits whose classes are cut."""
+    """The collectives of a cross entropy whose classes are split."""
     dims = (class_dim,)
     dtype = "float64" if logits.dtype == "float64" else "float32"
     return (
@@ -54,7 +54,7 @@ def loss_collectives(logits: TensorType, class_dim: int, label_smoothing: object
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
-    """Log-probabilities in float32 are written, read again for the terms, and kept for the backward."""
+    """Log-probabilities in float32 are written, read again for the terms, and saved for backward."""
     logits = operands[0].num_bytes
     log_probabilities = 4.0 * operands[0].num_elements
     rest = sum_bytes(operands[1:])
@@ -70,34 +70,34 @@ def _work(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _saves(op: Op, operands: Types, results: Types) -> Saves:
-    # The log-softmax is kept, which has the size and memory format of the logits: counted as if these were kept.
+    # Autograd saves the log-softmax, which has the size and memory format of the logits, and is counted as these.
     return tuple(range(len(operands))), 0
 
 
 def _buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
     logits = operands[0]
-    if not has_kernel:  # torch keeps the logarithm of the softmax, which is as large as the logits, in place of these
+    if not has_kernel:  # torch saves the log-softmax, which is as large as the logits, in place of the logits
         return Buffers(backward=logits.num_bytes, kept=logits.num_bytes)
-    # The kernel works on a copy with at least four bytes an element, and computes its gradient in that dtype.
+    # The kernel works on a copy with at least four bytes per element, and computes its gradient in that dtype.
     wide = max(logits.num_bytes, 4 * logits.num_elements)
     return Buffers(forward=wide, backward=wide if wide > logits.num_bytes else 0)
 
 
 def _ctc(op: Op, operand_types: Types, result_types: Types) -> str | None:
     """ctc_loss(log_probs [T, N, C], targets, input_lengths, target_lengths, blank, zero_infinity) -> [N]."""
-    is_padded = len(operand_types[1].shape) == 2  # else the targets of all rows follow each other
+    is_padded = len(operand_types[1].shape) == 2  # otherwise the targets of all rows are concatenated
     return "_ b _, b _, b, b -> b" if is_padded else "..., ..., ..., ... -> ..."
 
 
 def _elementwise(reduction_at: int) -> Rule:
-    """A loss of elements: reduction 0 (none), 1 (mean, of the whole batch at once), 2 (sum)."""
+    """The rule of an elementwise loss with reduction 0 (none), 1 (mean, which doesn't split) or 2 (sum)."""
 
     def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
         reduction = argument(op, reduction_at, "reduction", 1)
         operands = ", ".join(["*" if reduction in (0, 2) else "..."] * reduction_at)
         if reduction == 0:
             return f"{operands} -> *"
-        # With broadcasting, a slice of a summed dim could be missing from an operand that decides the result's size.
+        # With broadcasting, the operand that determines a summed dim's size may not have that dim.
         if reduction == 2:
             return f"{operands} -> () | sum *" if len({kind.shape for kind in operand_types}) == 1 else None
         return f"{operands} -> ()"

@@ -1,7 +1,7 @@
 """The order of a tensor's elements in memory, which decides whether a reshape is a view or a copy.
 
-A `PlaceResult` says of one call whether the (first) result is a view of the first operand, and its order.  It gets the
-op, the operand's shape, the operand's order and the result's shape, as one device has them.
+A `PlaceResult` returns for one call whether the (first) result is a view of the first operand, and the result's order.
+It gets the op, the operand's local shape and order, and the result's local shape.
 """
 
 from __future__ import annotations
@@ -28,46 +28,49 @@ PlaceResult = Callable[[Op, Shape, Order, Shape], tuple[bool, Order]]
 
 
 def in_order(shape: Sequence[int]) -> Order:
-    """The order of a tensor that was made anew."""
+    """The order of a contiguous tensor."""
     return Order(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
 
 def new(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """A tensor of its own, in order."""
+    """The result is a new contiguous tensor."""
     return False, in_order(result)
 
 
 def followed(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """A new tensor in the operand's memory format, if that is as large and no other format is asked for."""
-    asks = any(key == "memory_format" and "preserve" not in str(value) for key, value in op.kwargs)
-    return False, _packed(shape, order) if shape == result and not asks else in_order(result)
+    """The result is a new tensor with the operand's memory format if their shapes are equal, unless the call requests
+    another format.
+    """
+    requests_format = any(key == "memory_format" and "preserve" not in str(value) for key, value in op.kwargs)
+    return False, _packed(shape, order) if shape == result and not requests_format else in_order(result)
 
 
 def same(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """The operand itself."""
+    """The result is the operand itself."""
     return True, order
 
 
 def part(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """A view of some of the operand's elements."""
+    """The result is a view of some of the operand's elements."""
     return True, order if len(shape) == len(result) else in_order(result)
 
 
 def regrouped(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """The same elements one after the other under another shape: a view where the operand's order allows one."""
+    """The result has the same sequence of elements in another shape: a view where the operand's order allows one."""
     strides = _regrouped_strides(shape, order.strides, result)
     return (False, in_order(result)) if strides is None else (True, Order(strides))
 
 
 def expanded(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
-    """A view that repeats elements."""
+    """The result is a view that repeats elements."""
     added = len(result) - len(shape)
     before, strides = (1,) * added + shape, (0,) * added + order.strides
-    return True, Order(tuple(0 if old != now else s for old, now, s in zip(before, result, strides, strict=True)))
+    sizes = zip(before, result, strides, strict=True)
+    return True, Order(tuple(0 if old_size != size else stride for old_size, size, stride in sizes))
 
 
 def permuted(order_dims: Callable[[Op, list[int]], list[int] | None]) -> PlaceResult:
-    """A view with the dims in another order: `order_dims` says, for the op and dims 0, 1 ..., which."""
+    """The result is a view with the dims in another order, which `order_dims` returns for the op and dims 0, 1 ..."""
 
     def place(op: Op, shape: Shape, order: Order, result: Shape) -> tuple[bool, Order]:
         dims = order_dims(op, list(range(len(shape))))
@@ -77,7 +80,7 @@ def permuted(order_dims: Callable[[Op, list[int]], list[int] | None]) -> PlaceRe
 
 
 def _packed(shape: Shape, order: Order) -> Order:
-    """A new tensor whose dims are in the same order in memory."""
+    """The order of a new tensor without gaps whose dims are in the same order in memory."""
     strides = [0] * len(shape)
     step = 1
     # Dims of one element, and expanded dims, are ordered by their index.
@@ -88,10 +91,10 @@ def _packed(shape: Shape, order: Order) -> Order:
 
 
 def _regrouped_strides(before: Shape, strides: Shape, after: Shape) -> Shape | None:
-    """The strides of the same elements under another shape; None if that takes a copy."""
+    """The strides of the same sequence of elements in another shape; None if that needs a copy."""
     if 0 in after:
         return in_order(after).strides
-    # Neighbours through which one walks at an even pace are one run: how many elements, how far apart.
+    # Consecutive dims with evenly spaced elements form one run: (number of elements, stride).
     runs: list[tuple[int, int]] = []
     for size, stride in zip(before, strides, strict=True):
         if size == 1:
@@ -101,13 +104,13 @@ def _regrouped_strides(before: Shape, strides: Shape, after: Shape) -> Shape | N
         else:
             runs.append((size, stride))
     results: list[int] = []
-    left, stride = runs.pop() if runs else (1, 1)
+    remaining, stride = runs.pop() if runs else (1, 1)
     for size in reversed(after):
-        if size > 1 and left == 1 and runs:
-            left, stride = runs.pop()
-        if left % size:
+        if size > 1 and remaining == 1 and runs:
+            remaining, stride = runs.pop()
+        if remaining % size:
             return None
         results.append(stride)
-        left //= size
+        remaining //= size
         stride *= size
-    return tuple(reversed(results)) if left == 1 and not runs else None
+    return tuple(reversed(results)) if remaining == 1 and not runs else None

@@ -1,4 +1,4 @@
-"""Normalisations: the dims over which statistics are taken stay whole, or need a kernel that communicates."""
+"""Normalizations: the dims over which statistics are computed stay whole, or need a kernel that communicates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ __all__ = ["FAMILIES"]
 
 
 def _trailing(num_results: int) -> Rule:
-    """layer_norm, rms_norm (x, normalized_shape, weight, bias): the last dims, as many as the shape has,
-    stay whole.
+    """layer_norm, rms_norm (x, normalized_shape, weight, bias): the last dims, which are normalized, stay whole.
 
     The native forms also return statistics, of size 1 in those dims.
     """
@@ -29,8 +28,8 @@ def _trailing(num_results: int) -> Rule:
 
 
 def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """batch_norm(x, weight, bias, mean, var, training, ...): with fixed statistics every dim splits, else
-    channels do.
+    """batch_norm(x, weight, bias, mean, var, training, ...): with fixed statistics every dim splits, otherwise only
+    channels.
     """
     if len(operand_types[0].shape) < 2:
         return None
@@ -39,7 +38,7 @@ def _batch_norm(op: Op, operand_types: Types, result_types: Types) -> str | None
 
 
 def _own_batch_norm(op: Op, operand_types: Types, result_types: Types) -> str:
-    """batch_norm(x, weight, bias, running_mean, running_var, ...): statistics over batch and space need the kernel."""
+    """batch_norm(x, weight, bias, running_mean, running_var, ...): splitting batch or space needs the kernel."""
     names = dim_names(len(operand_types[0].shape))
     names[1] = "c"
     x = " ".join(names)
@@ -50,13 +49,13 @@ def _own_batch_norm(op: Op, operand_types: Types, result_types: Types) -> str:
 def _collectives(op: Op, operand_types: Types) -> tuple[KernelCollective, ...]:
     """Two sums for each channel, forward and backward."""
     x = operand_types[0]
-    channel = (0, *range(2, len(x.shape)))  # the dims that a tensor with one entry per channel lacks
+    dropped = (0, *range(2, len(x.shape)))  # all dims but the channels
     dtype = "float64" if x.dtype == "float64" else "float32"
-    return tuple(KernelCollective("all_reduce", phase, 0, channel, dtype, count=2) for phase in ("forward", "backward"))
+    return tuple(KernelCollective("all_reduce", phase, 0, dropped, dtype, count=2) for phase in ("forward", "backward"))
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:
-    """Statistics first, then the values: every large tensor is read twice, forward and backward."""
+    """Every large tensor is read twice, forward and backward: for the statistics, then for the values."""
     whole, rest = operands[0].num_bytes, sum_bytes(operands[1:])
     return Work(
         "bytes",

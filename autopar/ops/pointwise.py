@@ -1,4 +1,4 @@
-"""Ops that work element by element, with broadcasting: every dim is a factor."""
+"""Elementwise ops, with broadcasting: every dim is a factor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _prelu(op: Op, operand_types: Types, result_types: Types) -> str:
 
 
 def _work_of_sum(op: Op, operands: Types, results: Types) -> Work:
-    """A gradient passes unchanged to an operand of the same shape; to a broadcast one it is summed."""
+    """The gradient is passed on unchanged to operands of the same shape, and summed for broadcast ones."""
     broadcast = tuple(t for t in floating(operands) if t.num_elements < results[0].num_elements)
     return Work(
         "bytes",
@@ -74,15 +74,15 @@ def _work_of_sum(op: Op, operands: Types, results: Types) -> Work:
 
 
 def another_result(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """The backward is several kernels, which hold one more tensor of the result's size."""
+    """The backward runs several kernels, with one more tensor of the result's size in between."""
     return Buffers(backward=results[0].num_bytes)
 
 
 def _product_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """The gradient of an operand that is broadcast is computed in the result's size, and then summed."""
+    """The gradient of a broadcast operand is computed in the result's size, and then summed."""
     size = results[0].num_elements
-    is_broadcast = any(t.num_elements < size for t, takes in zip(operands, trains, strict=True) if takes)
-    return Buffers(backward=results[0].num_bytes if is_broadcast else 0.0)
+    needs_sum = any(kind.num_elements < size for kind, trained in zip(operands, trains, strict=True) if trained)
+    return Buffers(backward=results[0].num_bytes if needs_sum else 0.0)
 
 
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""Products: matrix products, convolutions, einsum, recurrent ops.  They compute much per byte."""
+"""Products: matrix products, convolutions, einsum, recurrent ops.  Their arithmetic intensity is high."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _matmul(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _einsum(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """The equation says it all, but a letter that repeats within one operand (a diagonal) is kept whole."""
+    """The equation determines the rule, but a letter that repeats within one operand (a diagonal) stays whole."""
     equation = op.args[0]
     if not isinstance(equation, str):
         return None
     left, arrow, right = equation.replace(" ", "").replace("...", "*").partition("->")
     operands = left.split(",")
-    if not arrow:  # the implicit result: letters that occur once, in alphabetic order
+    if not arrow:  # the implicit result: letters that occur once, in alphabetical order
         right = "*" * ("*" in left) + "".join(sorted(c for c in set(left) - {"*", ","} if left.count(c) == 1))
     whole = {letter for text in operands for letter in text if text.count(letter) > 1}
     summed = sorted(set(left) - set(right) - whole - {",", "*"})
@@ -58,7 +58,7 @@ def _general_convolution(op: Op, operand_types: Types, result_types: Types) -> s
 
 
 def _convolution_line(operand_types: Types, groups: object, *, is_transposed: bool) -> str:
-    """Batch, output channels, and input channels (summed) split.  Groups tie channels together."""
+    """Batch, output channels, and input channels (summed) split.  With groups, channels stay whole."""
     num_spatial = len(operand_types[1].shape) - 2
     space = " _" * num_spatial
     if len(operand_types[0].shape) != num_spatial + 2:  # no batch dim
@@ -70,8 +70,7 @@ def _convolution_line(operand_types: Types, groups: object, *, is_transposed: bo
 
 
 def _recurrent(has_cell: bool) -> Rule:
-    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional,
-    batch_first).
+    """lstm, gru, rnn (x, state, parameters, has_biases, num_layers, dropout, train, bidirectional, batch_first).
 
     States are [layers, batch, hidden]; the batch splits, time does not.
     """
@@ -89,9 +88,7 @@ def _recurrent(has_cell: bool) -> Rule:
 
 
 def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """Rows of x, grouped by their ends, times one matrix a group: (x [rows, k], w [groups, k, n], ends
-    [groups]).
-    """
+    """(x [rows, k], w [groups, k, n], ends [groups]): the rows of x up to each group's end times its matrix."""
     if [len(kind.shape) for kind in operand_types] != [2, 3, 1]:
         return None
     return "_ k, _ k n, offs: _ -> _ n | sum k"
@@ -103,10 +100,10 @@ def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> str | None
 def _product(
     op: Op, operands: Types, results: Types, flops: float, pair: tuple[int, int], extents: tuple[int, ...] = ()
 ) -> Work:
-    """A product of operands `pair`.  Backward multiplies once for each operand that needs a gradient.
+    """The work of a product of the operands `pair`.  Backward has a product for each operand that needs a gradient.
 
-    Autograd saves an operand exactly if the *other* one needs a gradient, so `Op.saves` tells how many do; without
-    any, both are assumed.
+    Autograd saves an operand exactly if the *other* one needs a gradient, so `Op.saves` tells which do; if it lists
+    neither, both are assumed to.
     """
     saved = [index for index in pair if index in op.saves]
     num_gradients = len(saved) or 2
@@ -131,8 +128,8 @@ def _product(
 
 
 def _alignment(types: Types) -> int:
-    rows = [t.shape[-1] for t in types if t.shape]
-    return next((size for size in (64, 8) if all(row % size == 0 for row in rows)), 1)
+    widths = [kind.shape[-1] for kind in types if kind.shape]
+    return next((size for size in (64, 8) if all(width % size == 0 for width in widths)), 1)
 
 
 def _work_of_product(op: Op, operands: Types, results: Types) -> Work:
@@ -151,19 +148,19 @@ def _extents(second: TensorType, result: TensorType, inner: int) -> tuple[int, .
 
 
 def _work_of_added_product(op: Op, operands: Types, results: Types) -> Work:
-    """``addmm`` and its like: the first operand is added to the product of the next two."""
+    """``addmm`` and the like: the first operand is added to the product of the next two."""
     inner = operands[1].shape[-1] if operands[1].shape else 1
     extents = _extents(operands[2], results[0], inner)
     return _product(op, operands, results, 2.0 * results[0].num_elements * inner, (1, 2), extents)
 
 
 def _work_of_convolution(op: Op, operands: Types, results: Types) -> Work:
-    """Each element of the result meets one filter of the weight."""
+    """Each element of the result is a product with one filter of the weight."""
     return _filtered(op, operands, results, results[0].num_elements)
 
 
 def _work_of_transposed_convolution(op: Op, operands: Types, results: Types) -> Work:
-    """Each element of the input meets one filter of the weight."""
+    """Each element of the input is multiplied with one filter of the weight."""
     return _filtered(op, operands, results, operands[0].num_elements)
 
 
@@ -179,7 +176,7 @@ def _filtered(op: Op, operands: Types, results: Types, num_elements: int) -> Wor
 
 
 def _work_of_einsum(op: Op, operands: Types, results: Types) -> Work:
-    """Two operands: every label of the equation is one loop.  An ellipsis is counted as the result's size."""
+    """With two operands every label of the equation is one loop; with an ellipsis it is counted as a product."""
     equation = next((arg for arg in op.args if isinstance(arg, str)), "")
     if len(operands) != 2 or "->" not in equation or "." in equation:
         return _work_of_product(op, operands, results) if len(operands) > 1 else default_work(op, operands, results)
@@ -260,7 +257,7 @@ FAMILIES = (
         ),
         is_cheap=False,
     ),
-    # Counted by their bytes.
+    # These are counted by their bytes.
     OpFamily({"transformers.grouped_mm_fallback.default": _grouped_mm}, is_cheap=False),
     OpFamily(aten({"bilinear": "* _, * _, f _ _, f -> * f"}), is_cheap=False),
     OpFamily(

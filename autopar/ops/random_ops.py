@@ -10,12 +10,12 @@ __all__ = ["FAMILIES"]
 
 
 def _is_training(op: Op) -> bool:
-    """dropout(x, p, train): it drops nothing outside of training."""
+    """Whether dropout(x, p, train) drops elements, which it does only in training."""
     return bool(argument(op, 2, "train", True))
 
 
 def _work_of_dropout(op: Op, operands: Types, results: Types) -> Work:
-    """A mask of one byte an element is written too, and read in backward."""
+    """Forward also writes a mask of one byte per element, which backward reads."""
     mask, whole = 1.0 * operands[0].num_elements, operands[0].num_bytes
     return Work(
         "bytes",
@@ -28,7 +28,7 @@ def _work_of_dropout(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _mask(op: Op, operands: Types, results: Types) -> Saves:
-    """One byte an element."""
+    """A mask of one byte per element is saved."""
     return (), results[0].num_elements * itemsize_bytes("bool")
 
 

@@ -1,4 +1,4 @@
-"""Ops that combine the elements of a dim: sums are terms on slices, anything else keeps the dim whole."""
+"""Ops that combine the elements of a dim: slices of sums are terms; for other ops the dim stays whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = {
     "sum": "* -> () | sum *, plus 0",
     "sum.dim_IntList": "*, @ -> *-@ | sum @, plus 0",
     "nansum": "*, @ -> *-@ | sum @",
-    # mean over kept dims only: trace writes a mean as a sum and a division by the global count
+    # The dims of a mean stay whole: trace rewrites means as a sum, which splits, and a division by the global count.
     "mean.dim": "*, @ -> *-@ | plus 0",
     "mean": "... -> () | plus 0",
     "amax amin argmax argmin any.dim any.dims all.dim all.dims": "*, @ -> *-@",
@@ -29,7 +29,7 @@ _TABLE = {
 
 
 def _histogram(op: Op, operand_types: Types, result_types: Types) -> str:
-    """histc(x, bins, min, max): counts add up where the bins don't depend on x."""
+    """histc(x, bins, min, max): counts of slices are terms of a sum if the bins don't depend on x."""
     low, high = argument(op, 2, "min", 0), argument(op, 3, "max", 0)
     return "* -> _ | sum *" if low != high else "... -> _"
 

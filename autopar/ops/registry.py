@@ -1,6 +1,6 @@
-"""The registry: which record an op has.
+"""The registry of op records.
 
-Our own records are in the `FAMILIES` of the files of this folder.  Users add to them with `register_rule`.
+autopar's records are the `FAMILIES` of the files in this folder.  Users add to them with `register_rule`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FAMILIES = tuple(family for file in _FILES for family in getattr(file, "FAMILIE
 _OWN: Mapping[str, OpFamily] = {target: family for family in _FAMILIES for target in family.rules}
 _PACKETS: Mapping[str, OpFamily] = {packet_name(target): family for target, family in reversed(_OWN.items())}
 
-_NAMING_OUR_FUNCTIONS = {"rules", "kernels", "function", "takes_generator"}
+_INTERNAL_FIELDS = {"rules", "kernels", "function", "takes_generator"}  # they name functions of `lower.kernels`
 
-_registered: dict[str, OpFamily] = {}  # what `register_rule` was called with; wins over our own records
+_registered: dict[str, OpFamily] = {}  # records of `register_rule`, which take precedence over autopar's own
 
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """What the rule of one op says about one call; the fields are those of `Op`."""
+    """The result of applying an op's rule to one call; the fields are those of `Op`."""
 
     options: tuple[Option, ...]
     size_args: tuple[int, ...] = ()
@@ -47,12 +47,12 @@ class RuleMatch:
 
 
 def own_families() -> tuple[OpFamily, ...]:
-    """All of our own records."""
+    """All of autopar's own records."""
     return _FAMILIES
 
 
 def family_of(target: str) -> OpFamily:
-    """The record of the op of this qualified name."""
+    """The record of the op with this qualified name."""
     return _registered.get(target) or _own_family(target)
 
 
@@ -71,9 +71,9 @@ def register_rule(
     is_random: bool = False,
     **traits: Any,
 ) -> None:
-    """Tell autopar how an op of yours can be split, and what else there is to know of it.
+    """Declare how a custom op can be split, and optionally its other properties.
 
-    A later call for the same op replaces what was said before.
+    A later call for the same op replaces the earlier one.
 
     Args:
         target: the op's qualified name, ``"namespace.name.overload"``, for instance ``"mylib.swiglu.default"``.
@@ -81,8 +81,8 @@ def register_rule(
         size_args: positions of arguments that hold the result's shape.
         is_view: the result shares memory with the first operand.
         is_random: the op draws random numbers.
-        traits: further fields of `autopar.ops.OpFamily`, for instance ``is_cheap``, ``count_work`` or ``saves``; those
-            left out are as in autopar's record of the op, or as for an op of which nothing is known.
+        traits: further fields of `autopar.ops.OpFamily`, for instance ``is_cheap``, ``count_work`` or ``saves``; fields
+            that are left out are as in autopar's record of the op, or have the defaults of an unknown op.
 
     Raises:
         RuleError: the declaration can't be read, `target` is not a qualified name, or a trait has an unknown name.
@@ -92,13 +92,13 @@ def register_rule(
     """
     if target.count(".") < 1 or " " in target or "::" in target:
         raise RuleError(
-            f"{target!r} is no op's qualified name: write it as 'namespace.name.overload', "
+            f"{target!r} is not the qualified name of an op: write it as 'namespace.name.overload', "
             "for instance 'mylib.swiglu.default'"
         )
-    known = {field.name for field in fields(OpFamily)} - _NAMING_OUR_FUNCTIONS
+    known = {field.name for field in fields(OpFamily)} - _INTERNAL_FIELDS
     if unknown := sorted(traits.keys() - known):
         raise RuleError(
-            f"{target} can't be given {', '.join(unknown)}: what an op can have is {', '.join(sorted(known))}"
+            f"{target} can't be given {', '.join(unknown)}: the properties of an op are {', '.join(sorted(known))}"
         )
     parse(declaration)
     own = _own_family(target)
@@ -114,66 +114,66 @@ def registered_targets() -> tuple[str, ...]:
 
 
 def options_for(op: Op, operand_types: Types, result_types: Types) -> RuleMatch | None:
-    """The ways to split `op` on one mesh axis, or None if no rule knows this op or this form of calling it.
+    """The ways to split `op` on one mesh axis, or None if no rule covers this op or this form of its call.
 
     `operand_types` are in the order of `Op.operands`, `result_types` in that of `Op.results`; shapes are
-    global. A match always has the options ``"-"`` and ``"~"``.
+    global.  A match always has the options ``"-"`` and ``"~"``.
     """
     family = family_of(op.target)
     rule = family.rules.get(op.target)
-    line = rule(op, operand_types, result_types) if callable(rule) else rule
-    if line is None:
+    declarations = rule(op, operand_types, result_types) if callable(rule) else rule
+    if declarations is None:
         return None
     collectives = {name: kernel.collectives(op, operand_types) for name, kernel in family.kernels.items()}
-    found: dict[str, Option] = {}
-    for each in (line,) if isinstance(line, str) else line:
+    by_factor: dict[str, Option] = {}
+    for declaration in (declarations,) if isinstance(declarations, str) else declarations:
         options = derive_options(
-            each, op, operand_types, result_types, creates=bool(family.size_args), collectives=collectives
+            declaration, op, operand_types, result_types, creates=bool(family.size_args), collectives=collectives
         )
         if options is None:
             return None
-        fitting = (_in_units(op, option, family) for option in options)
-        found.update((option.factor, option) for option in fitting if option is not None)
-    return RuleMatch(tuple(found.values()), family.size_args, family.is_view, family.draws(op))
+        allowed = (_with_kernel_limits(op, option, family) for option in options)
+        by_factor.update((option.factor, option) for option in allowed if option is not None)
+    return RuleMatch(tuple(by_factor.values()), family.size_args, family.is_view, family.draws(op))
 
 
 def with_rule(op: Op, operand_types: Types, result_types: Types) -> Op:
-    """`op`, which a rule knows in this form, with what that says of it; see `options_for`."""
+    """`op` with the options and flags of its rule, which must cover this form of its call; see `options_for`."""
     match = options_for(op, operand_types, result_types)
     assert match is not None
     return replace(op, options=match.options, size_args=match.size_args, is_view=match.is_view)
 
 
-def _in_units(op: Op, option: Option, family: OpFamily) -> Option | None:
-    """The option as its kernel runs it, with slices that this takes; None if there are none."""
+def _with_kernel_limits(op: Op, option: Option, family: OpFamily) -> Option | None:
+    """The option with an extent that allows only slices that its kernel supports; None if there are none."""
     if not option.kernel:
         return option
     kernel = family.kernels[option.kernel]
     option, unit = replace(option, travelling=kernel.travelling), kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
-    most = option.extent // max(1, kernel.least(op))
-    if extent > most:  # any number that divides the extent may be asked for
-        extent = max((each for each in range(1, most + 1) if extent % each == 0), default=1)
+    max_slices = option.extent // max(1, kernel.least(op))
+    if extent > max_slices:  # every divisor of the extent must be a legal number of slices
+        extent = max((divisor for divisor in range(1, max_slices + 1) if extent % divisor == 0), default=1)
     return option if extent == option.extent else replace(option, extent=extent) if extent > 1 else None
 
 
 def is_cheap(op: Op) -> bool:
-    """Whether selective recomputation runs `op` again in backward instead of keeping its result.
+    """Whether selective recomputation runs `op` again in backward instead of saving its result.
 
-    Never what a special kernel would communicate for again, nor what draws numbers: to draw again takes the
-    generator's state.
+    Never an op that a special kernel would communicate for again, nor one that draws random numbers: drawing them
+    again needs the generator's state.
     """
     return family_of(op.target).is_cheap and not (op.is_random or op.has_collectives)
 
 
 def is_fused(op: Op) -> bool:
-    """Whether a compiler makes one kernel of `op` and of others like it beside it; what draws numbers stays apart."""
+    """Whether a compiler fuses `op` with neighbouring fusible ops into one kernel; random ops stay apart."""
     family = family_of(op.target)
     return (family.fuses or family.is_pointwise or op.is_view) and not op.is_random
 
 
 def count_work(op: Op, operands: Types, results: Types) -> Work:
-    """The work of `op` on operands and results of these local types."""
+    """Count the work of `op` on operands and results of these local types."""
     family = family_of(op.target)
     work = family.count_work(op, operands, results)
     if work.is_counted_in_flops:
@@ -184,13 +184,13 @@ def count_work(op: Op, operands: Types, results: Types) -> Work:
 
 
 def result_order(op: Op, shape: tuple[int, ...], order: Order, result: tuple[int, ...]) -> tuple[bool, Order]:
-    """Whether the (first) result is a view of the first operand, and its order.
+    """Whether the (first) result is a view of the first operand, and the order of its elements in memory.
 
     Args:
-        op: what makes it.
-        shape: of the first operand, as one device has it.
+        op: the op that computes it.
+        shape: local shape of the first operand.
         order: of the first operand.
-        result: the result's shape, as one device has it.
+        result: local shape of the result.
     """
     family = family_of(op.target)
     place = family.place or (part if op.is_view else followed if family.is_pointwise else new)

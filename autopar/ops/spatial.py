@@ -33,14 +33,13 @@ _TABLE = {
 
 
 def _pad(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """pad(x, widths, mode): widths come in pairs from the last dim on; padded dims stay whole."""
+    """pad(x, widths, mode): widths are pairs, beginning with the last dim; padded dims stay whole."""
     widths = argument(op, 1, "pad")
     if not isinstance(widths, tuple):
         return None
     rank, num_dims = len(operand_types[0].shape), len(widths) // 2
     padded = {rank - 1 - index // 2 for index, width in enumerate(widths) if width != 0}
-    # Modes other than constant insist on a batch dim and a rank that go with the number of widths, which
-    # slices keep.
+    # Modes other than constant need a batch dim and a rank that fits the number of widths; slices keep both.
     dims = " ".join("_" if dim in padded else f"d{dim}" for dim in range(rank)) or "()"
     return f"{dims} -> {dims}" if num_dims <= rank else None
 

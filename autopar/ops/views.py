@@ -1,6 +1,4 @@
-"""Ops that move, join or cut tensors without arithmetic.  All are linear; what splits follows from the
-shapes.
-"""
+"""Ops that rearrange, join or cut tensors without arithmetic.  All are linear; shapes determine which dims split."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ Shape = tuple[int, ...]
 def match_shapes(source: Shape, target: Shape) -> tuple[list[str], list[str]]:
     """The dims of a reshape from `source` to `target` as factors.
 
-    Both shapes are cut into the shortest runs of equal products.  In memory order, equal slices of a run
-    are equal slices of its first dim (size-1 dims aside) on either side, so those two carry the run's factor.
+    Both shapes are cut into the shortest runs of dims with equal products.  In memory order, equal slices of a run
+    are equal slices of its first dim (other than dims of size 1) in both shapes, so these two dims have the run's
+    factor.
 
     >>> match_shapes((2, 12), (2, 3, 4))
     (['d0', 'd1'], ['d0', 'd1', '_'])
@@ -44,18 +43,18 @@ def match_shapes(source: Shape, target: Shape) -> tuple[list[str], list[str]]:
 
 def dim_names(rank: int, *whole: int) -> list[str]:
     """``["d0", "d1" ...]`` with ``"_"`` at the dims in `whole`, which may be negative."""
-    kept_whole = {dim % rank for dim in whole} if rank else set[int]()
-    return [f"d{index}" if index not in kept_whole else "_" for index in range(rank)]
+    whole_dims = {dim % rank for dim in whole} if rank else set[int]()
+    return [f"d{index}" if index not in whole_dims else "_" for index in range(rank)]
 
 
 def without(dims: list[str], *removed: int) -> list[str]:
-    """`dims` without those at the positions `removed`, which may be negative."""
-    gone = {dim % len(dims) for dim in removed}
-    return [name for index, name in enumerate(dims) if index not in gone]
+    """`dims` without the entries at the positions `removed`, which may be negative."""
+    positions = {dim % len(dims) for dim in removed}
+    return [name for index, name in enumerate(dims) if index not in positions]
 
 
 def text_of(dims: list[str]) -> str:
-    """The dims of one tensor as a declaration has them."""
+    """The dims of one tensor in the language of declarations."""
     return " ".join(dims) or "()"
 
 
@@ -69,7 +68,7 @@ def _reshape(op: Op, operand_types: Types, result_types: Types) -> str:
 
 
 def _squeeze(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """squeeze(x, dims): a dim that it may remove stays whole, for a slice of it could come to have size 1."""
+    """squeeze(x, dims): the dims that it may remove stay whole, as a slice could have size 1."""
     rank = len(operand_types[0].shape)
     dims = named_dims(argument(op, 1, "dim"), rank)
     source, target = match_shapes(operand_types[0].shape, result_types[0].shape)
@@ -83,7 +82,7 @@ def _reshape_like(op: Op, operand_types: Types, result_types: Types) -> str | No
 
 
 def _unflatten(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """unflatten(x, dim, sizes): the first of the new dims can be cut only if its size is left open (-1)."""
+    """unflatten(x, dim, sizes): the first of the new dims splits only if its size is -1, which means the rest."""
     dim, sizes = argument(op, 1, "dim"), argument(op, 2, "sizes")
     if not isinstance(dim, int) or not isinstance(sizes, tuple):
         return None
@@ -96,7 +95,7 @@ def _unflatten(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _permutation(names: str, order: Callable[[Op, list[int]], list[int] | None]) -> OpFamily:
-    """`order` says, for an op and the dims 0, 1 ... of its operand, in which order the result has them."""
+    """A family of permutations; `order` returns the dims of the result, given the op and its operand's dims 0, 1 ..."""
 
     def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
         dims = dim_names(len(operand_types[0].shape))
@@ -135,12 +134,12 @@ def _reverse(op: Op, dims: list[int]) -> list[int]:
 def _move(op: Op, dims: list[int]) -> list[int]:
     source, target = (_as_dims(argument(op, at, ""), len(dims)) for at in (1, 2))
     rest = iter([dim for dim in dims if dim not in source])
-    placed = dict(zip(target, source, strict=True))
-    return [placed[index] if index in placed else next(rest) for index in dims]
+    moved = dict(zip(target, source, strict=True))
+    return [moved[index] if index in moved else next(rest) for index in dims]
 
 
 def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
-    """Takes a part, or parts, along one dim; the other dims split."""
+    """The rule of ops that select one or several parts along one dim; the other dims split."""
 
     def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
         dim = argument(op, dim_at, "dim", default)
@@ -153,7 +152,7 @@ def _cut(dim_at: int, default: int | None, *, keeps_dim: bool) -> Rule:
 
 
 def _slice(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """slice(x, dim, start, end, step): a slice of everything leaves its dim free to be split."""
+    """slice(x, dim, start, end, step): the dim splits only if the slice has all of it; the others do."""
     shape = operand_types[0].shape
     dim, start, end, step = (argument(op, at, "", default) for at, default in ((1, 0), (2, 0), (3, None), (4, 1)))
     if not isinstance(dim, int):
@@ -190,9 +189,7 @@ def _repeat(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _repeat_interleave(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """repeat_interleave(x, repeats, dim): slices of the dim give slices, unless the result's size is
-    given.
-    """
+    """repeat_interleave(x, repeats, dim): the dim splits too, unless the call has `output_size`."""
     dim = argument(op, 2, "dim")
     if not isinstance(dim, int):
         return "... -> _ | plus 0"
@@ -218,7 +215,7 @@ def _diagonal(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _update(dim_at: int, *, keeps_dim: bool) -> Rule:
-    """select_scatter, slice_scatter: x with a part along one dim replaced by src."""
+    """The rule of select_scatter and slice_scatter: x with a part along one dim replaced by src."""
 
     def rule(op: Op, operand_types: Types, result_types: Types) -> str | None:
         dim = argument(op, dim_at, "dim", 0)

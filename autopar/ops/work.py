@@ -1,7 +1,7 @@
-"""What an op has to do on local tensors: floating-point operations and bytes, separately for forward and backward.
+"""The work of an op on local tensors: floating-point operations and bytes, separately for forward and backward.
 
-Pure counting; knows no device.  Here is what every op is counted by that has nothing else in its record: eager
-execution reads each operand and writes each result.
+It is counted without regard to a device.  Ops without `count_work` in their record get `default_work`: in eager
+execution they read each operand and write each result.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class Work:
 
     Args:
         kind: ``"matmul"``, ``"attention"``, ``"bytes"`` or ``"view"`` (no work forward).
-        dtype: what it computes in.
+        dtype: the dtype of the computation.
         flops: multiplications and additions of the forward; causal attention counts half of the square.
-        backward_flops: of the backward, when every operand that could need a gradient needs one.
-        read_bytes: forward reads.
-        write_bytes: forward writes.
-        backward_read_bytes: backward reads: result gradients and saved tensors.
-        backward_write_bytes: backward writes: operand gradients.
-        num_backward_kernels: how many kernels the backward starts.
-        length: attention: how many keys each query meets; else 0.
-        head_dim: attention: size of a head; else 0.
+        backward_flops: of the backward, if every operand that could need a gradient needs one.
+        read_bytes: read in forward.
+        write_bytes: written in forward.
+        backward_read_bytes: read in backward: result gradients and saved tensors.
+        backward_write_bytes: written in backward: operand gradients.
+        num_backward_kernels: the number of kernels of the backward.
+        length: attention: the number of keys of each query; else 0.
+        head_dim: attention: the head size; else 0.
         is_causal: attention: whether later keys are skipped.
-        is_plain: attention: whether a CPU runs it as plain products, which keep the scores.
-        is_new_kernel: attention: by a kernel written for the newest devices.
-        alignment: matmul: the largest of 64, 8 and 1 elements that every row of operands and result is a multiple of.
+        is_plain: attention: whether a CPU runs it as plain products, which save the scores.
+        is_new_kernel: attention: whether a kernel written for the newest devices runs.
+        alignment: matmul: the largest of 64, 8 and 1 elements that divides every row of operands and result.
         extents: matmul: rows, inner extent and columns of a product of two matrices; () for a batch of products or a
-            convolution.  attention: queries, and keys.
-        summed_bytes: matmul: of result gradients that backward sums up for a bias.
+            convolution.  attention: the numbers of queries and keys.
+        summed_bytes: matmul: bytes of result gradients that backward sums for a bias.
         is_convolution: matmul: whether it is a convolution.
-        is_passed_on: whether backward hands the result's gradient on as it is, or summed up.
+        is_passed_on: whether backward passes on the result's gradient itself, or a sum of it.
         is_with_number: whether an operand is a number instead of a tensor.
-        width: elements of a row of the first operand; of a product, of the result; of a cross entropy, classes.
+        width: elements of a row of the first operand; for a product, of the result; for a cross entropy, the classes.
     """
 
     kind: str
@@ -68,24 +68,24 @@ class Work:
 
     @property
     def is_counted_in_flops(self) -> bool:
-        """Whether seconds are measured over floating-point operations, not bytes."""
+        """Whether measured seconds are a function of floating-point operations instead of bytes."""
         return self.kind in ("matmul", "attention")
 
     @property
     def num_bytes(self) -> float:
-        """Forward bytes, read and written."""
+        """Bytes read and written in forward."""
         return self.read_bytes + self.write_bytes
 
     @property
     def backward_num_bytes(self) -> float:
-        """Backward bytes, read and written."""
+        """Bytes read and written in backward."""
         return self.backward_read_bytes + self.backward_write_bytes
 
 
 def default_work(op: Op, operands: Types, results: Types) -> Work:
-    """A view does nothing; all else is one kernel that reads all and writes all.
+    """The work of a view is nothing; any other op is one kernel that reads all operands and writes all results.
 
-    Backward of that reads gradients and saved tensors, and writes gradients.
+    Its backward reads gradients and saved tensors, and writes gradients.
     """
     if op.is_view:
         return _work_of_view(operands, results)
@@ -100,9 +100,9 @@ def default_work(op: Op, operands: Types, results: Types) -> Work:
 
 
 def _work_of_view(operands: Types, results: Types) -> Work:
-    """Nothing forward.  The gradient of a view is a view, unless elements were dropped, repeated or parted."""
+    """Nothing in forward.  The gradient of a view is a view, unless elements were dropped, repeated or split up."""
     resizes = operands and results and operands[0].num_elements != sum(t.num_elements for t in results)
-    if not resizes and len(results) < 2:  # the gradients of several parts are joined
+    if not resizes and len(results) < 2:  # the gradients of several parts are concatenated
         return Work("view", dtype_of(operands, results), num_backward_kernels=0)
     return Work(
         "view",
@@ -113,17 +113,17 @@ def _work_of_view(operands: Types, results: Types) -> Work:
 
 
 def sum_bytes(types: Types) -> float:
-    """Bytes of all of them."""
+    """The bytes of all tensors of these types."""
     return sum((t.num_bytes for t in types), 0.0)
 
 
 def floating(types: Types) -> Types:
-    """Those that can carry a gradient."""
+    """The types that can carry a gradient."""
     return tuple(t for t in types if t.is_floating)
 
 
 def dtype_of(operands: Types, results: Types) -> str:
-    """What an op computes in."""
+    """The dtype in which an op with these operands and results computes."""
     return (floating(operands) or floating(results) or operands or results)[0].dtype
 
 

@@ -1,1 +1,1 @@
-"""Pages for a browser: figures, tables and the file that holds them; they load nothing from anywhere."""
+"""HTML pages with figures and tables in one file, which loads nothing from the network."""

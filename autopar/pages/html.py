@@ -1,4 +1,4 @@
-"""Sections of charts, tables and text as one HTML file that holds all of them and what draws them."""
+"""Renders sections of charts, tables and text as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Section", "render_page"]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page; `text` are paragraphs, `figures` and `tables` come below in this order."""
+    """A part of the page: the paragraphs of `text`, then `figures`, then `tables`."""
 
     name: str
     title: str
@@ -31,21 +31,21 @@ def render_page(
     headline: str,
     cards: Sequence[tuple[str, str, Number, str]],
     verdict: str,
-    asked: Sequence[str],
-    shown: Sequence[Section],
+    subject: Sequence[str],
+    sections: Sequence[Section],
 ) -> str:
-    """Sections as one HTML text, which loads nothing from anywhere.
+    """Render sections as the text of an HTML page, which loads nothing from the network.
 
     Args:
         title: of the page.
-        headline: the plan in one line, or what the page shows.
-        cards: the numbers at the top: id, name, number and what stands below it.
-        verdict: a sentence below them, without its full stop.
-        asked: what the page is about, in short texts.
-        shown: the sections in order.
+        headline: the plan in one line, or a description of the page.
+        cards: the numbers at the top: id, name, number and the text below it.
+        verdict: a sentence below the cards, without its full stop.
+        subject: short texts that say what the page is about.
+        sections: in order.
 
     Raises:
-        QuestionError: what draws pages is not installed.
+        QuestionError: a package that draws pages is not installed.
     """
     try:
         jinja2: Any = importlib.import_module("jinja2")
@@ -56,15 +56,15 @@ def render_page(
         ) from error
     files = resources.files("autopar.pages")
     parts = {name: (files / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")}
-    figures = {figure.name: figure.spec for section in shown for figure in section.figures}
+    figures = {figure.name: figure.spec for section in sections for figure in section.figures}
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(parts["page.html"]).render(
         title=title,
         headline=headline,
         cards=cards,
         verdict=verdict,
-        asked=asked,
-        sections=shown,
+        subject=subject,
+        sections=sections,
         style=parts["page.css"],
         script=parts["page.js"],
         plotly=offline.get_plotlyjs(),

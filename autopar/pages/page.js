@@ -7,7 +7,7 @@ const config = {
   displaylogo: false,
   responsive: true,
   modeBarButtonsToRemove: ["select2d", "lasso2d"],
-  // Nothing of a page is ever uploaded: no "Share chart" button, and nowhere to send a chart to.
+  // Pages never upload anything: there is no "Share chart" button, and no server to which charts could be sent.
   showSendToCloud: false,
   plotlyServerURL: "",
 };
@@ -16,7 +16,7 @@ const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
 const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
 
-// A figure comes without colours of text and lines: those are the page's.
+// Figures have no colours of text and lines: the page sets them.
 const themed = (layout) => {
   const [text, faint, grid, panel] = ["--text", "--faint", "--grid", "--panel"].map(colour);
   const axis = { gridcolor: grid, linecolor: faint, zerolinecolor: grid, tickcolor: faint };
@@ -81,8 +81,8 @@ for (const button of document.querySelectorAll("button[data-figure]")) {
 for (const select of document.querySelectorAll("select[data-figure]")) {
   select.addEventListener("change", async () => {
     const figure = figures[select.dataset.figure];
-    const seen = new Set(select.value.split(",").map(Number));
-    figure.data.forEach((trace, index) => { trace.visible = seen.has(index); });
+    const visible = new Set(select.value.split(",").map(Number));
+    figure.data.forEach((trace, index) => { trace.visible = visible.has(index); });
     await Plotly.react(select.dataset.figure, figure.data.map(outlined), themed(figure.layout), config);
   });
 }

@@ -1,4 +1,4 @@
-"""What a page is made of: charts as plotly's own JSON, tables, and numbers with their exact value next to the text."""
+"""The elements of a page: charts as plotly's JSON, tables, and numbers with both their text and exact value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = [
     "count", "digits", "milliseconds", "percent", "size",
 ]  # fmt: skip
 
-# Okabe and Ito's colours, which people with any kind of colour blindness tell apart, and three of Paul Tol's.
+# Okabe and Ito's colours, which people with any kind of colour blindness can distinguish, and three of Paul Tol's.
 SERIES = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8f8f8f", "#882255", "#6f5fc9",
 )  # fmt: skip
@@ -55,7 +55,7 @@ MEMORY_COLOURS = {
 
 @dataclass(frozen=True)
 class Number:
-    """A number as people read it, with its exact value for programs."""
+    """A number as text for people, with its exact value for programs."""
 
     value: float
     text: str
@@ -66,7 +66,7 @@ Cell = str | Number
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers next to a chart; `caption` says what the rows are."""
+    """A table of numbers; `caption` says what the rows are."""
 
     caption: str
     columns: tuple[str, ...]
@@ -74,8 +74,8 @@ class Table:
 
     @property
     def headings(self) -> tuple[tuple[str, bool], ...]:
-        """The columns' names, and whether numbers stand below."""
-        numbers = [any(isinstance(row[place], Number) for row in self.rows) for place in range(len(self.columns))]
+        """The columns' names, and whether they contain numbers."""
+        numbers = [any(isinstance(row[index], Number) for row in self.rows) for index in range(len(self.columns))]
         return tuple(zip(self.columns, numbers, strict=True))
 
 
@@ -85,12 +85,12 @@ class Figure:
 
     Args:
         name: its id on the page.
-        description: what it shows, for people who can't see it.
+        description: a description for people who can't see it.
         data: plotly traces.
-        layout: plotly layout, without colours of text and background: those are the page's.
+        layout: plotly layout, without colours of text and background, which the page sets.
         height: in pixels.
-        has_zoom: whether the page gives it buttons to zoom and pan along x.
-        choices: names and the traces that are seen when that one is chosen; () for no choice.
+        has_zoom: whether it has buttons to zoom and pan along x.
+        choices: (name, the traces that are visible if it is chosen); () for no choice.
     """
 
     name: str
@@ -103,38 +103,41 @@ class Figure:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the page's script draws."""
+        """The JSON that the page's script draws."""
         return {"data": list(self.data), "layout": dict(self.layout)}
 
 
 def axis(title: str = "", **others: Any) -> dict[str, Any]:
-    """A plotly axis, whose numbers are written out."""
+    """A plotly axis whose numbers are never in scientific notation."""
     return {"title": {"text": title}, "automargin": True, "exponentformat": "none", "separatethousands": True, **others}
 
 
 def milliseconds(seconds: float) -> Number:
-    """Seconds, read as ms."""
+    """Seconds, shown in ms."""
     return Number(seconds, digits(seconds * 1e3))
 
 
 def digits(value: float) -> str:
-    """Four digits, more of large numbers and four places of small ones: ``"12,345"``, ``"12.34"``, ``"0.0012"``."""
+    """Format with four digits, all digits of large numbers, and four decimals of small ones.
+
+    Examples: ``"12,345"``, ``"12.34"``, ``"0.0012"``.
+    """
     if abs(value) < 1:
         return f"{value:.4f}".rstrip("0").rstrip(".") if value else "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def size(num_bytes: float) -> Number:
-    """Bytes, read in the unit that suits them."""
+    """Bytes, shown in a suitable unit."""
     factor, unit = size_unit(num_bytes)
     return Number(num_bytes, f"{three_digits(num_bytes / factor)} {unit}" if num_bytes else "0")
 
 
-def percent(part: float) -> Number:
-    """A share of 1."""
-    return Number(part, f"{part:.1%}")
+def percent(share: float) -> Number:
+    """A share of 1, shown in percent."""
+    return Number(share, f"{share:.1%}")
 
 
 def count(value: float) -> Number:
-    """A whole number."""
+    """A number, shown without decimals."""
     return Number(value, f"{value:,.0f}")

@@ -1,4 +1,4 @@
-"""The step as it passes: what the streams of device groups do when, and what their memory holds."""
+"""Figures and tables of a step over time: what the streams of device groups run, and what their memory holds."""
 
 from __future__ import annotations
 
@@ -26,40 +26,42 @@ from autopar.timeline import CATEGORIES, MEMORY_KINDS, STREAMS, Event, MemoryPoi
 
 __all__ = ["condense", "memory_figure", "memory_table", "shown_groups", "timeline_figure", "timeline_table"]
 
-_MOST_GROUPS = 8
-_MOST_BARS = 4000
+# Limits of what a chart shows: browsers stay responsive with so many bars and points, and rows stay readable.
+_MAX_GROUPS = 8
+_MAX_BARS = 4000
+_MAX_POINTS = 300  # of memory, for each group
 _TO = " .. "  # between the names of the first and the last of joined events
-_MOST_POINTS = 300  # of memory, for each group
 
 
 def shown_groups(timeline: StepTimeline) -> tuple[int, ...]:
-    """The device groups that charts show: all of them, or so many from the first to the last."""
+    """The device groups that charts show: all of them, or `_MAX_GROUPS` evenly spaced ones."""
     groups = sorted({event.group for event in timeline.events} | set(range(len(timeline.memory))))
-    if len(groups) <= _MOST_GROUPS:
+    if len(groups) <= _MAX_GROUPS:
         return tuple(groups)
-    return tuple(groups[number * (len(groups) - 1) // (_MOST_GROUPS - 1)] for number in range(_MOST_GROUPS))
+    return tuple(groups[number * (len(groups) - 1) // (_MAX_GROUPS - 1)] for number in range(_MAX_GROUPS))
 
 
-def condense(timeline: StepTimeline, groups: Sequence[int], most: int = _MOST_BARS) -> tuple[Event, ...]:
-    """The events of these groups; if there are more than `most`, neighbours of one kind are joined.
+def condense(timeline: StepTimeline, groups: Sequence[int], max_bars: int = _MAX_BARS) -> tuple[Event, ...]:
+    """The events of these groups; if there are more than `max_bars`, neighbours of one category are joined.
 
-    First those of one microbatch and category that (nearly) touch.  If there are still too many, the step is divided
-    into equal intervals, as many as `most` allows, and the events of one stream and category that start in the same
-    interval become one, as long as they are together.  Fewer than streams times categories is not possible.
+    First, events of one microbatch and category that (nearly) touch are joined.  If there are still too many, the step
+    is divided into equal intervals, as many as `max_bars` allows, and the events of one stream and category that start
+    in the same interval become one event of their total length.  At least one event for each stream and category
+    remains.
     """
     by_stream: dict[tuple[int, str], list[Event]] = {(group, stream): [] for group in groups for stream in STREAMS}
     for event in timeline.events:
         if (event.group, event.stream) in by_stream:
             by_stream[event.group, event.stream].append(event)
     streams = [sorted(events, key=lambda event: (event.start_s, event.stop_s)) for events in by_stream.values()]
-    if sum(map(len, streams)) <= most:
+    if sum(map(len, streams)) <= max_bars:
         return tuple(event for events in streams for event in events)
-    drawn = touching = [_join_touching(events, timeline.step_s / 5000) for events in streams]
-    num_intervals = most
-    while sum(map(len, drawn)) > most and num_intervals:
-        drawn = [_join_in_intervals(events, timeline.step_s / num_intervals) for events in touching]
+    bars = touching = [_join_touching(events, timeline.step_s / 5000) for events in streams]
+    num_intervals = max_bars
+    while sum(map(len, bars)) > max_bars and num_intervals:
+        bars = [_join_in_intervals(events, timeline.step_s / num_intervals) for events in touching]
         num_intervals //= 2
-    return tuple(event for events in drawn for event in events)
+    return tuple(event for events in bars for event in events)
 
 
 def _join_touching(events: Iterable[Event], gap_s: float) -> list[Event]:
@@ -67,33 +69,33 @@ def _join_touching(events: Iterable[Event], gap_s: float) -> list[Event]:
     stop_s = 0.0
     for event in events:
         last = runs[-1][-1] if runs else None
-        is_alike = last is not None and (last.category, last.microbatch) == (event.category, event.microbatch)
-        if is_alike and event.start_s - stop_s <= gap_s:
+        is_same_kind = last is not None and (last.category, last.microbatch) == (event.category, event.microbatch)
+        if is_same_kind and event.start_s - stop_s <= gap_s:
             runs[-1].append(event)
             stop_s = max(stop_s, event.stop_s)
         else:
             runs.append([event])
             stop_s = event.stop_s
-    return [_as_one(run, run[0].start_s, max(event.stop_s for event in run)) for run in runs]
+    return [_join(run, run[0].start_s, max(event.stop_s for event in run)) for run in runs]
 
 
 def _join_in_intervals(events: Sequence[Event], interval_s: float) -> list[Event]:
-    """One event per category and interval in which events start; what lasts longer than an interval stays as it is."""
-    joined = [event for event in events if event.seconds > interval_s]
+    """One event per category and interval in which events start; events longer than an interval aren't joined."""
+    bars = [event for event in events if event.seconds > interval_s]
     cells: dict[tuple[int, str], list[Event]] = {}
     for event in events:
         if event.seconds <= interval_s:
             cells.setdefault((int(event.start_s / interval_s), event.category), []).append(event)
-    free_s: dict[int, float] = {}  # categories follow each other in their interval: none hides another
+    free_s: dict[int, float] = {}  # in an interval, categories follow each other, so that none hides another
     for (interval, _), cell in cells.items():
         start_s = max(cell[0].start_s, free_s.get(interval, 0.0))
-        extent_s = max(event.stop_s for event in cell) - cell[0].start_s  # less than the sum where sends overlap
+        extent_s = max(event.stop_s for event in cell) - cell[0].start_s  # less than the sum if sends overlap
         free_s[interval] = start_s + min(sum(event.seconds for event in cell), extent_s)
-        joined.append(_as_one(cell, start_s, free_s[interval]))
-    return joined
+        bars.append(_join(cell, start_s, free_s[interval]))
+    return bars
 
 
-def _as_one(events: Sequence[Event], start_s: float, stop_s: float) -> Event:
+def _join(events: Sequence[Event], start_s: float, stop_s: float) -> Event:
     first, last = events[0], events[-1]
     names = (first.name.split(_TO)[0], last.name.split(_TO)[-1])
     microbatch = first.microbatch if all(event.microbatch == first.microbatch for event in events) else -1
@@ -104,29 +106,29 @@ def _as_one(events: Sequence[Event], start_s: float, stop_s: float) -> Event:
 
 
 def timeline_figure(timeline: StepTimeline) -> Figure:
-    """A row per stream of each group; what is empty is waiting."""
+    """The chart of events with one row for each stream of each group; gaps are waiting."""
     groups = shown_groups(timeline)
     events = condense(timeline, groups)
     used = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
     rows = [(group, stream) for group in reversed(groups) for stream in reversed(used)]
-    place = {row: number for number, row in enumerate(rows)}
+    positions = {row: position for position, row in enumerate(rows)}
     data: list[dict[str, Any]] = []
     for category in CATEGORIES:
-        own = [event for event in events if event.category == category]
-        if not own:
+        bars = [event for event in events if event.category == category]
+        if not bars:
             continue
         data.append(
             {
                 "type": "bar", "orientation": "h", "name": category, "width": 0.9,
-                "y": [place[event.group, event.stream] for event in own],
-                "base": [_ms(event.start_s) for event in own], "x": [_ms(event.seconds) for event in own],
+                "y": [positions[event.group, event.stream] for event in bars],
+                "base": [_ms(event.start_s) for event in bars], "x": [_ms(event.seconds) for event in bars],
                 "marker": {"color": COLOURS[category], "line": {"width": 0}},
-                "customdata": [_tell(event) for event in own],
+                "customdata": [_describe(event) for event in bars],
                 "hovertemplate": f"{category}: %{{customdata}}<extra></extra>",
             }
         )  # fmt: skip
-    several = len(groups) > 1
-    names = [f"group {group} {stream}" if several else stream for group, stream in rows]
+    has_several_groups = len(groups) > 1
+    names = [f"group {group} {stream}" if has_several_groups else stream for group, stream in rows]
     layout: dict[str, Any] = {
         "barmode": "overlay",
         "xaxis": axis("ms since the step began", range=[0, _ms(timeline.step_s)], zeroline=False),
@@ -149,7 +151,7 @@ def _ms(seconds: float) -> float:
     return float(f"{seconds * 1e3:.7g}")
 
 
-def _tell(event: Event) -> str:
+def _describe(event: Event) -> str:
     parts = [event.name]
     if event.microbatch >= 0:
         parts.append(f"microbatch {event.microbatch}")
@@ -161,19 +163,19 @@ def _tell(event: Event) -> str:
 
 
 def timeline_table(timeline: StepTimeline) -> Table:
-    """Every group: how long it computes and communicates, and how much of that is exposed."""
+    """The seconds in which each group computes and communicates, and its share of time without compute."""
     groups = sorted({event.group for event in timeline.events})
-    busy = {(event.group, stream): 0.0 for event in timeline.events for stream in STREAMS}
+    busy_s = {(event.group, stream): 0.0 for event in timeline.events for stream in STREAMS}
     for event in timeline.events:
-        busy[event.group, event.stream] += event.seconds
+        busy_s[event.group, event.stream] += event.seconds
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
-        computing = busy[group, "compute"]
+        compute_s = busy_s[group, "compute"]
         rows.append(
             (
-                count(group), milliseconds(computing), percent(computing / timeline.step_s),
-                milliseconds(busy[group, "communication"]), milliseconds(busy[group, "pipeline"]),
-                percent(1 - computing / timeline.step_s),
+                count(group), milliseconds(compute_s), percent(compute_s / timeline.step_s),
+                milliseconds(busy_s[group, "communication"]), milliseconds(busy_s[group, "pipeline"]),
+                percent(1 - compute_s / timeline.step_s),
             )
         )  # fmt: skip
     columns = ("group", "computes (ms)", "share", "communicates (ms)", "sends (ms)", "not computing")
@@ -181,12 +183,12 @@ def timeline_table(timeline: StepTimeline) -> Table:
 
 
 def memory_figure(timeline: StepTimeline) -> Figure:
-    """What a device of each group holds as the step passes, a group at a time, and the limit."""
+    """The chart of the memory of a device over time, with a choice of groups, and the limit."""
     data: list[dict[str, Any]] = []
     choices: list[tuple[str, tuple[int, ...]]] = []
     groups = [group for group in shown_groups(timeline) if group < len(timeline.memory)]
-    most = max(timeline.peak(group).total_bytes for group in groups)
-    factor, unit = size_unit(most)
+    peak_bytes = max(timeline.peak(group).total_bytes for group in groups)
+    factor, unit = size_unit(peak_bytes)
     for group in groups:
         points = _thin(timeline.memory[group], timeline.step_s)
         first = len(data)
@@ -205,11 +207,13 @@ def memory_figure(timeline: StepTimeline) -> Figure:
                 )  # fmt: skip
         choices.append((f"device group {group}", tuple(range(first, len(data)))))
     limit = timeline.memory_limit_bytes / factor
-    is_near = limit <= 3 * most / factor  # else it would press the curves flat
+    is_near = limit <= 3 * peak_bytes / factor  # a higher limit in the chart would flatten the curves
     name = f"limit {size(timeline.memory_limit_bytes).text}"
     layout: dict[str, Any] = {
         "xaxis": axis("ms since the step began", range=[0, _ms(timeline.step_s)]),
-        "yaxis": axis(f"{unit} per device", range=[0, 1.08 * max(most / factor, limit * is_near)], fixedrange=True),
+        "yaxis": axis(
+            f"{unit} per device", range=[0, 1.08 * max(peak_bytes / factor, limit * is_near)], fixedrange=True
+        ),
         "hovermode": "x unified",
         "shapes": [
             {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": limit, "y1": limit,
@@ -223,32 +227,32 @@ def memory_figure(timeline: StepTimeline) -> Figure:
         "legend": LEGEND,
         "margin": MARGIN,
     }  # fmt: skip
-    text = f"Memory of a device over one step, at most {size(most).text}; {name}."
+    text = f"Memory of a device over one step, at most {size(peak_bytes).text}; {name}."
     return Figure(
         "memory", text, tuple(data), layout, 340, has_zoom=True, choices=tuple(choices) if len(choices) > 1 else ()
     )
 
 
 def _thin(points: Sequence[MemoryPoint], step_s: float) -> list[MemoryPoint]:
-    """At most so many of them, among them the fullest of every stretch of time; the last lasts to the step's end."""
-    results = list(points)
-    if len(results) > _MOST_POINTS:
-        size = -(-len(results) // _MOST_POINTS)
-        parts = [results[start : start + size] for start in range(0, len(results), size)]
-        results = [max(part, key=lambda point: point.total_bytes) for part in parts]
-    return [*results, MemoryPoint(step_s, results[-1].num_bytes)] if results else []
+    """At most `_MAX_POINTS` points, the highest of each interval, and the last one again at the end of the step."""
+    kept = list(points)
+    if len(kept) > _MAX_POINTS:
+        length = -(-len(kept) // _MAX_POINTS)
+        intervals = [kept[start : start + length] for start in range(0, len(kept), length)]
+        kept = [max(interval, key=lambda point: point.total_bytes) for interval in intervals]
+    return [*kept, MemoryPoint(step_s, kept[-1].num_bytes)] if kept else []
 
 
 def memory_table(timeline: StepTimeline) -> Table:
-    """Every group at the moment at which it holds most."""
+    """The peak memory of a device of each group, by kind."""
     rows: list[tuple[Cell, ...]] = []
     for group in range(len(timeline.memory)):
         peak = timeline.peak(group)
         rows.append(
             (
                 count(group), size(peak.total_bytes), milliseconds(peak.time_s),
-                *(size(each) for each in peak.num_bytes),
+                *map(size, peak.num_bytes),
             )
         )  # fmt: skip
     columns = ("group", "peak", "at (ms)", *MEMORY_KINDS)
-    return Table("What a device holds when it holds most", columns, tuple(rows))
+    return Table("Peak memory of a device", columns, tuple(rows))

@@ -22,6 +22,7 @@ from autopar.lower.run.carried_tensor import CarriedTensor
 from autopar.lower.run.lowering import Executable
 from autopar.placement import Layout, refine_mesh
 from autopar.plan import Plan
+from autopar.plan.prediction import Prediction
 from autopar.planning.padded_calls import (
     as_any_length,
     as_longer,
@@ -32,7 +33,6 @@ from autopar.planning.padded_calls import (
     with_rows,
     with_size,
 )
-from autopar.prediction import Prediction
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.data_split import batch_inputs

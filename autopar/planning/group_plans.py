@@ -21,12 +21,12 @@ import numpy as np
 
 from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, TraceError
-from autopar.headline import describe_usual
 from autopar.lower.groups.target_count import counting_ops
 from autopar.lower.parameters.store import storage_layouts
 from autopar.placement import BROADCAST, Axis, refine_mesh, reshard
 from autopar.plan import GroupPlan, Plan
-from autopar.prediction import GroupRow
+from autopar.plan.headline import describe_usual
+from autopar.plan.prediction import GroupRow
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, reuse_plan, search
 from autopar.step.logits import in_pieces

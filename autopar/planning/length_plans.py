@@ -28,11 +28,11 @@ from autopar.balance.expectation import draw_batches, expected_step, rows_worth_
 from autopar.errors import ConstraintError, ExampleInputsError, InfeasibleError, LengthError, TraceError
 from autopar.lower.compat import map_leaves
 from autopar.plan import Plan
+from autopar.plan.prediction import LengthPrediction
 from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, shape_of, stored_as, trace_model
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
 from autopar.planning.padded_calls import with_rows
 from autopar.planning.setup import Setup
-from autopar.prediction import LengthPrediction
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan

@@ -1,5 +1,5 @@
-"""``python -m autopar.profile``: measures this machine and the links between its processes, for plans to go by.
+"""``python -m autopar.profile``: measures this machine and the links between its processes, for the prices of plans.
 
-Alone it measures ops; under ``torchrun`` collectives too, on the live process group.  What it stores is what
-`autopar.parallelize` reads on such a machine (see ``docs/profile.md``).
+A single process measures ops; under ``torchrun`` it also measures collectives of the process group.
+`autopar.parallelize` reads the file that it stores (see ``docs/profile.md``).
 """

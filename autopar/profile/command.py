@@ -28,12 +28,12 @@ from autopar.profile.table import print_probes, print_profile
 __all__ = ["main", "showing"]
 
 
-_EVERY_S = 2.0
+_LINE_INTERVAL_S = 2.0  # between lines of progress in a log, which grows by 30 lines a minute
 
 
 @contextmanager
 def showing(console: Console, *, is_shown: bool) -> Generator[Callable[[Progress], None]]:
-    """What tells `console` of the progress, or nobody."""
+    """Yield a function that shows progress on `console`, or does nothing if not `is_shown`."""
     if not is_shown:
         yield lambda _: None
         return
@@ -54,78 +54,78 @@ class _Lines:
         self._last_s = float("-inf")
 
     def __call__(self, progress: Progress) -> None:
-        if progress.key and time.monotonic() - self._last_s < _EVERY_S:
+        if progress.key and time.monotonic() - self._last_s < _LINE_INTERVAL_S:
             return
         self._last_s = time.monotonic()
         self._console.print(f"{progress.num_done}/{progress.num_probes} {progress.key}", highlight=False)
 
 
-_UNHURRIED_S = 120.0
-_QUICK_S = 5.0
-_PIPED_WIDTH = 130
+_DENSE_S = 120.0  # for all dense sweeps without --budget: more would lower the noise of medians
+_QUICK_S = 5.0  # for all quick sweeps without --budget: the default of `measure_profile`
+_PIPED_WIDTH = 130  # columns where the output isn't a terminal: the longest keys fit into the tables
 _NUM_NAMED = 5
-_NOISY = 0.5  # spread of a curve that is named as noisy
+_NOISY = 0.5  # curves with a larger spread are reported as noisy
 _EPILOG = """
 examples:
   python -m autopar.profile                                            ops of this device
   torchrun --nproc-per-node 4 -m autopar.profile                       and collectives between 4 processes
-  torchrun --nproc-per-node 4 -m autopar.profile --budget 60           stop after a minute; the next run goes on
-  python -m autopar.profile --device cuda --output profiles/h200.json  keep it somewhere else
+  torchrun --nproc-per-node 4 -m autopar.profile --budget 60           stop after a minute; the next run continues
+  python -m autopar.profile --device cuda --output profiles/h200.json  write another file
   python -m autopar.profile --show profiles/h200.json                  print it as tables
-  python -m autopar.profile --remeasure 'matmul/*'                     again, although it is there
+  python -m autopar.profile --remeasure 'matmul/*'                     repeat these measurements
 """
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say it once, not once on each process."""
+        """Print the error on the first process of each node only."""
         if is_first_here():
-            super().error(f"{message} (--help shows what there is)")
+            super().error(f"{message} (--help lists all options)")
         sys.exit(2)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, or 1 with one line on standard error for what a user can mend."""
+    """Run the command, and return its exit status: 0, or 1 with one line on standard error for errors of users."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    must_tell = True  # which device it has is each process's own matter; the rest is the same on all
+    prints_errors = True  # each process reports a missing device; later errors are the same on all processes
     try:
         if options.show:
             print_profile(_load(Path(options.show)), _console())
             return 0
         device = choose_device(options.device)
-        must_tell = is_first_here()
+        prints_errors = is_first_here()
         return _run(options, device)
     except AutoparError as error:
-        if must_tell:
+        if prints_errors:
             sys.stderr.write(f"{parser.prog}: {type(error).__name__}: {error}\n")
         return 1
     except KeyboardInterrupt:
         if is_first_here():
-            sys.stderr.write("\ninterrupted: what was measured is kept; the same command goes on from there\n")
+            sys.stderr.write("\ninterrupted: measurements are kept; run the same command again to continue\n")
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m autopar.profile",
-        description="Measure this machine and the links between its processes.  What was measured before is kept.",
+        description="Measure this machine and the links between its processes.  Earlier measurements are kept.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--device", metavar="TYPE", help="what to measure: cpu, cuda, ... (default: an accelerator if there is one)")
+    add("--device", metavar="TYPE", help="device to measure: cpu, cuda, ... (default: an accelerator if there is one)")
     add("--output", metavar="PATH", help="file to add to (default: the one that parallelize reads on this machine)")
-    add("--budget", metavar="SECONDS", help="stop after about so long (default: until all is measured, some minutes)")
+    add("--budget", metavar="SECONDS", help="stop after about this time (default: run all probes, some minutes)")
     add(
         "--dtypes", metavar="A,B", help="of matrix products and attention (default: float32; on a GPU bfloat16,float32)"
     )
     add("--axes", metavar="SIZExSTRIDE,..", help="groups to measure, such as 4x1,2x4 (default: all that fit)")
-    add("--group-sizes", metavar="A,B", help="groups of these sizes only, at all strides")
-    add("--quick", action="store_true", help="only what parallelize itself would measure, in seconds")
-    add("--only", action="append", default=[], metavar="KEYGLOB", help="nothing else: 'collective/*/2/1'")
-    add("--remeasure", action="append", default=[], metavar="KEYGLOB", help="again, although it is there: 'matmul/*'")
-    add("--list", action="store_true", help="list what can be measured here, and whether it has been; measure nothing")
+    add("--group-sizes", metavar="A,B", help="measure only groups of these sizes, at all strides")
+    add("--quick", action="store_true", help="measure only what parallelize itself would measure, in seconds")
+    add("--only", action="append", default=[], metavar="KEYGLOB", help="measure only these keys: 'collective/*/2/1'")
+    add("--remeasure", action="append", default=[], metavar="KEYGLOB", help="repeat these measurements: 'matmul/*'")
+    add("--list", action="store_true", help="list the probes for this machine, and which have run; measure nothing")
     add("--show", nargs="?", const="", metavar="PATH", help="print a profile as tables; measure nothing")
     return parser
 
@@ -136,8 +136,8 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
         budget_s = read_budget(options.budget)
         dtypes = read_dtypes(options.dtypes, default_dtypes(device))
         axes = read_axes(options.axes, options.group_sizes, ranks.world_size)
-        usual = profile_path(CACHE_DIR, device, ranks.world_size)
-        path = Path(share_text(ranks, lambda: str(read_output(options.output, usual))))
+        default_path = profile_path(CACHE_DIR, device, ranks.world_size)
+        path = Path(share_text(ranks, lambda: str(read_output(options.output, default_path))))
         if options.show is not None:
             share_text(ranks, lambda: _show(path))
             return 0
@@ -147,15 +147,17 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
             probes = tuple(probe for probe in probes if not only.isdisjoint(probe.keys))
         again = matching_keys("--remeasure", options.remeasure, probes)
         ranks.prepare(axes)
-        result = load_shared(ranks, path)
-        missing = missing_probes(probes, result, again)
+        known = load_shared(ranks, path)
+        missing = missing_probes(probes, known, again)
         if options.list:
             if ranks.rank == 0:
                 print_probes(probes, missing, _console())
             return 0
-        with showing(_console(), is_shown=ranks.rank == 0) as tell:
-            spend_s = budget_s or (_QUICK_S if options.quick else _UNHURRIED_S)
-            profile = measure_missing(ranks, missing, result, spend_s, path, tell=tell, stops=budget_s is not None)
+        with showing(_console(), is_shown=ranks.rank == 0) as show:
+            spend_s = budget_s or (_QUICK_S if options.quick else _DENSE_S)
+            profile = measure_missing(
+                ranks, missing, known, spend_s, path, on_progress=show, stops=budget_s is not None
+            )
         if ranks.rank == 0:
             _summarize(profile, path, len(missing), len(missing_probes(missing, profile)))
         return 0
@@ -170,9 +172,9 @@ def _load(path: Path) -> Profile:
     try:
         return Profile.load(path)
     except FileNotFoundError as error:
-        others = "".join(f"\n  {other}" for other in sorted(CACHE_DIR.glob("profile-*.json")))
-        there = f"; there are{others}" if others else ""
-        raise ProfileError(f"--show: there is no {path}. Name a profile, or measure one first{there}") from error
+        cached = "".join(f"\n  {profile}" for profile in sorted(CACHE_DIR.glob("profile-*.json")))
+        hint = f"; these exist:{cached}" if cached else ""
+        raise ProfileError(f"--show: there is no {path}. Name a profile, or measure one first{hint}") from error
     except (OSError, ValueError) as error:
         raise ProfileError(f"--show: {path} can't be read: {error}. Name the JSON file of a profile") from error
 
@@ -180,17 +182,17 @@ def _load(path: Path) -> Profile:
 def _summarize(profile: Profile, path: Path, num_missing: int, num_left: int) -> None:
     console = _console()
     if not num_missing:
-        console.print("nothing was missing; --remeasure KEYGLOB measures again")
+        console.print("nothing was missing; --remeasure KEYGLOB repeats measurements")
     elif num_left:
-        console.print(f"{num_left} of {num_missing} are not measured yet; run the same command again to continue")
+        console.print(f"{num_left} of {num_missing} probes have not run yet; run the same command again to continue")
     console.print(
         f"curves: {len(profile.curves)}, readings: {len(profile.readings)}, in {path}\n"
         f"median spread {profile.spread:.0%}"
     )
     noisy = [key for key, curve in profile.curves.items() if curve.spread > _NOISY]
     if noisy:
-        some = ", ".join(noisy[:_NUM_NAMED]) + (", ..." if len(noisy) > _NUM_NAMED else "")
-        console.print(f"noisy (spread above {_NOISY:.0%}): {some}; --remeasure them on a quiet machine")
+        keys = ", ".join(noisy[:_NUM_NAMED]) + (", ..." if len(noisy) > _NUM_NAMED else "")
+        console.print(f"noisy (spread above {_NOISY:.0%}): {keys}; --remeasure them on a quiet machine")
 
 
 def _console() -> Console:
@@ -202,7 +204,7 @@ def _console() -> Console:
 
 @contextmanager
 def _short_warnings() -> Generator[None]:
-    """Warnings as one line for people, without the code that gave them."""
+    """Print warnings as one line, without the source code that caused them."""
 
     def write(message: Warning | str, *_: Any) -> None:
         sys.stderr.write(f"warning: {message}\n")

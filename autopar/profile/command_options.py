@@ -1,4 +1,4 @@
-"""Reads the options of the command line; what can't be read is a `ProfileError` that says what to type instead."""
+"""Parses the options of the command line; invalid ones raise a `ProfileError` that says what to type instead."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def read_dtypes(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """``"bfloat16,float32"``.
+    """Parse dtypes such as ``"bfloat16,float32"``.
 
     Raises:
-        ProfileError: one is none that matrix products are measured in.
+        ProfileError: matrix products can't be measured in one of them.
     """
     if text is None:
         return default
@@ -33,10 +33,10 @@ def read_dtypes(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def read_budget(text: str | None) -> float | None:
-    """Seconds, more than 0; None: not said.
+    """Parse a positive number of seconds; None if the option is missing.
 
     Raises:
-        ProfileError: it is no such number.
+        ProfileError: it is not such a number.
     """
     if text is None:
         return None
@@ -45,41 +45,41 @@ def read_budget(text: str | None) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ProfileError(f"--budget {text}: say seconds, such as --budget 60")
+        raise ProfileError(f"--budget {text}: pass seconds, such as --budget 60")
     return seconds
 
 
 def read_axes(axes: str | None, group_sizes: str | None, world_size: int) -> tuple[Axis, ...]:
-    """``--axes 2x1,2x4`` (size x stride), or ``--group-sizes 2,8`` at all strides; by default all there are.
+    """Parse ``--axes 2x1,2x4`` (size x stride), or ``--group-sizes 2,8`` for all strides; by default all axes.
 
     Raises:
-        ProfileError: one can't be read, or does not fit so many processes.
+        ProfileError: one can't be read, or does not fit the number of processes.
     """
-    fitting = all_axes(world_size)
+    possible = all_axes(world_size)
     if axes is not None and group_sizes is not None:
-        raise ProfileError("--axes and --group-sizes: say one of them")
+        raise ProfileError("--axes and --group-sizes: pass only one of them")
     if world_size == 1 and (axes or group_sizes):
         raise ProfileError(
             "one process has no groups to measure: torchrun --nproc-per-node N -m autopar.profile, or leave out "
             "--axes and --group-sizes"
         )
     if axes is not None:
-        named = [_read_axis(part, axes) for part in axes.split(",")]
-        for axis in named:
-            if axis not in fitting:
+        requested = [_read_axis(part, axes) for part in axes.split(",")]
+        for axis in requested:
+            if axis not in possible:
                 raise ProfileError(
                     f"--axes {axes}: {axis.size}x{axis.stride} does not fit {world_size} processes. These do: "
-                    + ",".join(f"{fit.size}x{fit.stride}" for fit in fitting)
+                    + ",".join(f"{fit.size}x{fit.stride}" for fit in possible)
                 )
-        return tuple(dict.fromkeys(named))
+        return tuple(dict.fromkeys(requested))
     if group_sizes is None:
-        return fitting
+        return possible
     sizes = [_read_count(part, f"--group-sizes {group_sizes}") for part in group_sizes.split(",")]
     for size in sizes:
-        if size not in {axis.size for axis in fitting}:
+        if size not in {axis.size for axis in possible}:
             raise ProfileError(
-                f"--group-sizes {group_sizes}: {world_size} processes are no groups of {size}. These sizes go: "
-                + ",".join(str(size) for size in dict.fromkeys(axis.size for axis in fitting))
+                f"--group-sizes {group_sizes}: {world_size} processes can't form groups of {size}. Possible sizes: "
+                + ",".join(str(size) for size in dict.fromkeys(axis.size for axis in possible))
             )
     return all_axes(world_size, sizes)
 
@@ -93,8 +93,8 @@ def _read_axis(part: str, text: str) -> Axis:
 def _read_count(text: str, where: str) -> int:
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text) or int(text) < 1:
         raise ProfileError(
-            f"{where}: {text.strip()!r} is no count. Say group sizes such as --group-sizes 2,8, or sizes and strides "
-            "such as --axes 2x1,2x4"
+            f"{where}: {text.strip()!r} is not a positive integer. Pass group sizes such as --group-sizes 2,8, or "
+            "sizes and strides such as --axes 2x1,2x4"
         )
     return int(text)
 
@@ -119,18 +119,18 @@ def read_output(text: str | None, default: Path) -> Path:
 
 
 def matching_keys(option: str, globs: Sequence[str], probes: Iterable[Probe]) -> frozenset[str]:
-    """The keys of `probes` that any of `globs` matches.
+    """The keys of `probes` that at least one of `globs` matches.
 
     Raises:
         ProfileError: one matches nothing.
     """
     keys = [key for probe in probes for key in probe.keys]
-    results = {pattern: [key for key in keys if fnmatchcase(key, pattern)] for pattern in globs}
-    for pattern, matches in results.items():
+    by_pattern = {pattern: [key for key in keys if fnmatchcase(key, pattern)] for pattern in globs}
+    for pattern, matches in by_pattern.items():
         if not matches:
             kinds = dict.fromkeys(key.split("/")[0] for key in keys)
             raise ProfileError(
-                f"{option} {pattern!r} matches nothing that is measured here. Keys are such as {keys[0]!r}; they begin "
+                f"{option} {pattern!r} matches no key that is measured here. An example is {keys[0]!r}; keys begin "
                 f"with {', '.join(kinds)}; --list shows all"
             )
-    return frozenset(key for matches in results.values() for key in matches)
+    return frozenset(key for matches in by_pattern.values() for key in matches)

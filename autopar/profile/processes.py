@@ -1,4 +1,4 @@
-"""The processes that measure: this one alone, or all that torchrun started."""
+"""The processes that measure: this one alone, or all those that torchrun started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["choose_device", "is_first_here", "open_processes"]
 
 _TIMEOUT = timedelta(minutes=5)
 
-_dist: Any = dist  # it does not name all that it documents
+_dist: Any = dist  # torch.distributed doesn't export everything that it documents
 
 
 def is_first_here() -> bool:
@@ -26,23 +26,23 @@ def is_first_here() -> bool:
 
 
 def choose_device(kind: str | None) -> torch.device:
-    """This process's device: by default an accelerator if there is one.
+    """Return this process's device: by default an accelerator if there is one.
 
     Raises:
-        ProfileError: there is none for this process.
+        ProfileError: there is no such device for this process.
     """
-    here = torch.accelerator.current_accelerator(check_available=True)
-    kind = kind or ("cpu" if here is None else here.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = kind or ("cpu" if accelerator is None else accelerator.type)
     if kind == "cpu":
         return torch.device("cpu")
-    if here is None or here.type != kind:
-        own = "" if here is None else f"{here.type} or "
-        raise ProfileError(f"--device {kind}: PyTorch sees no such device here. Use --device {own}cpu")
+    if accelerator is None or accelerator.type != kind:
+        alternative = "" if accelerator is None else f"{accelerator.type} or "
+        raise ProfileError(f"--device {kind}: PyTorch sees no such device here. Use --device {alternative}cpu")
     count, index = torch.accelerator.device_count(), _place_in_node()
     if index >= count:
         raise ProfileError(
             f"--device {kind}: process {index} of this node has no device, there are {count}. "
-            f"Start as many processes: torchrun --nproc-per-node {count} -m autopar.profile"
+            f"Start {count} processes: torchrun --nproc-per-node {count} -m autopar.profile"
         )
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
@@ -50,7 +50,7 @@ def choose_device(kind: str | None) -> torch.device:
 
 @contextmanager
 def open_processes(device: torch.device) -> Generator[ProcessGroupCommunicator | None]:
-    """The communicator of the process group there is, or of what torchrun started; None: this process is alone."""
+    """Yield the communicator of the existing process group, or of torchrun's processes; None for a single process."""
     if dist.is_initialized():
         yield ProcessGroupCommunicator(device=device)
         return

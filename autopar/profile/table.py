@@ -1,4 +1,4 @@
-"""A profile as tables for people."""
+"""Prints a profile as tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["print_probes", "print_profile"]
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Everything that `profile` holds, one line for each curve, reading and layer."""
+    """Print everything in `profile`, one line for each curve, reading and layer."""
     software = ", ".join(f"{name} {value}" for name, value in profile.software.items() if value)
     console.print(
         f"{profile.device}, {profile.num_ranks} processes at a time, {profile.date}; {software}", markup=False
@@ -26,19 +26,19 @@ def print_profile(profile: Profile, console: Console) -> None:
         _print_curves(profile, console)
     if profile.readings:
         table = _table("reading", "points", "amount", "value", "spread")
-        for key, result in sorted(profile.readings.items()):
-            table.add_row(key, *_cells(result))
+        for key, readings in sorted(profile.readings.items()):
+            table.add_row(key, *_cells(readings))
         console.print(table)
     if profile.layers:
         table = _table("layer", "forward", "backward", "spread")
         for key, layer in sorted(profile.layers.items()):
             table.add_row(key, format_seconds(layer.forward_s), format_seconds(layer.backward_s), f"{layer.spread:.0%}")
         console.print(table)
-    console.print("spread: distance of the quartiles over the median (of an interference: the distance itself)")
+    console.print("spread: interquartile range over median (for interference: the interquartile range)")
 
 
 def print_probes(probes: Sequence[Probe], missing: Container[Probe], console: Console) -> None:
-    """What can be measured here, and what of it has not been."""
+    """Print `probes`, and which of them have run."""
     table = _table("measured", "points", "what")
     for probe in probes:
         state = "no" if probe in missing else "yes"
@@ -47,26 +47,25 @@ def print_probes(probes: Sequence[Probe], missing: Container[Probe], console: Co
 
 
 def _print_curves(profile: Profile, console: Console) -> None:
-    table = _table("curve", "points", "work", "takes", "best rate", "spread")
+    table = _table("curve", "points", "work", "time", "best rate", "spread")
     for key, curve in sorted(profile.curves.items()):
-        least, most = curve.points[0], curve.points[-1]
-        takes = _range(
+        first, last = curve.points[0], curve.points[-1]
+        times = _range(
             format_seconds(min(p.seconds for p in curve.points)), format_seconds(max(p.seconds for p in curve.points))
         )
         is_work = key.split("/")[0] != "view"
         unit = "flop" if key.startswith(("matmul/", "batched/", "convolution/", "attention/")) else "B"
-        work = _range(_scaled(least.amount), _scaled(most.amount)) + f" {unit}" if is_work else ""
+        work = _range(_scaled(first.amount), _scaled(last.amount)) + f" {unit}" if is_work else ""
         rate = f"{_scaled(max(p.amount / p.seconds for p in curve.points))}{unit}/s" if is_work else ""
-        table.add_row(key, str(len(curve.points)), work, takes, rate, f"{curve.spread:.0%}")
+        table.add_row(key, str(len(curve.points)), work, times, rate, f"{curve.spread:.0%}")
     console.print(table)
 
 
-def _cells(found: Readings) -> tuple[str, ...]:
-    amounts = _range(_scaled(found.points[0].amount), _scaled(found.points[-1].amount))
-    values = [point.value for point in found.points]
-    spread = statistics.median(point.spread for point in found.points)
-    between = _range(_scaled(min(values)), _scaled(max(values)))
-    return str(len(values)), amounts, between, f"{spread:.2g}"
+def _cells(readings: Readings) -> tuple[str, ...]:
+    amounts = _range(_scaled(readings.points[0].amount), _scaled(readings.points[-1].amount))
+    values = [point.value for point in readings.points]
+    spread = statistics.median(point.spread for point in readings.points)
+    return str(len(values)), amounts, _range(_scaled(min(values)), _scaled(max(values))), f"{spread:.2g}"
 
 
 def _table(*columns: str) -> Table:

@@ -1,4 +1,4 @@
-"""Pipeline schedules: one record each (`autopar.schedules.torch_schedules`), found by its name."""
+"""Pipeline schedules: one record each (`autopar.schedules.torch_schedules`), looked up by name."""
 
 from autopar.schedules.lookup import (
     Flight,

@@ -1,8 +1,8 @@
-"""Paths through a step of a schedule: chains of actions each of which waits for the one before it.
+"""Paths through a step of a schedule: chains of actions, each of which waits for the previous one.
 
-A step is never shorter than such a chain (`autopar.schedules.action_lists.simulate_schedule`), whatever the stages
-cost, and as long as the longest of them.  So each is a lower bound on the step that is linear in the seconds of the
-stages.
+For any costs of the stages, a step takes as long as its longest chain
+(`autopar.schedules.action_lists.simulate_schedule`).  So each chain is a lower bound on the step that is linear in the
+seconds of the stages.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ __all__ = ["SchedulePaths", "moments", "schedule_paths"]
 
 Array = npt.NDArray[np.float64]
 
-# What the chains are the longest for: a backward that takes twice the forward, half of it for parameters, and sends
-# that take next to nothing.
-_USUAL = StageCost(1.0, 2.0, 1.0, 1e-6, 1e-6)
+# The costs for which the longest chains are searched: a backward takes twice the forward, half of it for parameters,
+# and sends take almost no time.
+_TYPICAL_COST = StageCost(1.0, 2.0, 1.0, 1e-6, 1e-6)
 
 
-_ROUNDS = 24  # to find long chains: each costs as much as simulating the schedule
-_FEW_ROUNDS = 4  # of large schedules: 20 more raised bounds of zbv of 64 stages by 0.5 %, of 1F1B of 32 by 1 %
-_SOON_DONE = 150_000  # nodes of all rounds: about 0.1 s
-_NEAR = 1e-3
-_HOLDS = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-_TIE = 1e-3  # of two moments that are alike for one stage, the one that holds more in all
+_ROUNDS = 24  # searches for longer chains: each costs as much as simulating the schedule
+_FEW_ROUNDS = 4  # for large schedules: 20 more raised bounds of zbv with 64 stages by 0.5 %, of 1F1B with 32 by 1 %
+_MAX_NODES = 150_000  # visited in all rounds together beyond `_FEW_ROUNDS`: about 0.1 s
+_TOLERANCE = 1e-3  # relative: smaller gains of a bound are not worth another chain
+# Kind of action -> changes of the numbers of microbatches between forward and backward, and between I and W.
+_CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+_TIE = 1e-3  # weight of all stages in the choice of a stage's moment: breaks ties, and is too small to change it
 
 
 class SchedulePaths(NamedTuple):
     """Chains of actions of a schedule.
 
     Args:
-        counts: ``[path, stage, cost]``: how often each stage's F, B, I, W, SEND_F, SEND_B is in it.
-        group: per path, the device group that does most of it.
+        counts: ``[path, stage, cost]``: how many F, B, I, W, SEND_F, SEND_B of each stage the path has.
+        group: for each path, the device group that runs most of its actions.
     """
 
     counts: Array
@@ -47,121 +48,130 @@ class SchedulePaths(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """Per node what it costs, as an index, the nodes it waits for and those that wait for it; per device group the
-    nodes that it computes, in order.
+    """The dependency graph of a schedule, whose nodes are computing actions and transfers in topological order.
+
+    Args:
+        costs: the cost of each node, as in an event of `action_lists.Wiring`.
+        inputs: the nodes that each node waits for.
+        readers: the nodes that wait for each node.
+        computed: for each device group, the nodes that it computes, in order.
     """
 
     costs: list[int]
-    waits: list[tuple[int, ...]]
+    inputs: list[tuple[int, ...]]
     readers: list[list[int]]
-    own: list[list[int]]
+    computed: list[list[int]]
 
 
 @lru_cache(maxsize=64)
 def schedule_paths(actions: ScheduleActions, num_stages: int) -> SchedulePaths:
-    """Per stage the chains that come to its first forward as late as can be and then stay on its device group, those
-    that stay there up to its last backward, and the longest ones through either; then the longest ones where work is
-    shared out among the stages as is best by the chains so far.
+    """Chains whose longest one is a good lower bound for many distributions of work over the stages.
+
+    For each stage they include the longest chain to its first forward that then stays on its device group, the one that
+    stays there up to its last backward, and the longest ones through either of these actions.  Further ones are the
+    longest chains where work is distributed over the stages as is best by the chains so far.
     """
-    graph = _graph_of(actions)
-    usual_s = seconds_of(_USUAL)
-    took = [usual_s[cost % len(COSTS)] for cost in graph.costs]
-    ahead, behind = _longest(took, graph.waits)[0], _longest_behind(took, graph.readers)
+    graph = _build_graph(actions)
+    cost_s = seconds_of(_TYPICAL_COST)
+    node_s = [cost_s[cost % len(COSTS)] for cost in graph.costs]
+    previous, following = _longest(node_s, graph.inputs)[0], _longest_onwards(node_s, graph.readers)
     chains: set[bytes] = set()
-    for nodes in graph.own:
+    for nodes in graph.computed:
         for first, last in _ends_of_stages(graph, nodes):
-            stays = nodes[nodes.index(first) :], nodes[: nodes.index(last) + 1]
-            for middle in (*stays, [first], [last]):
-                chain = [*_follow(ahead, middle[0]), *middle, *_follow(behind, middle[-1])]
+            on_group = nodes[nodes.index(first) :], nodes[: nodes.index(last) + 1]
+            for middle in (*on_group, [first], [last]):
+                chain = [*_follow(previous, middle[0]), *middle, *_follow(following, middle[-1])]
                 chains.add(_count(graph, chain, num_stages).tobytes())
-    counts = np.stack([np.frombuffer(each) for each in sorted(chains)]).reshape(-1, num_stages, len(COSTS))
-    counts = _with_longest(graph, counts, np.array(usual_s))
+    counts = np.stack([np.frombuffer(chain) for chain in sorted(chains)]).reshape(-1, num_stages, len(COSTS))
+    counts = _with_longest(graph, counts, np.array(cost_s))
     work = np.zeros((len(counts), len(actions)))
-    for group, listed in enumerate(actions):
-        own = sorted({action.stage for action in listed})
-        work[:, group] = counts[:, own, : COSTS["W"] + 1].sum(axis=(1, 2))
+    for group, group_actions in enumerate(actions):
+        stages = sorted({action.stage for action in group_actions})
+        work[:, group] = counts[:, stages, : COSTS["W"] + 1].sum(axis=(1, 2))
     return SchedulePaths(counts, work.argmax(axis=1))
 
 
 @lru_cache(maxsize=64)
 def moments(actions: ScheduleActions, num_stages: int) -> Array:
-    """``[moment, stage, 2]``: how many microbatches are between forward and backward, and how many between the two
-    parts of a backward, of the stages of one device group: when most are, and when most are in each of its stages.
+    """The moments of a step in which a device group, or one of its stages, has the most microbatches in flight.
+
+    Returns ``[moment, stage, 2]``: how many microbatches of each stage of the group are between forward and backward,
+    and how many are between the two parts of a split backward.
     """
-    found: dict[bytes, Array] = {}
-    for listed in actions:
-        stages = sorted({action.stage for action in listed})
+    results: dict[bytes, Array] = {}
+    for group_actions in actions:
+        stages = sorted({action.stage for action in group_actions})
         now = np.zeros((num_stages, 2))
-        most = dict.fromkeys((-1, *stages), -1.0)
+        most = dict.fromkeys((-1, *stages), -1.0)  # -1: all stages together
         best = dict.fromkeys(most, now)
-        for stage, kind, _ in listed:
-            if kind not in _HOLDS:
+        for stage, kind, _ in group_actions:
+            if kind not in _CHANGES:
                 continue
-            now[stage] += _HOLDS[kind]
-            for which in (-1, stage):
-                total = float(now.sum()) if which < 0 else float(now[which].sum()) + _TIE * float(now.sum())
-                if total > most[which]:
-                    most[which], best[which] = total, now.copy()
-        found.update({each.tobytes(): each for each in best.values()})
-    return np.stack(list(found.values()))
+            now[stage] += _CHANGES[kind]
+            for key in (-1, stage):
+                total = float(now.sum()) if key < 0 else float(now[key].sum()) + _TIE * float(now.sum())
+                if total > most[key]:
+                    most[key], best[key] = total, now.copy()
+        results.update({moment.tobytes(): moment for moment in best.values()})
+    return np.stack(list(results.values()))
 
 
-def _graph_of(actions: ScheduleActions) -> _Graph:
-    """Computing actions and transfers, in an order in which each comes after what it waits for."""
+def _build_graph(actions: ScheduleActions) -> _Graph:
     wiring = wire(actions)
     graph = _Graph([], [], [], [[] for _ in range(wiring.num_groups)])
-    links: list[int] = [-1] * wiring.num_links
-    reached = [-1] * (wiring.num_actions + 1)  # the last node of the group when it came to a SEND or RECV
-    arrived = [-1] * (wiring.num_actions + 1)  # by RECV, the node of the transfer
+    links: list[int] = [-1] * wiring.num_links  # the last transfer over each link
+    reached = [-1] * (wiring.num_actions + 1)  # SEND or RECV -> the last node of its group before it
+    arrived = [-1] * (wiring.num_actions + 1)  # RECV -> the node of the transfer
     for event, index, actor, cost, read in wiring.events:
         node = len(graph.costs)
         if event == REACH:
-            reached[index] = graph.own[actor][-1] if graph.own[actor] else -1
+            reached[index] = graph.computed[actor][-1] if graph.computed[actor] else -1
             continue
         if event == COMPUTE:
-            waits = (graph.own[actor][-1] if graph.own[actor] else -1, arrived[read])
-            graph.own[actor].append(node)
+            inputs = (graph.computed[actor][-1] if graph.computed[actor] else -1, arrived[read])
+            graph.computed[actor].append(node)
         else:
-            waits = (reached[index], reached[read], links[actor])
+            inputs = (reached[index], reached[read], links[actor])
             links[actor] = arrived[index] = node
         graph.costs.append(cost)
-        graph.waits.append(tuple(dict.fromkeys(other for other in waits if other >= 0)))
+        graph.inputs.append(tuple(dict.fromkeys(source for source in inputs if source >= 0)))
         graph.readers.append([])
-        for other in graph.waits[-1]:
-            graph.readers[other].append(node)
+        for source in graph.inputs[-1]:
+            graph.readers[source].append(node)
     return graph
 
 
-def _with_longest(graph: _Graph, counts: Array, usual_s: Array) -> Array:
-    """The chains, and the longest ones of the shares of work for which those before are shortest."""
+def _with_longest(graph: _Graph, counts: Array, cost_s: Array) -> Array:
+    """The chains, and the longest ones where work is distributed so that the longest chain so far is shortest."""
     num_stages = counts.shape[1]
     stages, kinds = (np.array(graph.costs) // len(COSTS)), (np.array(graph.costs) % len(COSTS))
-    centre, least_s = np.full(num_stages, 1 / num_stages), np.inf
-    for _ in range(max(_FEW_ROUNDS, min(_ROUNDS, _SOON_DONE // len(graph.costs)))):
-        sums = counts @ usual_s
+    best_shares, best_s = np.full(num_stages, 1 / num_stages), np.inf
+    for _ in range(max(_FEW_ROUNDS, min(_ROUNDS, _MAX_NODES // len(graph.costs)))):
+        sums = counts @ cost_s
         shares, _ = pack(sums, np.ones(len(counts)))
-        # Between the best by these chains and the best that was timed: from the ends alone it is a long way.
-        shares = (shares / shares.sum() + centre) / 2
-        chain, length_s = _critical(graph, (shares[stages] * usual_s[kinds]).tolist())
-        if length_s < least_s:
-            centre, least_s = shares, length_s
-        if length_s <= float((sums @ shares).max()) * (1 + _NEAR):
-            if np.abs(shares - centre).max() < _NEAR:
+        # Halfway to the shares whose exact step is shortest so far: the optimum of these chains alone jumps between
+        # extremes, and converges slowly.
+        shares = (shares / shares.sum() + best_shares) / 2
+        chain, length_s = _longest_chain(graph, (shares[stages] * cost_s[kinds]).tolist())
+        if length_s < best_s:
+            best_shares, best_s = shares, length_s
+        if length_s <= float((sums @ shares).max()) * (1 + _TOLERANCE):
+            if np.abs(shares - best_shares).max() < _TOLERANCE:
                 break
             continue
         counts = np.concatenate([counts, _count(graph, chain, num_stages).reshape(1, num_stages, -1)])
     return counts
 
 
-def _critical(graph: _Graph, took: Sequence[float]) -> tuple[list[int], float]:
-    """The longest chain, and how long it is."""
-    came, total = _longest(took, graph.waits)
-    last = total.index(max(total))
-    return [last, *_follow(came, last)], total[last]
+def _longest_chain(graph: _Graph, node_s: Sequence[float]) -> tuple[list[int], float]:
+    """The longest chain and its length in seconds."""
+    previous, total_s = _longest(node_s, graph.inputs)
+    last = total_s.index(max(total_s))
+    return [last, *_follow(previous, last)], total_s[last]
 
 
 def _ends_of_stages(graph: _Graph, nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """For each stage of a device group, which computes these nodes, its first forward and its last backward."""
+    """The first forward and the last backward of each stage of the device group that computes `nodes`."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for node in nodes:
@@ -173,31 +183,31 @@ def _ends_of_stages(graph: _Graph, nodes: Sequence[int]) -> list[tuple[int, int]
     return [(node, last[stage]) for stage, node in first.items()]
 
 
-def _longest(took: Sequence[float], waits: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
-    """Per node the one before it on the longest chain up to it (-1: none), and how long that chain is."""
-    total: list[float] = []
-    came: list[int] = []
-    for own_s, nodes in zip(took, waits, strict=True):  # a hundred thousand times in a large search: no calls in here
+def _longest(node_s: Sequence[float], inputs: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
+    """For each node, its predecessor on the longest chain that ends in it (-1: none), and the length of that chain."""
+    total_s: list[float] = []
+    previous: list[int] = []
+    for seconds, nodes in zip(node_s, inputs, strict=True):  # 100,000 iterations in a large search: no calls in here
         best, best_s = -1, 0.0
         for node in nodes:
-            if best < 0 or total[node] > best_s:
-                best, best_s = node, total[node]
-        came.append(best)
-        total.append(own_s + best_s)
-    return came, total
+            if best < 0 or total_s[node] > best_s:
+                best, best_s = node, total_s[node]
+        previous.append(best)
+        total_s.append(seconds + best_s)
+    return previous, total_s
 
 
-def _longest_behind(took: Sequence[float], readers: Sequence[Sequence[int]]) -> list[int]:
-    """As `_longest`, of the chain from each node on: the one behind it."""
-    last = len(took) - 1
-    turned = [[last - node for node in nodes] for nodes in reversed(readers)]
-    return [last - node if node >= 0 else -1 for node in reversed(_longest(took[::-1], turned)[0])]
+def _longest_onwards(node_s: Sequence[float], readers: Sequence[Sequence[int]]) -> list[int]:
+    """For each node, its successor on the longest chain that starts from it (-1: none)."""
+    last = len(node_s) - 1
+    reversed_readers = [[last - node for node in nodes] for nodes in reversed(readers)]
+    return [last - node if node >= 0 else -1 for node in reversed(_longest(node_s[::-1], reversed_readers)[0])]
 
 
-def _follow(came: Sequence[int], node: int) -> Iterator[int]:
-    """The nodes of a chain without this one, with which it begins."""
-    while came[node] >= 0:
-        node = came[node]
+def _follow(links: Sequence[int], node: int) -> Iterator[int]:
+    """The nodes of the chain that starts at `node`, without `node` itself."""
+    while links[node] >= 0:
+        node = links[node]
         yield node
 
 

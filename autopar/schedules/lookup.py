@@ -1,4 +1,4 @@
-"""Find a schedule by its name; `Shape` is a schedule with its numbers."""
+"""Looks up schedules by name; `Shape` is a schedule with its numbers of groups, stages and microbatches."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _records = {record.name: record for record in RECORDS}
 def register_schedule(schedule: PipelineSchedule) -> None:
     """Add a schedule, or replace the one of this name.
 
-    Every process that plans or runs with it registers it.
+    Every process that plans or runs with it must register it.
 
     Raises:
-        ValueError: it has neither or both of a class of torch and an order.
+        ValueError: it has neither a torch class nor an order, or both.
     """
     if bool(schedule.torch_class) == bool(schedule.order):
-        raise ValueError(f"schedule {schedule.name!r} needs torch_class= or order=, and only one of them")
+        raise ValueError(f"schedule {schedule.name!r} needs either torch_class= or order=, not both")
     _records[schedule.name] = schedule
 
 
@@ -44,10 +44,10 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def find_schedule(name: str) -> PipelineSchedule:
-    """The schedule of this name.
+    """Return the schedule of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no schedule of this name.
     """
     if name not in _records:
         raise ValueError(_unknown(name))
@@ -55,17 +55,17 @@ def find_schedule(name: str) -> PipelineSchedule:
 
 
 def stage_group(schedule: str, stage: int, num_groups: int) -> int:
-    """The device group that runs `stage`: round and round, or there and back again."""
-    turn, place = divmod(stage, num_groups)
-    return num_groups - 1 - place if find_schedule(schedule).is_v_shaped and turn % 2 else place
+    """The device group that runs `stage`; in V-shaped schedules every other round goes through the groups backwards."""
+    turn, position = divmod(stage, num_groups)
+    return num_groups - 1 - position if find_schedule(schedule).is_v_shaped and turn % 2 else position
 
 
 def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microbatches: int) -> str:
-    """Why `schedule` can't run so many stages and microbatches on so many groups; "" if it can."""
+    """Return why `schedule` can't run with these numbers of groups, stages and microbatches; "" if it can."""
     if schedule not in _records:
         return _unknown(schedule)
     if num_groups < 2 or num_stages % num_groups:
-        return f"{num_stages} stages can't be dealt out to {num_groups} device groups"
+        return f"{num_stages} stages can't be divided among {num_groups} device groups"
     record, rounds = _records[schedule], num_stages // num_groups
     if rounds < record.min_stages or (record.max_stages and rounds > record.max_stages):
         return f"{schedule} needs {record.stages_text} stages per device group, not {rounds}"
@@ -74,22 +74,25 @@ def schedule_problem(schedule: str, num_groups: int, num_stages: int, num_microb
 
 
 def simplest_schedule(schedule: str, num_groups: int, num_stages: int) -> str:
-    """One that runs the stages of `schedule` on the same device groups, also in a single microbatch; it splits no
-    backward if there is such a one.
+    """The simplest schedule that runs the stages of `schedule` on the same device groups in a single microbatch.
+
+    It doesn't split backwards if a schedule without that exists.  If no schedule fits, it is `schedule` itself.
     """
     is_v_shaped = find_schedule(schedule).is_v_shaped
-    same = [each for each in _records.values() if each.is_v_shaped == is_v_shaped]
-    possible = [each for each in same if not schedule_problem(each.name, num_groups, num_stages, 1)]
-    return min(possible, key=lambda each: each.splits_backward).name if possible else schedule
+    records = [record for record in _records.values() if record.is_v_shaped == is_v_shaped]
+    legal = [record for record in records if not schedule_problem(record.name, num_groups, num_stages, 1)]
+    return min(legal, key=lambda record: record.splits_backward).name if legal else schedule
 
 
 def _unknown(name: str) -> str:
-    return f"there is no schedule {name!r:.40}; there are {', '.join(_records)}"
+    return f"there is no schedule {name!r:.40}; known schedules are {', '.join(_records)}"
 
 
 class Flight(NamedTuple):
-    """How many microbatches are between forward and the end of backward, and how many of them between the two parts of
-    a backward in two parts.
+    """The microbatches in flight in a stage.
+
+    `in_flight` counts those between their forward and the end of their backward, `split` those of them that wait
+    between the two parts of a split backward.
     """
 
     in_flight: int = 1
@@ -98,7 +101,7 @@ class Flight(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A schedule, by name, with its numbers of device groups, stages and microbatches."""
+    """A schedule's name with its numbers of device groups, stages and microbatches."""
 
     schedule: str
     num_groups: int
@@ -107,7 +110,7 @@ class Shape:
 
     @property
     def record(self) -> PipelineSchedule:
-        """The schedule."""
+        """The record of the schedule."""
         return find_schedule(self.schedule)
 
     @cached_property
@@ -117,19 +120,19 @@ class Shape:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """What `count_flights` finds in the schedule's lists, or more."""
+        """For each stage, an upper bound of the microbatches in flight (`count_flights` of the schedule's lists)."""
         counts = self.record.in_flight(self.num_groups, self.num_stages, self.num_microbatches)
         return tuple(min(self.num_microbatches, count) for count in counts)
 
     @cached_property
     def flights(self) -> tuple[Flight, ...]:
-        """Of each stage, `in_flight` with how many of these wait between the two parts of their backward, or more."""
+        """For each stage, `in_flight` and an upper bound of those that wait between the two parts of their backward."""
         if not self.record.splits_backward:
             return tuple(map(Flight, self.in_flight))
-        # The schedules that split it delay W on group g by g backwards (as counted in their lists).
-        waits = (group + 1 for group in self.groups)
-        return tuple(Flight(count, min(count, wait)) for count, wait in zip(self.in_flight, waits, strict=True))
+        # Schedules that split backwards delay W on group g by g backwards (counted in torch's lists).
+        delays = (group + 1 for group in self.groups)
+        return tuple(Flight(count, min(count, delay)) for count, delay in zip(self.in_flight, delays, strict=True))
 
     def actions(self, source: ScheduleSource) -> ScheduleActions:
-        """The schedule's lists."""
+        """The action lists of the schedule from `source`."""
         return source(self.schedule, self.num_groups, self.num_stages, self.num_microbatches)

@@ -1,4 +1,4 @@
-"""Small linear programs of one form, by the simplex method: as much as possible under limits."""
+"""Solves small packing linear programs by the simplex method: the largest sum under upper limits."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ __all__ = ["pack"]
 
 Array = npt.NDArray[np.float64]
 
-_PIVOTS = 3000  # of programs of 300 by 300 none needed more than 1500; one takes 30 us
-_ZERO = 1e-11
+_MAX_PIVOTS = 3000  # programs of 300 by 300 needed at most 1500 pivots, of 30 us each
+_ZERO = 1e-11  # rounding errors in float64 with rows scaled to limits of 1 are smaller, entries that matter larger
 
 
-def pack(takes: Array, limits: Array) -> tuple[Array, Array]:
-    """The ``x >= 0`` of the largest sum with ``takes @ x <= limits``, and what that would gain per unit of each limit.
+def pack(coefficients: Array, limits: Array) -> tuple[Array, Array]:
+    """Return the ``x >= 0`` of the largest sum with ``coefficients @ x <= limits``, and the gain per unit of a limit.
 
-    Stopped early, the sum is too small and the gains are those of the way so far.
+    If it stops after `_MAX_PIVOTS`, the sum is smaller than the optimum, and the gains are those at that point.
 
     Args:
-        takes: ``[limit, thing]``, none negative; every thing takes something.
-        limits: none negative.
+        coefficients: ``[limit, variable]``, nonnegative; every variable has a positive coefficient.
+        limits: nonnegative.
     """
-    rows, columns = takes.shape
-    # Scaled rows; the basis begins with what is left of each limit.  The last row has the gains, negated.
+    rows, columns = coefficients.shape
+    # Rows are scaled to limits of 1; the basis begins with the slack variables.  The last row has the negated gains.
     scale = np.where(limits > 0, limits, 1.0)
     table = np.zeros((rows + 1, columns + rows + 1))
-    table[:rows, :columns] = takes / scale[:, None]
+    table[:rows, :columns] = coefficients / scale[:, None]
     table[:rows, columns : columns + rows] = np.eye(rows)
     table[:rows, -1] = limits / scale
     table[rows, :columns] = -1.0
     basis: npt.NDArray[np.intp] = np.arange(columns, columns + rows, dtype=np.intp)
-    for _ in range(_PIVOTS):
+    for _ in range(_MAX_PIVOTS):
         entering = int(table[rows, :-1].argmin())
         if table[rows, entering] >= -_ZERO:
             break
@@ -47,6 +47,6 @@ def pack(takes: Array, limits: Array) -> tuple[Array, Array]:
         factors[leaving] = 0.0
         table -= np.outer(factors, table[leaving])
     gains = np.maximum(table[rows, columns : columns + rows], 0.0) / scale
-    found = np.zeros(columns + rows)
-    found[basis] = table[:rows, -1]
-    return np.maximum(found[:columns], 0.0), gains
+    solution = np.zeros(columns + rows)
+    solution[basis] = table[:rows, -1]
+    return np.maximum(solution[:columns], 0.0), gains

@@ -1,6 +1,6 @@
-"""The record of a pipeline schedule: all that the search, prices, plan checks and the runtime know about it.
+"""The record of a pipeline schedule: everything that the search, prices, plan checks and the runtime know about it.
 
-The three numbers that its functions take are those of device groups, of stages and of microbatches.
+Its functions take the numbers of device groups, of stages and of microbatches.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from dataclasses import dataclass
 __all__ = ["PipelineSchedule"]
 
 
-def _any(num_groups: int, num_stages: int, num_microbatches: int) -> str:
+def _no_problem(num_groups: int, num_stages: int, num_microbatches: int) -> str:
     return ""
 
 
-def _all(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[int]:
+def _all_in_flight(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[int]:
     return (num_microbatches,) * num_stages
 
 
-def _whole(num_groups: int, num_stages: int, num_microbatches: int) -> float:
+def _full_bubble(num_groups: int, num_stages: int, num_microbatches: int) -> float:
     return 1.0
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A pipeline schedule.  Its actions come from torch's class, or are written by `order`.
+    """A pipeline schedule.  Its actions come from a torch class, or are written by `order`.
 
     Args:
         name: as in plans, and in the constraint ``schedule=NAME``.
         torch_class: the class in torch.distributed.pipelining.schedules that lists its actions.
-        order: without such a class: per device group its F, B, I and W in order, as text: ``("0F0 0B0", "1F0 1B0")``;
-            sends and receives are added.
-        min_stages: per device group.
-        max_stages: per device group; 0 for any number.
-        is_v_shaped: whether stages go through the device groups there and back again, not round and round.
+        order: without such a class, a function that returns for each device group its F, B, I and W in order, as text:
+            ``("0F0 0B0", "1F0 1B0")``; sends and receives are added.
+        min_stages: the minimum of stages per device group.
+        max_stages: the maximum of stages per device group; 0 for any number.
+        is_v_shaped: whether every other round of stages goes through the device groups backwards.
         forwards_first: whether all forwards come before the first backward, so that it also runs in two halves:
-            forwards when the model is called, backwards when autograd asks.
+            forwards when the model is called, backwards when autograd runs.
         splits_backward: whether it runs backwards in two parts, I and W.
-        is_searched: whether a search considers it if no constraint asks for it.
-        problem: why it can't run so many microbatches, after "NAME "; "" if it can.
-        in_flight: per stage, no fewer than the most microbatches between their F and the end of their B.
-        bubble: which part is left of the time in which 1F1B waits for the pipeline to fill and drain; an estimate.
+        is_searched: whether a search considers it if no constraint requests it.
+        problem: returns why it can't run with these numbers, as text that follows its name; "" if it can.
+        in_flight: returns for each stage an upper bound of the microbatches between their F and the end of their B.
+        bubble: returns its bubble as a fraction of the bubble of 1F1B; an estimate.
     """
 
     name: str
@@ -53,13 +53,13 @@ class PipelineSchedule:
     forwards_first: bool = False
     splits_backward: bool = False
     is_searched: bool = True
-    problem: Callable[[int, int, int], str] = _any
-    in_flight: Callable[[int, int, int], Sequence[int]] = _all
-    bubble: Callable[[int, int, int], float] = _whole
+    problem: Callable[[int, int, int], str] = _no_problem
+    in_flight: Callable[[int, int, int], Sequence[int]] = _all_in_flight
+    bubble: Callable[[int, int, int], float] = _full_bubble
 
     @property
     def stages_text(self) -> str:
-        """How many stages each device group has: ``"1"``, ``"2 or more"``."""
+        """The allowed numbers of stages per device group, as text: ``"1"``, ``"2 or more"``."""
         if self.min_stages == self.max_stages:
             return str(self.min_stages)
         return f"{self.min_stages} or more" if not self.max_stages else f"{self.min_stages} to {self.max_stages}"

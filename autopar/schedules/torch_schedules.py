@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining, a record each."""
+"""The records of the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -9,43 +9,47 @@ from autopar.schedules.record import PipelineSchedule
 __all__ = ["RECORDS"]
 
 
-def _as_many_as_stages(num_groups: int, num_stages: int, num_microbatches: int) -> str:
+def _fewer_than_stages(num_groups: int, num_stages: int, num_microbatches: int) -> str:
     enough = num_microbatches >= num_stages
     return "" if enough else f"needs at least as many microbatches as stages, not {num_microbatches} for {num_stages}"
 
 
-def _even_rounds(num_groups: int, num_stages: int, num_microbatches: int) -> str:
-    uneven = num_microbatches % max(1, num_microbatches // num_groups)
-    return f"on {num_groups} device groups can't deal out {num_microbatches} microbatches evenly" if uneven else ""
+def _uneven_rounds(num_groups: int, num_stages: int, num_microbatches: int) -> str:
+    rest = num_microbatches % max(1, num_microbatches // num_groups)
+    return f"on {num_groups} device groups can't run {num_microbatches} microbatches in even rounds" if rest else ""
 
 
-def _stages_behind(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[int]:
-    """A stage runs a backward as soon as the stages behind it have."""
+def _stages_to_end(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[int]:
+    """A stage has one microbatch in flight for itself and one for each later stage."""
     return range(num_stages, 0, -1)
 
 
 def _round_width(num_groups: int, num_microbatches: int) -> int:
-    """How many microbatches go through a group's stage before it turns to its next stage."""
+    """The number of microbatches that one stage of a group runs in a row before the group's next stage."""
     return num_microbatches // max(1, num_microbatches // num_groups)
 
 
 def _interleaved_flights(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[int]:
-    ranks = [_flights_of(rank, num_groups, num_stages // num_groups, num_microbatches) for rank in range(num_groups)]
-    return [ranks[stage % num_groups][stage // num_groups] for stage in range(num_stages)]
+    rounds = num_stages // num_groups
+    groups = [_group_flights(group, num_groups, rounds, num_microbatches) for group in range(num_groups)]
+    return [groups[stage % num_groups][stage // num_groups] for stage in range(num_stages)]
 
 
-def _flights_of(rank: int, groups: int, rounds: int, count: int) -> list[int]:
-    """Per stage of one device group: forwards go through its stages a round of microbatches each, backwards too."""
-    width = _round_width(groups, count)
-    ahead = min(rounds * count, (rounds - 1) * width + 2 * (groups - 1 - rank))
-    held, most = [0] * rounds, [0] * rounds
-    for step in range(rounds * count):
-        stage = step // width % rounds
-        held[stage] += 1
-        most[stage] = max(most[stage], held[stage])
+def _group_flights(group: int, num_groups: int, num_stages: int, num_microbatches: int) -> list[int]:
+    """The microbatches in flight in each of the `num_stages` stages of one device group.
+
+    Forwards go through its stages in turn, `_round_width` microbatches in each, and so do backwards.
+    """
+    width, num_forwards = _round_width(num_groups, num_microbatches), num_stages * num_microbatches
+    ahead = min(num_forwards, (num_stages - 1) * width + 2 * (num_groups - 1 - group))
+    in_flight, peaks = [0] * num_stages, [0] * num_stages
+    for step in range(num_forwards):
+        stage = step // width % num_stages
+        in_flight[stage] += 1
+        peaks[stage] = max(peaks[stage], in_flight[stage])
         if step >= ahead:
-            held[rounds - 1 - (step - ahead) // width % rounds] -= 1
-    return most
+            in_flight[num_stages - 1 - (step - ahead) // width % num_stages] -= 1
+    return peaks
 
 
 def _zero_bubble_flights(num_groups: int, num_stages: int, num_microbatches: int) -> Sequence[int]:
@@ -55,41 +59,41 @@ def _zero_bubble_flights(num_groups: int, num_stages: int, num_microbatches: int
 
 
 def _filled_by_weights(num_groups: int, num_stages: int, num_microbatches: int) -> float:
-    """Gradients of parameters fill two thirds of the bubble, if there are enough microbatches."""
+    """Computing gradients of parameters (W) fills two thirds of the bubble, if there are enough microbatches."""
     return min(1.0, max(1 / 3, (5 - 2 * num_microbatches / num_groups) / 3))
 
 
 def _partly_filled(num_groups: int, num_stages: int, num_microbatches: int) -> float:
-    """Between 1/3 (equal F, I and W) and 1 (as 1F1B); a first guess, as what seems best is simulated."""
+    """A first guess between 1/3 (equal F, I and W) and 1 (as 1F1B); the best candidates are simulated afterwards."""
     return 0.8
 
 
-# What is equally fast is chosen in this order.
+# Among equally fast schedules the search prefers earlier ones.
 RECORDS = (
     PipelineSchedule("gpipe", "ScheduleGPipe", max_stages=1, forwards_first=True),
-    PipelineSchedule("1f1b", "Schedule1F1B", max_stages=1, problem=_as_many_as_stages, in_flight=_stages_behind),
+    PipelineSchedule("1f1b", "Schedule1F1B", max_stages=1, problem=_fewer_than_stages, in_flight=_stages_to_end),
     PipelineSchedule(
         "interleaved_1f1b", "ScheduleInterleaved1F1B",
-        min_stages=2, problem=_even_rounds, in_flight=_interleaved_flights,
+        min_stages=2, problem=_uneven_rounds, in_flight=_interleaved_flights,
     ),
     PipelineSchedule(
         "interleaved_zero_bubble", "ScheduleInterleavedZeroBubble",
-        splits_backward=True, problem=_even_rounds, in_flight=_zero_bubble_flights,
+        splits_backward=True, problem=_uneven_rounds, in_flight=_zero_bubble_flights,
         bubble=_partly_filled,
     ),
     PipelineSchedule(
         "zbv", "ScheduleZBVZeroBubble",
         min_stages=2, max_stages=2, is_v_shaped=True, splits_backward=True,
-        in_flight=_stages_behind, bubble=_filled_by_weights,
+        in_flight=_stages_to_end, bubble=_filled_by_weights,
     ),
-    # Breadth first: as long as interleaved_1f1b, with more in flight.
+    # Breadth first: as fast as interleaved_1f1b, with more microbatches in flight.
     PipelineSchedule(
         "looped_bfs", "ScheduleLoopedBFS", min_stages=2, forwards_first=True, is_searched=False,
     ),
-    # A forward and a backward that torch would overlap run one after the other, so zbv is as fast.
+    # A forward and a backward that torch would overlap run sequentially here, so that zbv is as fast.
     PipelineSchedule(
         "dualpipev", "ScheduleDualPipeV",
         min_stages=2, max_stages=2, is_v_shaped=True, splits_backward=True, is_searched=False,
-        problem=_as_many_as_stages, in_flight=_stages_behind, bubble=_filled_by_weights,
+        problem=_fewer_than_stages, in_flight=_stages_to_end, bubble=_filled_by_weights,
     ),
 )  # fmt: skip

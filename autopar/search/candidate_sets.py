@@ -16,7 +16,7 @@ from autopar.errors import ConstraintError
 from autopar.ops import family_of
 from autopar.placement import local_shape
 from autopar.plan import Decisions, LayerStrategy, PlannedLayer, Stage
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Layer, Op, Program, itemsize_bytes
 from autopar.search.constraints import LayerDemands
 from autopar.search.cost_tables import CostTables, LayerCosts, PipelineSend, TiedParameter, Transfer

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autopar.headline import describe_usual
 from autopar.plan import Plan
+from autopar.plan.headline import describe_usual
 from autopar.search.lagrangian import pareto_indices
 from autopar.search.pipeline.pipeline_candidates import PipelineCandidate
 from autopar.search.request import ConsideredPlan

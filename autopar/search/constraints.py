@@ -43,8 +43,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopar.decisions import GRADIENT_DTYPES
 from autopar.errors import ConstraintError
+from autopar.plan.decisions import GRADIENT_DTYPES
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.placement import REPLICATE, Axis, Layout
 from autopar.plan import LayerStrategy
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Layer
 from autopar.search.boundary_pairs import boundary_costs, useful_pairs
 from autopar.search.constraints import OPS, LayerDemands

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from autopar.placement import LOCAL, Axis, Layout, local_shape, tidy
 from autopar.plan import LayerStrategy
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Op
 from autopar.search.layer_problem import LayerProblem, ParameterCopy
 from autopar.search.layout_choices import storage_layout

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError, MissingPriceError, PlanMismatchError
 from autopar.plan import LayerStrategy, Plan
-from autopar.prediction import Prediction
+from autopar.plan.prediction import Prediction
 from autopar.program import Program
 from autopar.schedules import simplest_schedule
 from autopar.search.microbatches import time_assignment

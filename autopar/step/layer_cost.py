@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Value
 from autopar.step.activation_policies import activation_policy
 from autopar.step.instructions import InPieces, Reshard, RunOp

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.placement import Axis, Layout, Step, local_shape
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Program, Ref, TensorType, Value, itemsize_bytes
 from autopar.step.local_layer import PlacedLayer, SharedStorage
 from autopar.step.optimizer_costs import host_copy_s, optimizer_s_per_element, parameter_step_s

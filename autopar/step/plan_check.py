@@ -10,8 +10,8 @@ from typing import Any, cast
 from autopar.errors import PlanMismatchError
 from autopar.placement import Layout, format_layout, local_shape
 from autopar.plan import LayerStrategy, Plan, stages_problem
+from autopar.plan.records import encode_record
 from autopar.program import Layer, Op, Program
-from autopar.records import encode_record
 from autopar.step.activation_policies import can_rerun, rerun_ops
 from autopar.step.plan_typing import decision_problems, derivation_problems, storage_problems
 

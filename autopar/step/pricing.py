@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.placement import Axis
 from autopar.plan import Decisions
-from autopar.prediction import LayerCost, Prediction
+from autopar.plan.prediction import LayerCost, Prediction
 from autopar.program import Program
 from autopar.schedules.action_lists import ScheduleSource, StageCost, count_flights
 from autopar.step.activation_policies import splits_backward

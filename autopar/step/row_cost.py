@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar.ops import family_of
 from autopar.ops.attention import DOCUMENTS, document_length, with_document_length
-from autopar.prediction import LayerCost, RowCost
+from autopar.plan.prediction import LayerCost, RowCost
 from autopar.program import Op
 from autopar.step.data_split import attention_split, batch_inputs
 from autopar.step.layer_cost import computing_seconds

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.schedules import Shape
 from autopar.schedules.action_lists import ScheduleActions, StageCost, schedule_s
 

@@ -1,8 +1,7 @@
-"""Rehearse a plan without its cluster: every rank is a thread of this process, and one device is the judge.
+"""Verifies a plan without its cluster: every rank is a thread of this process, and one device is the reference.
 
-`verify` runs the program that `parallelize` would run, on the model in float64 (so that a mistake can't hide
-in rounding), and compares the loss, every gradient and the parameters after some optimizer steps with the
-single device's.
+`verify` runs the program that `parallelize` would run, on the model in float64 (so that rounding can't hide errors),
+and compares the loss, every gradient and the parameters after some optimizer steps with those of a single device.
 """
 
 from __future__ import annotations
@@ -40,28 +39,29 @@ from autopar.verify.shrink_plan import most_pieces, shrink_inputs, shrink_plan
 
 __all__ = ["VerificationReport", "compare", "verify"]
 
-# A gradient that is zero in exact arithmetic (a bias before a norm, a key's bias) holds rounding noise only,
-# and so does a parameter that starts at zero and trains on it: they are compared on this fraction of the
-# model's largest one.
+# A gradient that is zero in exact arithmetic (a bias before a norm, a key's bias) consists of rounding noise only, and
+# so does a parameter that starts at zero and trains on it.  Their errors are relative to at least this fraction of the
+# model's largest gradient or parameter: a choice; a larger one would hide errors of small gradients, a smaller one
+# would report noise.
 _NOISE = 1e-6
 
-# What ops raise on one device, for instance where an index is out of range.
+# Errors that ops raise on one device, for instance if an index is out of range.
 _FAILURES = (RuntimeError, IndexError, ValueError)
 
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How far a parallel run is from the single device's.
+    """The differences of a parallel run from that of a single device.
 
     Args:
         world_size: number of simulated devices.
         loss_error: largest relative difference of a step's loss.
-        gradient_errors: per parameter, the largest difference relative to the gradient's largest entry.
-        parameter_errors: per parameter, the largest difference after all steps, relative to its largest
+        gradient_errors: for each parameter, the largest difference relative to the gradient's largest entry.
+        parameter_errors: for each parameter, the largest difference after all steps, relative to its largest
             entry.
         buffer_errors: the same for buffers.
-        output_errors: per output in eval mode after training, and then in both modes with other values in the buffers,
-            the largest difference relative to its largest entry.
+        output_errors: for each output in eval mode after training, and then in both modes with other values in the
+            buffers, the largest difference relative to its largest entry.
         refusal: why the parallel model does not run in eval mode, or "".
     """
 
@@ -89,7 +89,7 @@ class VerificationReport:
         return max(self.output_errors.items(), key=lambda item: item[1], default=("", 0.0))
 
     def __str__(self) -> str:
-        """One line for people."""
+        """The report in one line."""
         name, error = self.worst_gradient
         return (
             f"{self.world_size} ranks against one device: loss within {self.loss_error:.1e}, gradients within "
@@ -119,35 +119,35 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     gradient_tolerance: float = 1e-9,
     parameter_tolerance: float = 1e-7,
 ) -> VerificationReport:
-    """Run `plan` on all its ranks in this process and compare with the single device, in float64.
+    """Run `plan` on all its ranks in this process and compare with a single device, in float64.
 
-    Compared are the loss of every step, the gradients of the first, parameters and buffers after the last, and what
-    the model then gives in eval mode, also when other values have been written to its buffers.
+    It compares the loss of every step, the gradients of the first step, parameters and buffers after the last one, and
+    the outputs of the model in eval mode after that, also with other values in its buffers.
 
     Shapes are shrunk first, consistently: the plan's axes to their smallest factors on at most 8 devices, and the batch
-    as far as the model takes it.  The model's own sizes stay, and every simulated rank holds its part of it here, so
-    for a model that fills a device give a twin with fewer and narrower layers.  Random ops can't be compared; a model
-    that draws is refused.
+    as far as the model allows.  The model's own sizes stay, and every simulated rank holds its part of it here, so
+    for a model that fills a device pass a model with fewer and narrower layers.  Random ops can't be compared; a model
+    with them is refused.
 
     Args:
         model: the model that the plan is for, with real parameters; it is not changed.
-        plan: what to rehearse, or the path of a saved one.
+        plan: the plan to verify, or the path of a saved one.
         example_inputs: as in `autopar.parallelize`.
         loss_fn: as in `autopar.parallelize`.
         example_target: as in `autopar.parallelize`.
-        steps: optimizer steps.
-        shrink: False rehearses with all devices and the whole batch.
-        make_optimizer: parameters -> optimizer; by default AdamW that doesn't blow up the rounding noise of gradients.
-        planned: the model as it was when `plan` was made, where that is another object (on the meta device, say): it is
-            traced instead of `model`.
+        steps: the number of optimizer steps.
+        shrink: if False, all devices are simulated, with the whole batch.
+        make_optimizer: parameters -> optimizer; by default AdamW that doesn't amplify the rounding noise of gradients.
+        planned: the model with which `plan` was made, if that is another object (on the meta device, for instance): it
+            is traced instead of `model`.
         loss_tolerance: relative.
         gradient_tolerance: relative to each gradient's largest entry.
         parameter_tolerance: relative to each parameter's (or output's) largest entry, after all steps.
 
     Raises:
-        VerificationError: something differs by more; the message names the first op whose result (or
-            gradient) differs, or the output.  Or there is nothing to compare: the model draws, or doesn't run in
-            float64.
+        VerificationError: a difference exceeds its tolerance; the message names the first op whose result (or
+            gradient) differs, or the output.  Or the model can't be compared: it draws random numbers, or doesn't run
+            in float64.
         PlanFormatError: the file holds no plan.
         PlanMismatchError: the plan is for another model, or inputs of other shapes.
         MaterializationError: the model is on the meta device.
@@ -167,13 +167,13 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     inputs, traced = _first_that_fits(planned, double, plan, [*smaller, inputs])
     if any(op.is_random for layer in traced.program.layers for op in layer.ops):
         raise VerificationError(
-            "the model draws random numbers (dropout): ranks draw others than one device does, so there "
-            "is nothing to compare; verify it with dropout probabilities of 0"
+            "the model draws random numbers (dropout): ranks draw other numbers than one device, so the runs can't be "
+            "compared; verify it with dropout probabilities of 0"
         )
     if approximate := ops_per_microbatch(traced.program, plan):
         raise VerificationError(
-            f"the plan is not to be exact: {approximate[0].target} ({approximate[0].module}) takes each microbatch for "
-            "the whole batch, as a constraint allows. Verify a plan without that constraint"
+            f"the plan isn't exact: a constraint lets {approximate[0].target} ({approximate[0].module}) use statistics "
+            "of each microbatch instead of the whole batch. Verify a plan without that constraint"
         )
     plan = plan.with_decisions(fingerprint=traced.program.fingerprint)
     batches = [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]
@@ -186,15 +186,14 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     except _FAILURES as error:
         raise VerificationError(
             f"the model doesn't run on one device in float64, in which plans are compared: {error}. If one of its "
-            "kernels takes no float64, verify it with another implementation of "
-            "that layer"
+            "kernels doesn't support float64, verify it with another implementation of that layer"
         ) from error
     try:
-        result = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, planner=planner)
-        result = replace(result, refusal=refusal or result.refusal)
-    except VerificationError as error:  # ranks don't even agree with each other
+        parallel = run_parallel(double, traced, plan, inputs, steps, make_optimizer, batches=batches, planner=planner)
+        parallel = replace(parallel, refusal=refusal or parallel.refusal)
+    except VerificationError as error:  # ranks differ from each other
         raise VerificationError(f"{error}. {first_difference(double, traced, plan, inputs)}") from error
-    report = compare(expected, result, plan.world_size)
+    report = compare(expected, parallel, plan.world_size)
     if (
         report.loss_error > loss_tolerance
         or report.worst_gradient[1] > gradient_tolerance
@@ -202,16 +201,17 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
     ):
         raise VerificationError(f"{report}. {first_difference(double, traced, plan, inputs)}")
     if report.worst_output[1] > parameter_tolerance:
-        raise VerificationError(f"{report}. Training agrees: what eval mode runs, or what is read of buffers, is wrong")
+        raise VerificationError(f"{report}. Training agrees: eval mode or its use of buffers is wrong")
     return report
 
 
 def _first_that_fits(
     model: nn.Module, double: nn.Module, plan: Plan, batches: Sequence[ExampleInputs]
 ) -> tuple[ExampleInputs, Traced]:
-    """The first of `batches` that the model takes and the plan fits, and the model traced on it.
+    """The first of `batches` that the model accepts and the plan fits, and the model traced on it.
 
-    All but the last are cut from it, so the model is tried on them: their entries may be places in a dim that was cut.
+    The last one is the whole batch.  The others are parts of it, so the model must run on them first: their entries may
+    be indices into a dim that was shortened.
     """
     problem: Exception | None = None
     for inputs in batches:
@@ -225,13 +225,13 @@ def _first_that_fits(
             problem = error
             continue
         return inputs, traced
-    raise problem or PlanMismatchError("there is no batch to rehearse the plan with")
+    raise problem or PlanMismatchError("there is no batch to verify the plan with")
 
 
 def _eval_mode(
     model: nn.Module, traced: Traced, plan: Plan, batches: Sequence[ExampleInputs]
 ) -> tuple[CallPlanner | None, str]:
-    """What has planned for eval mode, or why it is refused."""
+    """A planner that has planned the calls in eval mode, or the reason why they are refused."""
     try:
         return planner_for(model, traced, plan, batches, keep_double_program), ""
     except AutoparError as error:
@@ -242,40 +242,42 @@ def _as_double(inputs: ExampleInputs) -> ExampleInputs:
     return map_leaves(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
 
 
-def compare(expected: Run, found: Run, world_size: int) -> VerificationReport:
-    """Errors of `found` against `expected`.
+def compare(expected: Run, actual: Run, world_size: int) -> VerificationReport:
+    """Return the errors of `actual` relative to `expected`.
 
     Raises:
         VerificationError: one run has a gradient, parameter, buffer or output that the other lacks.
     """
-    pairs = zip(expected.losses, found.losses, strict=True)
+    pairs = zip(expected.losses, actual.losses, strict=True)
     return VerificationReport(
         world_size=world_size,
         loss_error=max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0),
-        gradient_errors=_errors(expected.gradients, found.gradients, "gradient"),
-        parameter_errors=_errors(expected.parameters, found.parameters, "parameter"),
-        buffer_errors=_errors(expected.buffers, found.buffers, "buffer"),
-        output_errors={} if found.refusal else _errors(*_settled(expected.outputs, found.outputs), "output"),
-        refusal=found.refusal,
+        gradient_errors=_errors(expected.gradients, actual.gradients, "gradient"),
+        parameter_errors=_errors(expected.parameters, actual.parameters, "parameter"),
+        buffer_errors=_errors(expected.buffers, actual.buffers, "buffer"),
+        output_errors={} if actual.refusal else _errors(*_mask_nonfinite(expected.outputs, actual.outputs), "output"),
+        refusal=actual.refusal,
     )
 
 
-def _settled(
-    expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+def _mask_nonfinite(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """Both, without the entries in which they are not finite alike: buffers that were written to may make some so."""
-    odd = {
-        name: ~x.isfinite() & ((x == found[name]) | (x.isnan() & found[name].isnan()))
+    """Both, with 0 in entries where they have the same non-finite value, as may result from other values in buffers."""
+    masks = {
+        name: ~x.isfinite() & ((x == actual[name]) | (x.isnan() & actual[name].isnan()))
         for name, x in expected.items()
-        if name in found and x.shape == found[name].shape
+        if name in actual and x.shape == actual[name].shape
     }
-    pairs = ({n: x.masked_fill(odd[n], 0.0) if n in odd else x for n, x in side.items()} for side in (expected, found))
-    first, second = pairs
+    first, second = (
+        {name: x.masked_fill(masks[name], 0.0) if name in masks else x for name, x in side.items()}
+        for side in (expected, actual)
+    )
     return first, second
 
 
-def _errors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> dict[str, float]:
-    if expected.keys() != found.keys():
-        raise VerificationError(f"{what} missing or added: {sorted(expected.keys() ^ found.keys())}")
+def _errors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], kind: str) -> dict[str, float]:
+    if expected.keys() != actual.keys():
+        raise VerificationError(f"{kind} missing or added: {sorted(expected.keys() ^ actual.keys())}")
     largest = max(map(largest_entry, expected.values()), default=0.0)
-    return {name: relative_error(expected[name], found[name], _NOISE * largest) for name in expected}
+    return {name: relative_error(expected[name], actual[name], _NOISE * largest) for name in expected}

@@ -1,4 +1,4 @@
-"""What a model gives when it has been trained: in eval mode, and when its buffers have been written to."""
+"""The outputs of a trained model in eval mode, and with other values in its buffers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["eval_outputs"]
 
 @torch.no_grad()
 def eval_outputs(model: nn.Module, batches: Sequence[ExampleInputs]) -> dict[str, Tensor]:
-    """The floating outputs of `model` on each of `batches`, by what they are; its buffers change.
+    """The floating-point outputs of `model` on each of `batches`, by a description; changes its buffers.
 
-    In eval mode, then with other values in all floating buffers (as a checkpoint could have) in both modes.
+    It runs in eval mode, then in both modes with other values in all floating-point buffers (as from a checkpoint).
     """
     if hasattr(model, "whole_outputs"):
         model.whole_outputs = True  # pyright: ignore[reportArgumentType]  (of a parallel module)
-    result = dict(_outputs(model.eval(), batches, "in eval mode"))
+    outputs = dict(_outputs(model.eval(), batches, "in eval mode"))
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.mul_(1.25).add_(0.0 if buffer.any() else 1 / 64)
-    result.update(_outputs(model, batches, "in eval mode with other buffers"))
-    result.update(_outputs(model.train(), batches, "in training mode with other buffers"))
-    return result
+    outputs.update(_outputs(model, batches, "in eval mode with other buffers"))
+    outputs.update(_outputs(model.train(), batches, "in training mode with other buffers"))
+    return outputs
 
 
 def _outputs(model: nn.Module, batches: Sequence[ExampleInputs], when: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What every op of a parallel run gives on every rank, and the gradient that comes back to it."""
+"""Records the result of every op of a parallel run on every rank, and its gradient."""
 
 from __future__ import annotations
 
@@ -23,49 +23,52 @@ __all__ = ["Observed", "observe", "single_device_plan"]
 
 @dataclass
 class Observed:
-    """What one rank computed: value name -> local result, and local gradient."""
+    """The local results and local gradients of one rank, by the names of values."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
 
 
 class _Observer(fx.Interpreter):
-    """Runs a layer program node by node and keeps what the layer's ops give."""
+    """Runs a layer program node by node and records the results of the layer's ops."""
 
-    def __init__(self, module: fx.GraphModule, names: Mapping[str, str], seen: Observed) -> None:
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str], observed: Observed) -> None:
         super().__init__(module)
         self._names = names
-        self._seen = seen
+        self._observed = observed
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         name = self._names.get(n.meta.get("value", ""))
         if name is not None and isinstance(result, Tensor):
-            self._seen.values[name] = result.detach().clone()
+            self._observed.values[name] = result.detach().clone()
             if result.requires_grad:
-                on_gradient(result, lambda gradient: self._keep(name, gradient))
+                on_gradient(result, lambda gradient: self._record_gradient(name, gradient))
         return result
 
-    def _keep(self, name: str, gradient: Tensor) -> None:
-        # A backward in two parts may come by again with a part of it.
-        self._seen.gradients.setdefault(name, gradient.detach().clone())
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
+        # A split backward may run the hook twice; the first gradient is the whole one.
+        self._observed.gradients.setdefault(name, gradient.detach().clone())
 
 
 def observe(model: nn.Module, traced: Traced, plan: Plan, inputs: ExampleInputs) -> list[Observed]:
-    """One forward and backward by `plan`, which has one microbatch and no recomputation; per rank what it computed."""
+    """Run one forward and backward of `plan`, and return what each rank computed.
+
+    `plan` must have one microbatch and no recomputation.
+    """
 
     def action(parallel: ParallelModule) -> Observed:
-        seen = Observed({}, {})
-        _watch(parallel, traced.program, seen)
+        observed = Observed({}, {})
+        _observe_layers(parallel, observed)
         loss = loss_of(parallel(**inputs) if isinstance(inputs, Mapping) else parallel(*inputs))
         run_backward(loss)
-        return seen
+        return observed
 
     return run_ranks(model, traced, plan, action)
 
 
-def _watch(parallel: ParallelModule, program: Program, seen: Observed) -> None:
-    """Make every layer program of `parallel` run through an observer; layers that share one run in order."""
+def _observe_layers(parallel: ParallelModule, observed: Observed) -> None:
+    """Make all layer programs of `parallel` run in observers; layers that share a program run in order."""
     layers: dict[int, Iterator[Layer]] = {}
     users: dict[int, list[Layer]] = {}
     for runner in parallel.layer_runners:
@@ -79,16 +82,16 @@ def _watch(parallel: ParallelModule, program: Program, seen: Observed) -> None:
 
         def run(*args: Any, module: fx.GraphModule = module, first: Layer = first) -> Any:
             layer = next(layers[id(module)])
-            mine = itertools.chain.from_iterable(op.results for op in layer.ops)
-            theirs = itertools.chain.from_iterable(op.results for op in first.ops)
-            names = dict(zip(theirs, mine, strict=True))
-            return _Observer(module, names, seen).run(*args)
+            names_in_layer = itertools.chain.from_iterable(op.results for op in layer.ops)
+            names_in_program = itertools.chain.from_iterable(op.results for op in first.ops)
+            names = dict(zip(names_in_program, names_in_layer, strict=True))
+            return _Observer(module, names, observed).run(*args)
 
         module.forward = run  # type: ignore[method-assign]
 
 
 def single_device_plan(program: Program) -> Plan:
-    """Every op whole on one device."""
+    """The plan that runs every op whole on one device."""
     whole: Layout = (REPLICATE,)
     strategies = tuple(
         LayerStrategy(

@@ -1,4 +1,4 @@
-"""Train a model by a plan with every rank a thread of this process, and on one device; join what the ranks hold."""
+"""Trains a model by a plan, with every rank a thread of this process, and on one device; joins the ranks' tensors."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SteadyAdamW(torch.optim.AdamW):
-    """AdamW on this rank's part of each parameter, by which a gradient that is all but zero makes next to no step.
+    """AdamW on this rank's part of each parameter, which hardly moves parameters whose gradients are almost zero.
 
-    AdamW divides by the size of the gradient and its `eps`: with the usual 1e-8 the rounding noise of a gradient that
-    cancels (of a key's bias) would come out 1e8 times as large, and look like a mistake.
+    AdamW divides by the size of the gradient and its `eps`: the usual 1e-8 would amplify the rounding noise of a
+    gradient that cancels (of a key's bias) by 1e8, so that it looks like an error.
 
-    It works element by element, so that steps on parts are parts of its steps; that each of its dozens of ops looks at
-    DTensors would take longer than a small model's forward and backward pass.
+    AdamW works element by element, so a step on a part is the part of a step.  It runs on local tensors because its
+    dozens of ops on DTensors would take longer than a small model's forward and backward pass.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._given = [*parameters]
-        super().__init__([nn.Parameter(local_part_of(p)) for p in self._given], lr=1e-3, eps=1e-5)
+        self._parameters = [*parameters]
+        super().__init__([nn.Parameter(local_part_of(p)) for p in self._parameters], lr=1e-3, eps=1e-5)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        for parameter in self._given:
+        for parameter in self._parameters:
             parameter.grad = None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; parts of gradients lie where those of parameters do."""
-        for part, parameter in zip(self.param_groups[0]["params"], self._given, strict=True):
+        """Make one step; parts of gradients have the layout of their parameters."""
+        for part, parameter in zip(self.param_groups[0]["params"], self._parameters, strict=True):
             part.data = local_part_of(parameter)
             part.grad = None if parameter.grad is None else local_part_of(parameter.grad)
         untyped: Any = super()
@@ -84,9 +84,9 @@ class SteadyAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run leaves: every step's loss, the first step's gradients, parameters and buffers at the end.
+    """The results of a training run: every step's loss, the first step's gradients, parameters and buffers at the end.
 
-    `outputs` is what `eval_outputs` then finds, if that is asked for; `refusal` says why eval mode gives none.
+    `outputs` are those of `eval_outputs` after training, if requested; `refusal` says why eval mode has none.
     """
 
     losses: tuple[float, ...]
@@ -109,11 +109,11 @@ def run_single(
 ) -> Run:
     """Train a copy of `model` on one device, and evaluate it on `batches`; `others` as in `train`.
 
-    `in_double` it is float64, and nothing is rounded to less on the way.
+    With `in_double` the model is float64, and no intermediate result is cast to a narrower dtype.
     """
     model = copy.deepcopy(model)
-    given = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
-    with dense_flex_attention(), accurate_products(), _KeepDouble(given) if in_double else nullcontext():
+    roots = (*model.parameters(), *model.buffers(), *leaves_of((inputs, *batches, *others)))
+    with dense_flex_attention(), accurate_products(), _KeepDouble(roots) if in_double else nullcontext():
         return _evaluated(train(model, inputs, steps, make_optimizer, others), model, batches)
 
 
@@ -148,7 +148,7 @@ def _evaluated(run: Run, model: nn.Module, batches: Sequence[ExampleInputs]) -> 
 
 
 def join_runs(runs: Sequence[Run], num_groups: int) -> Run:
-    """The run of the whole model from those of its ranks, in rank order.
+    """Join the runs of all ranks, in rank order, to the run of the whole model.
 
     Raises:
         VerificationError: ranks have different losses, or replicas of a tensor differ.
@@ -173,9 +173,9 @@ def run_ranks(
     action: Callable[[ParallelModule], T],
     planner: CallPlanner | None = None,
 ) -> list[T]:
-    """`action` on every rank's ParallelModule, in rank order.
+    """Call `action` with every rank's ParallelModule, and return its results in rank order.
 
-    `planner` must have planned before (`planner_for`) what is called beside the program.
+    `planner` must already have planned all calls other than the program's (`planner_for`).
     """
 
     def rank(communicator: Communicator) -> T:
@@ -194,9 +194,9 @@ def planner_for(
     *,
     training: bool = False,
 ) -> CallPlanner:
-    """`call_planner`, which has planned calls with `batches` in eval mode, or with `training` in training mode.
+    """A `call_planner` that has planned calls with `batches` in eval mode, or in training mode with `training`.
 
-    While torch.export runs, all threads are told that they compile, and round otherwise: simulated ranks can't trace.
+    Simulated ranks can't trace: while torch.export runs, all threads are in compile mode, and round differently.
     """
     planner = call_planner(model, traced, plan, finish=finish)
     for batch in batches:
@@ -211,9 +211,7 @@ def train(
     make_optimizer: MakeOptimizer = SteadyAdamW,
     others: Sequence[ExampleInputs] = (),
 ) -> Run:
-    """Train `model` itself, whole or one rank's part of it, on the same batch in every step, or on it and `others` by
-    turns.
-    """
+    """Train `model` itself (or one rank's part of it) on `inputs` in every step, or on these and `others` in turn."""
     turns = (inputs, *others)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses: list[float] = []
@@ -231,7 +229,7 @@ def train(
         tuple(losses),
         gradients,
         {name: _copy(p) for name, p in _filled(model)},
-        {name: b.detach().clone() for name, b in model.named_buffers()},
+        {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
     )
 
 
@@ -241,19 +239,19 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _filled(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters with elements: a rank with nothing to train has one without, for the user's optimizer."""
+    """The parameters that have elements: a rank with nothing to train has an empty one, for the user's optimizer."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.numel())
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar loss in a model's output; without one, a scalar that depends on every differentiable output."""
+    """The scalar loss in a model's output, or, without one, a scalar that depends on every differentiable output."""
     leaves = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     scalars = [x for x in leaves if x.dim() == 0]
     return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
 
 
 def _join_groups(parts: Sequence[Mapping[str, Tensor]], num_groups: int) -> dict[str, Tensor]:
-    """What the device groups hold, joined within each; a tensor that several hold must be the same on all."""
+    """Join the tensors of each device group; a tensor that several groups hold must be equal on all of them."""
     size = len(parts) // num_groups
     results: dict[str, Tensor] = {}
     for group in range(num_groups):
@@ -265,9 +263,7 @@ def _join_groups(parts: Sequence[Mapping[str, Tensor]], num_groups: int) -> dict
 def _join_all(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     for number, part in enumerate(parts):
         if part.keys() != parts[0].keys():
-            raise VerificationError(
-                f"rank {number} and rank 0 differ in having {sorted(part.keys() ^ parts[0].keys())}"
-            )
+            raise VerificationError(f"only one of rank {number} and rank 0 has {sorted(part.keys() ^ parts[0].keys())}")
     return {name: _join([part[name] for part in parts], name) for name in parts[0]}
 
 
@@ -276,7 +272,7 @@ def _join(tensors: list[Tensor], name: str) -> Tensor:
     if not isinstance(first, DTensor):
         return join_layout(tensors, (REPLICATE,), (len(tensors),), name)
     if any(p.is_partial() for p in first.placements):
-        raise VerificationError(f"{name} is left as a sum of terms ({first.placements}): an all-reduce is missing")
+        raise VerificationError(f"{name} remains a sum of terms ({first.placements}): an all-reduce is missing")
     layout = tuple(Placement("S", p.dim) if p.is_shard() else REPLICATE for p in first.placements)  # pyright: ignore
     return join_layout(
         [local_tensor(t) for t in tensors if isinstance(t, DTensor)], layout, tuple(first.device_mesh.shape), name
@@ -284,14 +280,14 @@ def _join(tensors: list[Tensor], name: str) -> Tensor:
 
 
 def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], name: str) -> Tensor:
-    """The whole tensor from every rank's local one, in rank order.
+    """Join the ranks' local tensors, in rank order, to the whole tensor.
 
     Raises:
         VerificationError: replicas differ.
     """
     parts = tensors
     for placement, size in reversed(list(zip(layout, mesh, strict=True))):
-        # Axes to the right are joined already, so members of this axis stand side by side.
+        # Inner axes are joined already, so the members of this axis are consecutive.
         groups = [parts[start : start + size] for start in range(0, len(parts), size)]
         if placement.is_shard:
             parts = [torch.cat(group, placement.dim) for group in groups]
@@ -306,23 +302,22 @@ def join_layout(tensors: list[Tensor], layout: Layout, mesh: tuple[int, ...], na
 
 def gradient_layout(layout: Layout) -> Layout:
     """The layout of the gradient of a tensor with this layout."""
-    turned = {"P": REPLICATE, "B": PARTIAL}
-    return tuple(turned.get(placement.kind, placement) for placement in layout)
+    of_gradient = {"P": REPLICATE, "B": PARTIAL}
+    return tuple(of_gradient.get(placement.kind, placement) for placement in layout)
 
 
 def _check_replicas(tensors: list[Tensor], name: str) -> None:
     first = tensors[0]
-    for number, other in enumerate(tensors):
-        pair = as_float64(other), as_float64(first)
-        if not torch.equal(other, first) and not torch.allclose(*pair, rtol=1e-9, atol=1e-14, equal_nan=True):
+    for number, replica in enumerate(tensors):
+        pair = as_float64(replica), as_float64(first)
+        if not torch.equal(replica, first) and not torch.allclose(*pair, rtol=1e-9, atol=1e-14, equal_nan=True):
             raise VerificationError(f"replicas of {name} differ: {number} from 0 by {largest_difference(*pair)}")
 
 
 class _KeepDouble(TorchFunctionMode):
-    """Inside, what is computed from `roots` (float64) is never cast to a narrower dtype.
+    """A mode in which results computed from `roots` (float64) are never cast to a narrower dtype.
 
-    Models that compute a norm or a loss in float32 whatever their parameters' dtype would hide errors in
-    that rounding.
+    Rounding would hide errors in models that compute a norm or a loss in float32 regardless of their parameters' dtype.
     """
 
     _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -344,7 +339,7 @@ class _KeepDouble(TorchFunctionMode):
         if func in self._CASTS:
             return args[0]
         args, kwargs = map_leaves(_widen_dtype, (args, kwargs))
-        if not _writes(func):  # to what may be float32; some of the others take all of one dtype
+        if not _writes(func):  # in-place ops may write to float32; some other ops need equal dtypes
             args, kwargs = map_leaves(_widen_float, (args, kwargs))
         result = func(*args, **kwargs)
         self._note(leaves_of(result))
@@ -352,7 +347,7 @@ class _KeepDouble(TorchFunctionMode):
 
 
 def _writes(func: Any) -> bool:
-    """Whether it writes to its first argument, as add_, __iadd__ and __setitem__ do."""
+    """Whether `func` writes to its first argument, as add_, __iadd__ and __setitem__ do."""
     name = str(getattr(func, "__name__", ""))
     is_dunder = name.startswith("__")
     return name[2:5] in ("set", "iad", "isu", "imu", "itr") if is_dunder else name.endswith("_")
@@ -367,19 +362,19 @@ def _widen_float(x: Any) -> Any:
 
 
 def keep_double_program(traced: Traced) -> Traced:
-    """`traced` computing in float64, and taking inputs of its own dtypes.
+    """Return `traced` computing in float64; it still accepts inputs of its own dtypes.
 
-    Parameters, buffers, inputs and all that is computed from them become float64, casts between them included, and
-    so do constants and casts of integers that only these meet; what is computed from constants or from integers stays
-    as it is, as it would in a model whose parameters are float64.
+    Parameters, buffers, inputs and everything computed from them become float64, including casts between them, and so
+    do constants and casts of integers that are only read together with them.  Other results of constants or integers
+    keep their dtype, as they would in a model whose parameters are float64.
     """
     program = traced.program
     wide = {v.name for v in program.values.values() if v.role in ("input", "parameter", "buffer") or v.requires_grad}
     for op in _all_ops(program):
         if any(name in wide and program.values[name].type.is_floating for name in op.operands):
             wide.update(op.results)
-    met = _met_by_wide(program, wide)
-    wide |= met
+    adapted = _only_read_with(program, wide)
+    wide |= adapted
 
     def widen_ops(ops: Sequence[Op]) -> tuple[Op, ...]:
         return tuple(_widen_op(op) if wide.intersection(op.results) else op for op in ops)
@@ -391,7 +386,7 @@ def keep_double_program(traced: Traced) -> Traced:
         tensors = traced.flatten_inputs(args, kwargs)
         return [x.double() if x.is_floating_point() else x for x in tensors]
 
-    constants = {name: _widen_float(x) if name in met else x for name, x in traced.constants.items()}
+    constants = {name: _widen_float(x) if name in adapted else x for name, x in traced.constants.items()}
     program = replace(program, values=values, layers=layers, hoisted=widen_ops(program.hoisted))
     return replace(traced, program=program, constants=constants, flatten_inputs=flatten_inputs)
 
@@ -400,14 +395,17 @@ def _all_ops(program: Program) -> Iterator[Op]:
     return itertools.chain(program.hoisted, *(layer.ops for layer in program.layers))
 
 
-def _met_by_wide(program: Program, wide: Set[str]) -> set[str]:
-    """What is not `wide` and only read with values that are; some ops take all of one dtype (a loss with weights)."""
+def _only_read_with(program: Program, wide: Set[str]) -> set[str]:
+    """The constants and casts of integers, not in `wide`, that are only read together with `wide` values.
+
+    Some ops need operands of equal dtypes (a loss with weights).
+    """
     casts = {op.results[0] for op in _all_ops(program) if _is_cast_of_integers(op, program)}
-    result = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
+    names = {name for name, value in program.values.items() if value.role == "constant" or name in casts} - wide
     for op in _all_ops(program):
         if wide.isdisjoint(op.operands):
-            result.difference_update(op.operands)
-    return result
+            names.difference_update(op.operands)
+    return names
 
 
 def _is_cast_of_integers(op: Op, program: Program) -> bool:
@@ -425,7 +423,7 @@ def _widen_op(op: Op) -> Op:
 
 
 def _widen_option(option: Option) -> Option:
-    """Kernels that communicate do it in the dtype of what they are given."""
+    """Make the option's kernel communicate in float64, the dtype of its operands."""
     if not option.collectives:
         return option
     return replace(option, collectives=tuple(replace(each, dtype="float64") for each in option.collectives))

@@ -1,6 +1,6 @@
-"""Make a rehearsal small: the same plan on fewer devices, the same model on smaller batches.
+"""Shrinks a plan to fewer devices, and a batch to fewer rows, so that `verify` is fast.
 
-A plan says which axis splits which factor, not how far, so its axes can be shortened without changing what it is.
+A plan's assignments say which axis splits which factor, not into how many slices, so its axes can be shortened.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 def shrink_plan(plan: Plan, max_world_size: int = 8) -> Plan:
-    """`plan` with every axis shortened to its smallest factor, on at most `max_world_size` devices where that suffices.
+    """`plan` with every axis shortened to its smallest prime factor, on at most `max_world_size` devices if possible.
 
-    Axes that would make more devices than that are shortened to 1, outermost first, so what they split is whole in the
-    rehearsal; at least one axis stays.  More than one microbatch become few, without stages two.
+    Axes beyond that limit are shortened to 1, outermost first, so that the factors that they split are whole; at least
+    one axis stays.  Several microbatches become few, without stages two.
 
-    Stages run on as many device groups as fit then, at least two.  With fewer groups neighbouring stages become one,
-    so the cuts that are left are the plan's, and the schedule has as many stages per group as before.
+    Stages run on as many device groups as are possible within the limit, at least two.  With fewer groups, consecutive
+    stages are merged, so that the remaining cuts are those of the plan, and the schedule has as many stages per group
+    as before.
     """
     if plan.world_size <= max_world_size:
         return plan
@@ -62,12 +63,12 @@ def shrink_plan(plan: Plan, max_world_size: int = 8) -> Plan:
 
 
 def most_pieces(plan: Plan) -> int:
-    """Into how many pieces rows are cut at most, all numbers of pieces of the plan dividing it."""
+    """The smallest number that all of the plan's numbers of pieces divide."""
     return math.lcm(*(count for strategy in plan.strategies for _, count in strategy.pieces))
 
 
 def merge_stages(plan: Plan, num_groups: int) -> Plan:
-    """`plan` with its stages on `num_groups` of its device groups: neighbouring stages become one."""
+    """`plan` with its stages on `num_groups` device groups; consecutive stages are merged."""
     groups, stages = plan.num_groups, plan.stages
     count = len(stages) // groups * num_groups
     bounds = [index * len(stages) // count for index in range(count + 1)]
@@ -79,11 +80,14 @@ def merge_stages(plan: Plan, num_groups: int) -> Plan:
 
 
 def _few_microbatches(plan: Plan) -> int:
-    """The fewest that keep all groups busy, if the schedule can run them: a divisor, as the batch divides by it."""
-    groups, most = plan.num_groups, plan.num_microbatches
-    divisors = [count for count in range(1, most + 1) if most % count == 0]
-    possible = [n for n in divisors if not schedule_problem(plan.schedule, groups, len(plan.stages), n)]
-    return next((count for count in possible if count >= groups), possible[-1])
+    """The smallest number of microbatches that keeps all groups busy and that the schedule can run.
+
+    It divides the plan's number, so that the batch divides by it.
+    """
+    groups, planned = plan.num_groups, plan.num_microbatches
+    divisors = [count for count in range(1, planned + 1) if planned % count == 0]
+    legal = [n for n in divisors if not schedule_problem(plan.schedule, groups, len(plan.stages), n)]
+    return next((count for count in legal if count >= groups), legal[-1])
 
 
 def _smallest_factor(size: int) -> int:
@@ -91,26 +95,26 @@ def _smallest_factor(size: int) -> int:
 
 
 def shrink_inputs(inputs: Inputs, multiple: int) -> Iterator[Inputs]:
-    """Ways to shrink a batch: all dims cut to `multiple`, and only the first dims.
+    """Yield smaller batches: with all dims shortened to `multiple`, then with only the first dims shortened.
 
-    A dim is cut if it is larger than `multiple` and divides by it.  Which of these batches the model takes, only
-    tracing it tells.
+    A dim is shortened if it is larger than `multiple` and divisible by it.  Only tracing the model shows which of these
+    batches it accepts.
     """
     for limit in (None, 1):
-        shrunk = _cut_all(inputs, multiple, limit)
+        shrunk = _shorten_all(inputs, multiple, limit)
         if any(a.shape != b.shape for a, b in zip(_tensors(shrunk), _tensors(inputs), strict=True)):
             yield shrunk
 
 
-def _cut(x: Tensor, multiple: int, num_dims: int | None) -> Tensor:
+def _shorten(x: Tensor, multiple: int, num_dims: int | None) -> Tensor:
     for dim in range(x.dim() if num_dims is None else min(num_dims, x.dim())):
         if x.shape[dim] > multiple and x.shape[dim] % multiple == 0:
             x = x.narrow(dim, 0, multiple)
     return x.contiguous()
 
 
-def _cut_all(inputs: Inputs, multiple: int, num_dims: int | None) -> Inputs:
-    return map_leaves(lambda x: _cut(x, multiple, num_dims) if isinstance(x, Tensor) else x, inputs)
+def _shorten_all(inputs: Inputs, multiple: int, num_dims: int | None) -> Inputs:
+    return map_leaves(lambda x: _shorten(x, multiple, num_dims) if isinstance(x, Tensor) else x, inputs)
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:

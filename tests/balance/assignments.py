@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from autopar.decisions import Decisions
 from autopar.plan import Plan
-from autopar.prediction import Prediction, RowCost
+from autopar.plan.decisions import Decisions
+from autopar.plan.prediction import Prediction, RowCost
 
 
 def plan_of(row: RowCost, devices: int | None = None) -> Plan:

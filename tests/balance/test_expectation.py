@@ -12,7 +12,7 @@ from autopar.balance.expectation import draw_batches, expected_step, rows_worth_
 from autopar.cluster import Cluster
 from autopar.errors import LengthError
 from autopar.plan import Plan
-from autopar.prediction import RowCost
+from autopar.plan.prediction import RowCost
 from tests.balance.assignments import plan_of
 from tests.models import make_llama, make_plain_gpt
 

@@ -11,7 +11,7 @@ from autopar.balance.expectation import expected_step
 from autopar.balance.group_kinds import kinds_worth_having, with_more_lengths
 from autopar.balance.group_rows import assign_groups
 from autopar.balance.lengths import Lengths
-from autopar.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction, RowCost
 from tests.balance.assignments import plan_of
 
 KINDS = (GroupRow(4, 64, 16.5, 0.01), GroupRow(2, 32, 16.2, 0.02), GroupRow(1, 16, 16.0, 0.04))

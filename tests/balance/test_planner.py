@@ -9,7 +9,7 @@ import pytest
 from autopar.balance import BatchPlanner
 from autopar.errors import LengthError
 from autopar.plan import Plan
-from autopar.prediction import RowCost
+from autopar.plan.prediction import RowCost
 from tests.balance.assignments import least_rows_and_pairs, plan_of
 
 ROW = RowCost(ranks=2, rows=2, tokens=12, token_s=1.0, pair_s=1.0)

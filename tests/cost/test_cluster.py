@@ -144,7 +144,7 @@ def test_from_mesh_refuses_what_it_can_not_price():
         Cluster.from_mesh(_mesh(8, "xpu"))
     with pytest.raises(MeshError, match="no device"):
         Cluster.from_mesh(_mesh(0, "cpu"))
-    with pytest.raises(MeshError, match="12 devices is no multiple of the 8"):
+    with pytest.raises(MeshError, match="12 devices is not a multiple of the 8"):
         Cluster.from_mesh(_mesh(12, "cuda"), devices_per_node=8, device_name="NVIDIA H100")
 
 

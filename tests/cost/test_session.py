@@ -111,6 +111,8 @@ def test_a_file_that_cannot_be_written_is_a_warning_once(tmp_path) -> None:
 def test_a_cache_that_cannot_be_read_is_a_warning(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(measure, "quick_probes", lambda *_: _Counted(Alone(CPU), "a").probes)
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match=r"measured before is not used.*Not a directory.*file/cache/profile-cpu-1-"):
+    with pytest.warns(
+        UserWarning, match=r"cached measurements are not used.*Not a directory.*file/cache/profile-cpu-1-"
+    ):
         found = measure_profile(budget_s=0.1, cache_dir=tmp_path / "file" / "cache")
     assert set(found.curves) == {"a"}

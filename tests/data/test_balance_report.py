@@ -14,8 +14,8 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.observe.balance import Dealt, compare_balance, computing_s
 from autopar.lower.observe.step_report import StepReport
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 from autopar.planning.caller_inputs import call_inputs
-from autopar.prediction import GroupRow, LengthPlan, LengthPrediction
 from autopar.search import SearchRequest, search
 from autopar.timeline import Event, StepTimeline
 from autopar.verify.rehearsal import planner_for

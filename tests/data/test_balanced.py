@@ -18,9 +18,9 @@ from autopar.data.balanced import rank_rows
 from autopar.errors import LengthError, LoaderError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
+from autopar.plan.prediction import LengthPlan, LengthPrediction, RowCost
 from autopar.planning.call_plans import stored_as
 from autopar.planning.caller_inputs import call_inputs
-from autopar.prediction import LengthPlan, LengthPrediction, RowCost
 from autopar.search import SearchRequest, plan_like, search
 from autopar.verify.rehearsal import keep_double_program, planner_for, run_single
 from tests.balance.assignments import plan_of

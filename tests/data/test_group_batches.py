@@ -9,7 +9,7 @@ import torch
 
 from autopar.lower.communication.communicator import Communicator
 from autopar.plan import Plan
-from autopar.prediction import GroupRow, LengthPlan, LengthPrediction
+from autopar.plan.prediction import GroupRow, LengthPlan, LengthPrediction
 from tests.data.test_balanced import Documents, check_equal_to_alone, small_llama
 from tests.lower.groups.cases import family
 

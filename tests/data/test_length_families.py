@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar.plan.prediction import LengthPlan, LengthPrediction
 from autopar.planning.call_plans import stored_as
-from autopar.prediction import LengthPlan, LengthPrediction
 from autopar.search import SearchRequest, plan_like, search
 from tests.data.test_balanced import Alone, Documents, rows_of_tokens, small_llama
 from tests.ranks import run_ranks

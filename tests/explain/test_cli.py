@@ -237,7 +237,7 @@ def test_a_config_runs_no_foreign_code_and_nobody_is_asked_to(
         ((), "name a model"),
         ((TARGET,), "--cluster 8x8xh100"),
         ((TARGET, "--cluster", "8by8"), "nodes x devices per node x device"),
-        ((TARGET, "--cluster", "4xh200x"), "known are"),
+        ((TARGET, "--cluster", "4xh200x"), "known devices are"),
         (("tests.explain.targets:made", "--cluster", "4xh100"), "no function of that name"),
         (("tests.explain.targets:make_nothing", "--cluster", "4xh100"), "return a model"),
         (("no.such.module:make", "--cluster", "4xh100"), "can't be imported"),

@@ -11,7 +11,7 @@ import pytest
 from autopar.balance.expectation import draw_batches, expected_step
 from autopar.balance.lengths import Lengths
 from autopar.explain.report.length_section import length_sections
-from autopar.prediction import RowCost
+from autopar.plan.prediction import RowCost
 from tests.balance.assignments import plan_of
 
 

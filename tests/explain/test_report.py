@@ -184,11 +184,11 @@ def test_overlapping_sends_are_bounded_too_and_stay_where_they_are() -> None:
         Event(0, "pipeline", f"value {n}", ("send", "broadcast")[n % 2], n * 1e-3, (n + 5) * 1e-3) for n in range(9000)
     )
     timeline = StepTimeline(9.005, events)
-    drawn = condense(timeline, (0,), most=100)
+    drawn = condense(timeline, (0,), max_bars=100)
     assert len(drawn) <= 100
     assert max(event.stop_s for event in drawn) <= timeline.step_s * 1.02
-    assert condense(timeline, (0,), most=1)  # fewer than one of each category is not possible, and not waited for
-    assert condense(timeline, (0,), most=9000) == events
+    assert condense(timeline, (0,), max_bars=1)  # fewer than one of each category is not possible, and not waited for
+    assert condense(timeline, (0,), max_bars=9000) == events
 
 
 @contextmanager

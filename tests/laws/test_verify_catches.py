@@ -264,7 +264,7 @@ def test_what_is_computed_from_buffers_once_and_for_all(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(hoisted.HoistedValues, "begin_step", once)
     with pytest.raises(
-        VerificationError, match=r"output 0 in (eval|training) mode with other buffers.*buffers, is wrong"
+        VerificationError, match=r"output 0 in (eval|training) mode with other buffers.*use of buffers is wrong"
     ):
         autopar.verify(model, plan, inputs, shrink=False)
 

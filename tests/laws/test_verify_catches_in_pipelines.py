@@ -76,7 +76,7 @@ def test_a_tied_gradient_that_is_not_summed_over_groups(monkeypatch: pytest.Monk
     monkeypatch.setattr(tied_gradients, "_exchanged_sum", lambda executor, x, groups: x.clone())
     with pytest.raises(VerificationError, match=r"replicas of transformer\.wte\.weight differ") as caught:
         rehearsal.verify()
-    assert "All ops agree, with pipeline stages, too, but replicas of transformer.wte.weight" in str(caught.value)
+    assert "All ops agree, also with pipeline stages, but replicas of transformer.wte.weight" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_gradient_of_a_microbatch_that_is_counted_twice(monkeypatch: pytest.Mo
             values.gradients = {name: 2 * gradient for name, gradient in values.gradients.items()}
 
     wrap(monkeypatch, StepValues, "begin_backward", twice)
-    with pytest.raises(VerificationError, match=f"in one microbatch, all agrees; with 2 microbatches by {schedule}"):
+    with pytest.raises(VerificationError, match=f"in one microbatch; with 2 microbatches and schedule {schedule}"):
         rehearsal.verify()
 
 
@@ -136,7 +136,7 @@ def test_gradients_of_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytes
         return gradient / step._executor.num_microbatches if step._executor.stages.is_pipeline else gradient
 
     wrap(monkeypatch, StepValues, "_gradient_of_returned", scale)
-    with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the gradient of"):
+    with pytest.raises(VerificationError, match="with 2 microbatches and schedule gpipe, the gradient of"):
         rehearsal.verify()
 
 
@@ -149,7 +149,7 @@ def test_a_loss_that_is_a_mean_over_microbatches(monkeypatch: pytest.MonkeyPatch
         return joined / len(parts) if is_loss else joined
 
     wrap(monkeypatch, Executor, "join_microbatches", mean)
-    with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the loss is"):
+    with pytest.raises(VerificationError, match="with 2 microbatches and schedule gpipe, the loss is"):
         rehearsal.verify()
 
 
@@ -165,7 +165,7 @@ def test_microbatches_whose_gradients_take_the_same_place(monkeypatch: pytest.Mo
         values.gradients = dict(came.get((action.stage, 1 - action.microbatch), values.gradients))
 
     wrap(monkeypatch, StepValues, "begin_backward", swap)
-    with pytest.raises(VerificationError, match="with 2 microbatches by gpipe, the gradient of"):
+    with pytest.raises(VerificationError, match="with 2 microbatches and schedule gpipe, the gradient of"):
         rehearsal.verify()
 
 

@@ -138,5 +138,5 @@ def test_verify_says_what_it_can_not_compare() -> None:
     model, inputs = make_counted()
     cluster = autopar.Cluster.of("cpu", devices_per_node=2)
     plan = autopar.plan(model, cluster, inputs, constraints=["microbatches=2", ALLOWED])
-    with pytest.raises(VerificationError, match=r"not to be exact: autopar\.batch_norm \(norm\)"):
+    with pytest.raises(VerificationError, match=r"isn't exact: a constraint lets autopar\.batch_norm \(norm\)"):
         autopar.verify(model, plan, inputs)

@@ -105,5 +105,5 @@ def test_a_list_must_be_what_the_record_says(monkeypatch: pytest.MonkeyPatch) ->
         schedule_actions("unsaid", 2, 4, 2)
     register_schedule(PipelineSchedule("unsaid", order=weights_last, is_v_shaped=True, splits_backward=True))
     assert schedule_actions("unsaid", 2, 4, 2)  # a record that is replaced is forgotten
-    with pytest.raises(ValueError, match="needs torch_class= or order="):
+    with pytest.raises(ValueError, match="needs either torch_class= or order="):
         register_schedule(PipelineSchedule("nothing"))

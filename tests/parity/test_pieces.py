@@ -100,7 +100,7 @@ def test_a_search_takes_pieces_where_they_are_faster() -> None:
     assert free.step_time_s < whole.step_time_s
     again = predict(program, free.decisions, quick_prices(2), training, None)
     assert again.step_time_s == pytest.approx(free.step_time_s, rel=1e-9)
-    assert "beside products" in str(free)
+    assert "collectives overlapped with products" in str(free)
 
 
 def test_no_device_hides_what_takes_all_of_its_speed() -> None:

@@ -26,7 +26,7 @@ from autopar.placement import (
     reshard,
     shard,
 )  # fmt: skip
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Op, Ref, TensorType
 from autopar.search import SearchRequest, search
 from autopar.search.layer_solutions import LayerSolutions, SolvedVariant, solve_problem

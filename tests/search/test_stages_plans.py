@@ -14,7 +14,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.placement import Axis
 from autopar.plan import Plan, Stage
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
 from autopar.schedules.action_lists import peak_held

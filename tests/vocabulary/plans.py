@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from autopar.placement import BROADCAST, PARTIAL, REPLICATE, shard
 from autopar.plan import Decisions, LayerStrategy, Plan, PlannedLayer
-from autopar.prediction import LayerCost, Prediction
+from autopar.plan.prediction import LayerCost, Prediction
 
 __all__ = ["plans", "small_plan"]
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.decisions import LayerStrategy, Stage
-from autopar.headline import describe_parallelism, of_limit
 from autopar.plan import Plan, PlannedLayer
+from autopar.plan.decisions import LayerStrategy, Stage
+from autopar.plan.headline import describe_parallelism, of_limit
 from autopar.quantities import short_count
 from tests.vocabulary.plans import small_plan
 

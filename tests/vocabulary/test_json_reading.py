@@ -195,7 +195,7 @@ def test_a_path_that_holds_no_text_is_named(load: Callable[[Any], Any], error: t
         ("9" * 5000, "the number 99999999999999999999... is too large"),
         (f"-{2**63}", "too large"),
         ("[1e400]", "the number 1e400 is too large"),
-        ("NaN", "NaN is no number"),
+        ("NaN", "NaN is not a usable number"),
         ("[" * 100_000, "nested too deeply"),
         ('["\\ud800"]', "surrogates not allowed"),
         ('{"a": 1', "line 1 column 8"),

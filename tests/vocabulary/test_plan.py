@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from autopar.errors import PlanFormatError
 from autopar.plan import FORMAT_VERSION, Plan, PlannedLayer, Stage
-from autopar.prediction import LayerCost, Prediction
+from autopar.plan.prediction import LayerCost, Prediction
 from tests.vocabulary.plans import plans, small_plan
 
 

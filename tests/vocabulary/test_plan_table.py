@@ -32,7 +32,7 @@ def test_stages_have_rows_with_their_ranks_and_times():
 def test_a_plan_of_which_nothing_is_predicted_says_so():
     stages = (Stage(0, 1, 0), Stage(1, 2, 1))
     text = str(small_plan().with_decisions(world_size=8, stages=stages, schedule="1f1b"))
-    assert "nothing is predicted of this plan" in text
+    assert "no prediction for this plan" in text
     assert "predicted step time" not in text
     assert "block.0" in text
 

@@ -49,7 +49,7 @@ def test_an_action_is_text(kind: str):
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 ", "2UNSHARD0"])
 def test_what_is_no_action_is_refused(text: str):
-    with pytest.raises(ValueError, match="no pipeline action such as '2F0'"):
+    with pytest.raises(ValueError, match="not a pipeline action such as '2F0'"):
         parse_action(text)
 
 
@@ -62,13 +62,13 @@ def test_stages_go_round_or_there_and_back():
     ("arguments", "reason"),
     [
         (("2f2b", 2, 2, 4), "no schedule '2f2b'"),
-        (("gpipe", 1, 1, 4), "can't be dealt out to 1 device groups"),
-        (("gpipe", 4, 6, 4), "6 stages can't be dealt out to 4"),
+        (("gpipe", 1, 1, 4), "can't be divided among 1 device groups"),
+        (("gpipe", 4, 6, 4), "6 stages can't be divided among 4"),
         (("gpipe", 2, 4, 4), "gpipe needs 1 stages per device group, not 2"),
         (("interleaved_1f1b", 2, 2, 4), "needs 2 or more stages"),
         (("zbv", 2, 6, 4), "zbv needs 2 stages per device group, not 3"),
         (("1f1b", 4, 4, 3), "at least as many microbatches as stages"),
-        (("interleaved_1f1b", 4, 8, 9), "can't deal out 9 microbatches"),
+        (("interleaved_1f1b", 4, 8, 9), "can't run 9 microbatches in even rounds"),
     ],
 )
 def test_what_a_schedule_cannot_run_has_a_reason(arguments: tuple[str, int, int, int], reason: str):

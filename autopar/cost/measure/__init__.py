@@ -1,9 +1,8 @@
-"""Measures this machine: `measure_profile`.  The only part of `autopar.cost` that loads torch.
+"""Measures this machine: `measure_profile`.  The only part of `autopar.cost` that imports torch.
 
-What is measured, in which file: `ops` (of the `op_calls` that it lists), `optimizer`: on one device;
-`collective_times`, `interference`: between `ranks`; `layer_times`: whole layers of a plan.  Each gives a few probes
-(`probe`), timed on the device's clock (`timing`); `missing` runs those whose numbers the profile of this `machine`
-lacks.
+`ops` (with the calls of `op_calls`) and `optimizer` measure one device, `collective_times` and `interference` measure
+between `ranks`, `layer_times` measures whole layers of a plan.  Measurements are probes (`probe`), timed on the
+device's clock (`timing`); `missing` runs those whose numbers the profile of this `machine` lacks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 _OVERLAPPED = ("all_gather", "all_reduce", "reduce_scatter")
-"""What a training step runs while it computes."""
+"""The collectives that a training step overlaps with compute."""
 
 
 def measure_profile(
@@ -52,20 +51,19 @@ def measure_profile(
 ) -> Profile:
     """Measure ops on this device and collectives between all ranks, quickly; every rank gets the same profile.
 
-    Every rank calls it with the same arguments.  Ranks measure at the same time, so that sharing of memory is part of
-    the numbers, and the slowest rank's time counts.  What was measured before is not measured again.
+    Every rank calls it with the same arguments.  Ranks measure at the same time, so that the numbers include contention
+    for memory, and the slowest rank's time counts.  Cached measurements are not repeated.
 
     Args:
-        communicator: through which ranks talk; without one this process measures alone, and no collectives.
-        device_type: ``"cpu"``, or what torch calls the accelerators, such as ``"cuda"``.
-        budget_s: seconds to spend, about, if nothing was measured before.
-        cache_dir: where profiles are kept; without one nothing is read or written.  What was measured before
-            on a machine like this, with as many ranks and the same software, is read from there (by rank 0), and what
-            is measured now is added.
+        communicator: the communicator of the ranks; without one this process measures alone, and no collectives.
+        device_type: ``"cpu"``, or torch's device type of an accelerator, such as ``"cuda"``.
+        budget_s: approximate seconds to spend if nothing is cached.
+        cache_dir: the folder of cached profiles; without one nothing is read or written.  Rank 0 reads the measurements
+            of a machine like this, with the same number of ranks and the same software, and adds the new ones.
         axes: groups to measure; by default neighbours in all sizes.
         dtypes: of matrix products and attention; by default float32, on accelerators bfloat16 too (and first).
 
-    A cache that can't be read or written is a warning: then everything is measured, and nothing kept.
+    If the cache can't be read or written, it warns, measures everything, and caches nothing.
 
     Example:
         >>> profile = measure_profile(budget_s=1.0)             # doctest: +SKIP
@@ -77,42 +75,42 @@ def measure_profile(
     ranks.prepare((Axis(ranks.world_size, 1), *axes))
     path = profile_path(cache_dir, device, ranks.world_size) if cache_dir is not None else None
     try:
-        result = load_shared(ranks, path)
+        cached = load_shared(ranks, path)
     except ProfileError as error:  # on every rank
-        result = path = None
+        cached = path = None
         if ranks.rank == 0:
-            warnings.warn(f"what was measured before is not used, and nothing is kept: {error}", stacklevel=2)
+            warnings.warn(f"cached measurements are not used, and new ones are not kept: {error}", stacklevel=2)
     probes = quick_probes(device, communicator, axes, dtypes or default_dtypes(device))
-    missing = missing_probes(probes, result)
-    part = sum(probe.share for probe in missing) / sum(probe.share for probe in probes)
-    return measure_missing(ranks, missing, result, budget_s * part, path)
+    missing = missing_probes(probes, cached)
+    share = sum(probe.share for probe in missing) / sum(probe.share for probe in probes)
+    return measure_missing(ranks, missing, cached, budget_s * share, path)
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
-    """In what matrix products and attention are measured; other ops in the first of them."""
+    """The dtypes in which matrix products and attention are measured; other ops are measured in the first one."""
     return ("float32",) if device.type == "cpu" else ("bfloat16", "float32")
 
 
 def quick_probes(
     device: torch.device, communicator: Collectives | None, axes: Sequence[Axis], dtypes: tuple[str, ...]
 ) -> tuple[Probe, ...]:
-    """What `parallelize` measures; with a communicator of several ranks, collectives on `axes` too."""
-    own = (*op_probes(device, dtypes), *optimizer_probes(communicator or Alone(device)))
+    """The probes of `parallelize`; with a communicator of several ranks, they include collectives on `axes`."""
+    local = (*op_probes(device, dtypes), *optimizer_probes(communicator or Alone(device)))
     if communicator is None or communicator.world_size == 1:
-        return own
+        return local
     interference = interference_probes(communicator, axes, kinds=_OVERLAPPED)
-    return (*own, *collective_probes(communicator, axes), *interference)
+    return (*local, *collective_probes(communicator, axes), *interference)
 
 
 def dense_probes(
     device: torch.device, communicator: Collectives | None, axes: Sequence[Axis], dtypes: tuple[str, ...]
 ) -> tuple[Probe, ...]:
-    """What ``python -m autopar.profile`` measures: dense sweeps, and by how much collectives slow compute down."""
-    own = (*op_probes(device, dtypes, is_dense=True), *optimizer_probes(communicator or Alone(device)))
+    """The probes of ``python -m autopar.profile``: dense sweeps, including how much collectives slow down compute."""
+    local = (*op_probes(device, dtypes, is_dense=True), *optimizer_probes(communicator or Alone(device)))
     if communicator is None or communicator.world_size == 1:
-        return own
+        return local
     return (
-        *own,
+        *local,
         *collective_probes(communicator, axes, is_dense=True),
         *interference_probes(communicator, axes, is_dense=True),
     )

@@ -1,4 +1,4 @@
-"""Measures collectives on live process groups, through whatever communicator the program will use.
+"""Measures collectives on process groups, through the communicator that the program will use.
 
 All groups of an axis run the same collective at the same time, as in a program, and the slowest rank counts.
 """
@@ -36,39 +36,39 @@ _DENSE = {
     "accelerator": tuple(4**power for power in range(4, 15)),  # 1 KiB to 1 GiB
 }
 """Elements of a buffer on its larger side."""
-_MIN_REPEATS = 5  # the fewest with quartiles of their own
-_MAX_REPEATS = 100  # a bound where calls are so short that the budget never ends
+_MIN_REPEATS = 5  # the smallest number with meaningful quartiles
+_MAX_REPEATS = 100  # a bound for calls so short that the budget would allow very many
 
 
 class Waitable(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     def wait(self) -> Tensor:
-        """Its result."""
+        """Wait for its result and return it."""
         ...
 
 
 class Collectives(Ranks, Protocol):
-    """What measuring links needs of a communicator; `autopar.lower.communication.communicator.Communicator` has it."""
+    """The methods of `autopar.lower.communication.communicator.Communicator` that measuring links needs."""
 
     def start_all_gather(self, x: Tensor, axis: Axis, dim: int) -> Waitable:
-        """The members' `x` joined along `dim`."""
+        """Concatenate the members' `x` along `dim`."""
         ...
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Waitable:
-        """This coordinate's slice along `dim` of the members' sum."""
+        """Sum over the members, and return this coordinate's slice along `dim`."""
         ...
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Waitable:
-        """The members' sum or maximum."""
+        """The sum or maximum over the members."""
         ...
 
     def start_all_to_all(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Waitable:
-        """Slice c of `split_dim` goes to coordinate c."""
+        """Send slice c of `split_dim` to coordinate c, and concatenate the received ones along `concat_dim`."""
         ...
 
     def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Waitable:
-        """Coordinate `source`'s `x`."""
+        """The `x` of coordinate `source`."""
         ...
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Waitable:
@@ -76,32 +76,32 @@ class Collectives(Ranks, Protocol):
         ...
 
     def start_receive(self, shape: Sequence[int], dtype: torch.dtype, axis: Axis, source: int) -> Waitable:
-        """Receive what coordinate `source` sends."""
+        """Receive a tensor from coordinate `source`."""
         ...
 
 
 def default_axes(world_size: int) -> tuple[Axis, ...]:
-    """Neighbouring groups of each size that divides the world: at most 5, the whole world included."""
+    """Groups of consecutive ranks, of at most 5 sizes that divide the world, including the whole world."""
     sizes = [size for size in range(2, world_size + 1) if world_size % size == 0]
     return tuple(Axis(size, 1) for size in dict.fromkeys([*sizes[:4], *sizes[-1:]]))
 
 
 def all_axes(world_size: int, group_sizes: Iterable[int] | None = None) -> tuple[Axis, ...]:
-    """Every axis of a mesh of so many devices: sizes and strides whose product divides them; or of `group_sizes`."""
+    """All axes of meshes of `world_size` devices (size times stride divides it), of all sizes or of `group_sizes`."""
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     sizes = [size for size in divisors if size > 1 and (group_sizes is None or size in set(group_sizes))]
     return tuple(Axis(size, stride) for size in sizes for stride in divisors if world_size % (size * stride) == 0)
 
 
 def collective_probes(communicator: Collectives, axes: Iterable[Axis], *, is_dense: bool = False) -> tuple[Probe, ...]:
-    """One probe for each kind on each axis, all groups of an axis at the same time.
+    """One probe for each kind of collective on each axis; all groups of an axis run at the same time.
 
-    All ranks must measure the same ones: they make the same calls, and agree through the communicator how often.
+    All ranks must run the same probes: they make the same calls, and agree through the communicator on their number.
 
     Args:
-        communicator: between the ranks.
+        communicator: the communicator of the ranks.
         axes: groups to measure.
-        is_dense: at many sizes, instead of the 4 that a plan can wait for.
+        is_dense: measure many sizes, instead of 4, for which planning can wait.
     """
     sizes = (_DENSE if is_dense else _QUICK)["cpu" if communicator.device.type == "cpu" else "accelerator"]
     return probes_between_ranks(communicator, "collective", COLLECTIVES, axes, sizes, _measure)
@@ -120,7 +120,7 @@ def probes_between_ranks(
 ) -> tuple[Probe, ...]:
     """One probe ``<family>/<kind>/<n>/<stride>`` for each kind on each axis, with a point for each of `sizes`.
 
-    `measure` takes communicator, kind, axis, sizes and the seconds to spend; `share` is that of a point.
+    `measure` takes communicator, kind, axis, sizes and the seconds to spend; `share` is the share of one point.
     """
     return tuple(
         Probe(
@@ -142,36 +142,37 @@ def _measure(
     for num_elements in sizes:
         passes = start_collective(communicator, kind, axis, num_elements)
         slice_s = budget_s / len(sizes) / len(passes)
-        # A send is one of several passes; the slowest counts.
-        slowest = max((_time(communicator, start, slice_s) for start in passes), key=lambda taken: taken.seconds)
+        # Sends are measured in several passes, of which the slowest counts.
+        slowest = max((_time(communicator, start, slice_s) for start in passes), key=lambda sample: sample.seconds)
         yield Measurement(f"collective/{kind}/{axis.size}/{axis.stride}", num_bytes_of(axis, num_elements), slowest)
 
 
 def _time(communicator: Collectives, start: Callable[[], Waitable | None], budget_s: float) -> Sample:
-    """The median of as many calls on every rank."""
+    """The median time of several calls, with the same number of calls on every rank."""
 
-    def run_s() -> float:
+    def time_call() -> float:
         return elapsed_s(lambda: run_to_end(start), communicator.device)
 
-    run_s()
-    [slowest_s] = max_over_ranks(communicator, [run_s()])
+    time_call()
+    [slowest_s] = max_over_ranks(communicator, [time_call()])
     repeats = max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget_s / max(slowest_s, 1e-9))))
-    return median_of([run_s() for _ in range(repeats)])
+    return median_of([time_call() for _ in range(repeats)])
 
 
 def num_bytes_of(axis: Axis, num_elements: int) -> float:
-    """Bytes of the buffers of `start_collective`, on their larger side."""
+    """The bytes of a buffer of `start_collective` on its larger side."""
     return 4.0 * _round_up(num_elements, axis.size**2)
 
 
 def start_collective(
     communicator: Collectives, kind: str, axis: Axis, num_elements: int
 ) -> tuple[Callable[[], Waitable | None], ...]:
-    """What starts a collective over `num_elements` float32; for a send two: from even to odd coordinates, and back on.
+    """Return a function that starts a collective over `num_elements` float32.
 
-    As between stages, each coordinate sends to the next.  To send all at once would let a rank's send wait for its own
-    receive on backends that do one after the other.  Gathered and scattered is the second dim: what most collectives of
-    a program do (of sequences, of parameters that travel together), with the copies that this takes.
+    For sends it returns two functions: each coordinate sends to the next, as between stages, first the even ones, then
+    the odd ones.  If all sent at the same time, a rank's send would wait for its own receive on backends that run them
+    sequentially.  All-gather and reduce-scatter work on the second dim, as most collectives of a program do (of
+    sequences, of parameters in one buffer), so that the copies that this needs are included.
     """
     whole = torch.ones(_round_up(num_elements, axis.size**2), device=communicator.device)
     matrix = whole.view(axis.size, -1)
@@ -190,7 +191,7 @@ def start_collective(
 
 
 def _hop(communicator: Collectives, axis: Axis, x: Tensor, first: int) -> Waitable | None:
-    """Coordinates `first`, `first` + 2, ... each send to the next; None on a rank that has no part in it."""
+    """Coordinates `first`, `first` + 2, ... each send to the next; None on a rank that neither sends nor receives."""
     coordinate = axis.coordinate(communicator.rank)
     if coordinate % 2 == first and coordinate + 1 < axis.size:
         return communicator.start_send(x, axis, coordinate + 1)
@@ -204,7 +205,7 @@ def _round_up(number: int, divisor: int) -> int:
 
 
 def run_to_end(start: Callable[[], Waitable | None]) -> None:
-    """Start what `start_collective` gave, and wait for it."""
-    under_way = start()
-    if under_way is not None:
-        under_way.wait()
+    """Start a collective of `start_collective`, and wait for it."""
+    started = start()
+    if started is not None:
+        started.wait()

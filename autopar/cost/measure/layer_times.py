@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
-from autopar.cost.measure.timing import median_of, own_s
+from autopar.cost.measure.timing import busy_s, median_of
 from autopar.cost.profile import LayerTime
 
 __all__ = ["time_layer"]
 
-_ROUNDS = 3, 100  # at least, at most; a first one more, which warms up
+_ROUNDS = 3, 100  # the minimum for a median with quartiles, and a bound for short layers; one more warms up
 
 
 def time_layer(
@@ -23,13 +23,13 @@ def time_layer(
     device: torch.device,
     budget_s: float,
 ) -> LayerTime:
-    """Median seconds of the forward and of the backward of a layer, which run in turn.
+    """Measure the median seconds of the forward and of the backward of a layer, which alternate.
 
     Args:
-        forward: gives the layer's outputs.
-        backward: differentiates them; None where there is nothing to differentiate.
-        device: where it runs.
-        budget_s: seconds to spend, about; three rounds are run even if that takes longer.
+        forward: returns the layer's outputs.
+        backward: differentiates them; None if there is nothing to differentiate.
+        device: the device on which it runs.
+        budget_s: approximate seconds to spend; three rounds run even if they take longer.
     """
     forward_times_s: list[float] = []
     backward_times_s: list[float] = []
@@ -41,8 +41,8 @@ def time_layer(
 
     stop = time.perf_counter() + budget_s
     while len(forward_times_s) <= _ROUNDS[0] or (time.perf_counter() < stop and len(forward_times_s) <= _ROUNDS[1]):
-        forward_times_s.append(own_s(run_forward, device))
-        backward_times_s.append(own_s(lambda: backward(outputs), device) if backward else 0.0)
+        forward_times_s.append(busy_s(run_forward, device))
+        backward_times_s.append(busy_s(lambda: backward(outputs), device) if backward else 0.0)
     forward_s, backward_s = median_of(forward_times_s[1:]), median_of(backward_times_s[1:])
     spread = round(max(forward_s.spread, backward_s.spread if backward else 0.0), 4)
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Which machine this is, and where its profile is kept."""
+"""Identifies this machine, and the file of its profile."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.cuda import nccl
 __all__ = ["CACHE_DIR", "describe_software", "device_name", "profile_path"]
 
 CACHE_DIR = Path("~/.cache/autopar").expanduser()
-"""Where `parallelize` looks for this machine's profile, and ``python -m autopar.profile`` puts it."""
+"""The folder in which ``python -m autopar.profile`` saves this machine's profile, and `parallelize` looks for it."""
 
 
 def device_name(device: torch.device) -> str:
-    """The device's own name for itself; ``"cpu"`` for a CPU."""
+    """The device's name as its driver reports it; ``"cpu"`` for a CPU."""
     return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
 
 
 def describe_software(device: torch.device) -> dict[str, str]:
-    """Versions and settings that the numbers depend on."""
+    """Versions and settings that measurements depend on."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
         return {**versions, "cuda": str(torch.version.cuda), "nccl": _nccl_version()}
@@ -38,7 +38,7 @@ def describe_software(device: torch.device) -> dict[str, str]:
 
 
 def profile_path(cache_dir: str | Path, device: torch.device, world_size: int) -> Path:
-    """The file of what `world_size` processes like this one have measured; there need not be one yet."""
+    """The path of the profile for `world_size` processes on machines like this one; the file need not exist."""
     machine = (platform.node(), device_name(device), *sorted(describe_software(device).items()), world_size)
     digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:16]
     return Path(cache_dir).expanduser() / f"profile-{device.type}-{world_size}-{digest}.json"

@@ -1,4 +1,4 @@
-"""Measures what a profile lacks, and keeps each piece as soon as it is there."""
+"""Runs the probes whose numbers a profile lacks, and saves results while it goes on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from autopar.errors import ProfileError
 
 __all__ = ["Progress", "load_shared", "measure_missing", "missing_probes"]
 
-_KEEP_S = 0.5  # the profile is written no more often: what a killed process loses, against time spent on writing
+_SAVE_INTERVAL_S = 0.5  # between writes: longer intervals lose more if the process is killed, shorter ones cost time
 
 
 @dataclass(frozen=True)
 class Progress:
-    """`num_done` of `num_probes` have been measured, and `key` is being measured now (``""``: nothing any more)."""
+    """`num_done` of `num_probes` probes have run, and the one of `key` is running (``""``: all are done)."""
 
     num_done: int
     num_probes: int
@@ -32,7 +32,7 @@ class Progress:
 
 
 def load_shared(ranks: Ranks, path: Path | None) -> Profile | None:
-    """What rank 0 finds in the file `path`, on every rank.  None: nothing, or nothing of use (see `profile_file.read`).
+    """Return on every rank the profile that rank 0 reads from `path`; None if there is none (see `profile_file.read`).
 
     Raises:
         ProfileError: on every rank, if the file holds the profile of another machine, or can't be read.
@@ -41,25 +41,25 @@ def load_shared(ranks: Ranks, path: Path | None) -> Profile | None:
         return None
 
     def read() -> str:
-        result = profile_file.read(path)
-        if result is None:
+        profile = profile_file.read(path)
+        if profile is None:
             return ""
-        _check_same_machine(result, _empty(ranks), path)
-        return result.to_json()
+        _check_same_machine(profile, _empty(ranks), path)
+        return profile.to_json()
 
     text = share_text(ranks, read)
     return Profile.from_json(text) if text else None
 
 
 def missing_probes(
-    probes: Iterable[Probe], found: Profile | None, again: Container[str] = frozenset[str]()
+    probes: Iterable[Probe], profile: Profile | None, again: Container[str] = frozenset[str]()
 ) -> list[Probe]:
-    """Those of `probes` that `found` does not have, or has at fewer points, or that have a key in `again`."""
+    """The probes whose results `profile` lacks, or has with fewer points, or that have a key in `again`."""
 
     def has(key: str, num_points: int) -> bool:
-        if found is None or key in again:
+        if profile is None or key in again:
             return False
-        series = found.curves.get(key) or found.readings.get(key)
+        series = profile.curves.get(key) or profile.readings.get(key)
         return series is not None and len(series.points) >= num_points
 
     return [probe for probe in probes if not all(has(key, probe.num_points) for key in probe.keys)]
@@ -68,51 +68,51 @@ def missing_probes(
 def measure_missing(
     ranks: Ranks,
     probes: Sequence[Probe],
-    found: Profile | None,
+    known: Profile | None,
     budget_s: float,
     path: Path | None = None,
     *,
-    tell: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
     stops: bool = False,
 ) -> Profile:
-    """Measure `probes`; every rank calls it with equal arguments and gets the same profile.
+    """Run `probes`; every rank calls it with equal arguments and gets the same profile.
 
     Args:
-        ranks: who measures; the slowest of them counts.
-        probes: what to measure, such as `missing_probes`.
-        found: what there is.
-        budget_s: seconds to spend, about; each probe runs a few times even if that takes longer.
-        path: the file that rank 0 adds to, after each probe that ends half a second or more after the last time.
-        tell: is told what is going on.
-        stops: measure nothing more once the budget is spent, instead of all of `probes`.
+        ranks: the ranks that measure; the slowest of them counts.
+        probes: the probes to run, such as `missing_probes`.
+        known: measurements that exist already.
+        budget_s: approximate seconds to spend; each probe runs a few times even if that takes longer.
+        path: the file to which rank 0 adds results, at most every half a second.
+        on_progress: called before each probe, and at the end.
+        stops: run no more probes once the budget is spent, instead of all of them.
 
     Returns:
-        `found`, and what was measured.
+        `known` and the new measurements.
     """
-    base = found or _empty(ranks)
+    base = known or _empty(ranks)
     if not probes:
         return base
     session = _Session(ranks, path if ranks.rank == 0 else None)
-    left = sum(probe.share for probe in probes)
-    done = 0
+    remaining_share = sum(probe.share for probe in probes)
+    num_done = 0
     try:
         for probe in probes:
             if stops and session.spent_s >= budget_s:
                 break
-            tell(Progress(done, len(probes), probe.keys[0]))
-            session.measure(probe, max(0.0, budget_s - session.spent_s) * probe.share / left)
-            session.keep(_KEEP_S)
-            left -= probe.share
-            done += 1
+            on_progress(Progress(num_done, len(probes), probe.keys[0]))
+            session.measure(probe, max(0.0, budget_s - session.spent_s) * probe.share / remaining_share)
+            session.save(_SAVE_INTERVAL_S)
+            remaining_share -= probe.share
+            num_done += 1
     finally:
-        session.keep()
-    tell(Progress(done, len(probes), ""))
+        session.save()
+    on_progress(Progress(num_done, len(probes), ""))
     return base.merged(session.profile())
 
 
 @dataclass
 class _Session:
-    """What has been measured since it began, the same on every rank."""
+    """The measurements since its start, which are the same on every rank."""
 
     ranks: Ranks
     path: Path | None
@@ -120,25 +120,25 @@ class _Session:
     date: str = ""
     curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
     readings: dict[str, Readings] = field(default_factory=dict[str, Readings])
-    kept_s: float = float("-inf")
-    num_kept: int = 0
+    saved_at_s: float = float("-inf")
+    num_saved: int = 0
 
     def __post_init__(self) -> None:
         warm_up(self.ranks.device)
-        max_over_ranks(self.ranks, [0.0])  # so that all start together
+        max_over_ranks(self.ranks, [0.0])  # so that all ranks start at the same time
         self._started = time.perf_counter()
 
     def measure(self, probe: Probe, slice_s: float) -> None:
-        """Measure `probe` in about `slice_s`; a failure that no rank waits for is a warning."""
+        """Run `probe` in about `slice_s`; if a local probe fails, warn."""
         measurements, error = self._attempt(probe, slice_s)
         spent_s = time.perf_counter() - self._started
         has_failed, self.spent_s, now_s = max_over_ranks(self.ranks, [float(error is not None), spent_s, time.time()])
         if has_failed:
-            told = f"{type(error).__name__}: {error}" if error else "another rank says why"
-            warnings.warn(f"{' and '.join(probe.keys)} can't be measured here: {told}", stacklevel=2)
+            reason = f"{type(error).__name__}: {error}" if error else "another rank says why"
+            warnings.warn(f"{' and '.join(probe.keys)} can't be measured here: {reason}", stacklevel=2)
             return
-        values = max_over_ranks(self.ranks, [m.taken.seconds for m in measurements])
-        spreads = max_over_ranks(self.ranks, [m.taken.spread for m in measurements])
+        values = max_over_ranks(self.ranks, [measurement.sample.seconds for measurement in measurements])
+        spreads = max_over_ranks(self.ranks, [measurement.sample.spread for measurement in measurements])
         self.date = datetime.fromtimestamp(int(now_s), UTC).isoformat()
         points: dict[str, list[tuple[float, float, float]]] = {}
         for measurement, value, spread in zip(measurements, values, spreads, strict=True):
@@ -154,16 +154,16 @@ class _Session:
             return list(probe.measure(slice_s)), None
         try:
             return list(probe.measure(slice_s)), None
-        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for this rank)
+        except Exception as error:  # noqa: BLE001  (after any error, other ranks must not wait for this one)
             return [], error
 
-    def keep(self, every_s: float = 0.0) -> None:
-        """Add all that was measured to the file, if the last time is `every_s` ago."""
+    def save(self, interval_s: float = 0.0) -> None:
+        """Add new measurements to the file, if it was last written at least `interval_s` ago."""
         path = self.path
-        if path is None or self._num_measured == self.num_kept or time.perf_counter() - self.kept_s < every_s:
+        if path is None or self._num_measured == self.num_saved or time.perf_counter() - self.saved_at_s < interval_s:
             return
-        if profile_file.keep(path, lambda found: (found or _empty(self.ranks)).merged(self.profile())):
-            self.kept_s, self.num_kept = time.perf_counter(), self._num_measured
+        if profile_file.keep(path, lambda profile: (profile or _empty(self.ranks)).merged(self.profile())):
+            self.saved_at_s, self.num_saved = time.perf_counter(), self._num_measured
         else:
             self.path = None
 
@@ -172,7 +172,7 @@ class _Session:
         return len(self.curves) + len(self.readings)
 
     def profile(self) -> Profile:
-        """What was measured, and only that."""
+        """The profile of these measurements alone."""
         return replace(_empty(self.ranks), date=self.date, curves=dict(self.curves), readings=dict(self.readings))
 
 
@@ -180,14 +180,15 @@ def _empty(ranks: Ranks) -> Profile:
     return Profile(device_name(ranks.device), ranks.world_size, "", describe_software(ranks.device), {})
 
 
-def _check_same_machine(found: Profile, here: Profile, path: Path) -> None:
+def _check_same_machine(profile: Profile, here: Profile, path: Path) -> None:
     theirs, ours = (
-        {"device": profile.device, "number of processes": str(profile.num_ranks), **profile.software}
-        for profile in (found, here)
+        {"device": each.device, "number of processes": str(each.num_ranks), **each.software} for each in (profile, here)
     )
     differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
     if differing:
-        told = ", ".join(
-            f"{name} is {theirs.get(name, 'not there')}, here {ours.get(name, 'none')}" for name in differing
+        differences = ", ".join(
+            f"{name} is {theirs.get(name, 'missing')}, here {ours.get(name, 'missing')}" for name in differing
         )
-        raise ProfileError(f"{path} is the profile of another machine: {told}. Name another file, or remove this one")
+        raise ProfileError(
+            f"{path} is the profile of another machine: {differences}. Name another file, or remove this one"
+        )

@@ -1,4 +1,4 @@
-"""Which calls of which ops are measured, in which sizes."""
+"""The calls of ops that are measured, and their sizes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Call:
     """One call of an op.
 
     Args:
-        target: as a trace names it.
-        run: does it, on `inputs`.
+        target: the op's name in traces.
+        run: the function that runs it on `inputs`.
         inputs: its tensors.
         saves: as `Op.saves`.
-        kwargs: as `Op.kwargs`, where `count_work` looks at them.
+        kwargs: those of `Op.kwargs` that `count_work` reads.
         is_view: as `Op.is_view`.
     """
 
@@ -40,10 +40,11 @@ class Call:
 
 
 _Make = Callable[[torch.device], Call]
-"""Allocates the operands on a device, so that only what is being measured takes memory."""
+"""Allocates the operands of a call on a device, so that only the calls being measured occupy memory."""
 
-_WIDTH = 512  # columns: rows that are long enough to be read at full speed, and few enough for many row counts
-# Per kind of device, a few and more: rows of a matrix of `_WIDTH` columns, widths of ops that work row by row.
+_WIDTH = 512  # columns: rows are long enough to be read at full speed, and short enough for many numbers of rows
+# For each kind of device a quick and a dense sweep: rows of a matrix of `_WIDTH` columns, widths of ops that work row
+# by row.
 _ROWS = {
     "cpu": ((2, 128, 1024), (2, 16, 64, 256, 1024, 4096, 16384)),
     "accelerator": ((128, 4096, 32768), (16, 128, 1024, 8192, 65536)),
@@ -52,15 +53,16 @@ _WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "accelerator": ((512, 8192)
 # Rows, then inner dims and columns of products.
 _PRODUCT_ROWS = {"cpu": ((8, 128, 1024), (4, 32, 256, 2048)), "accelerator": ((512, 8192), (128, 1024, 8192, 32768))}
 _PRODUCT_WIDTHS = {"cpu": ((32, 512), (32, 128, 512, 2048)), "accelerator": ((1024, 8192), (512, 2048, 8192))}
-_MOST_FLOPS = {"cpu": (6e8, 5e9), "accelerator": (2e12, 2e13)}
-"""A larger product takes longer than there is time; its price grows in proportion."""
-# Matrices of a batch: their number, and the size of each.
+_MAX_FLOPS = {"cpu": (6e8, 5e9), "accelerator": (2e12, 2e13)}
+"""Larger products would take longer than the budget allows; their prices grow in proportion."""
+# Batches of square matrices: their number, and the size of each.
 _BATCHES = {
     "cpu": (((16, 8), (16, 64)), ((16, 8), (16, 32), (16, 128))),
     "accelerator": (((64, 64), (64, 512)), ((64, 64), (64, 512), (64, 2048))),
 }
-# Lengths, and for each of them numbers of heads over all samples; sizes of a head.  Beyond the longest, seconds grow in
-# proportion to pairs: on a CPU rows of 4,096 were priced at 1.7 times what they take by 256, at 1.4 by 1,024.
+# Length -> numbers of heads over all samples; then head sizes.  Above the largest length, seconds are proportional to
+# pairs: on a CPU, rows of 4,096 were priced at 1.7 times their measured time with 256 as the largest length, and at 1.4
+# times with 1,024.
 _ATTENTIONS: dict[str, tuple[dict[int, tuple[int, ...]], ...]] = {
     "cpu": (
         {4: (16, 512), 16: (16, 512), 256: (2, 16), 1024: (1,)},
@@ -77,7 +79,7 @@ _CONVOLUTIONS = {
 
 
 def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool) -> dict[str, list[_Make]]:
-    """The name of each pair of curves, ``NAME/forward`` and ``NAME/backward``, with the calls that give its points."""
+    """The calls to measure, by the name of the curves ``NAME/forward`` and ``NAME/backward`` whose points they give."""
     kind = "cpu" if device.type == "cpu" else "accelerator"
     dense = int(is_dense)
     sweeps: dict[str, list[_Make]] = {}
@@ -112,26 +114,26 @@ def make_calls(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool)
 
 
 def aten(target: str) -> Callable[..., Any]:
-    """The function that a lowered program calls for this target."""
+    """The function of torch that a lowered program calls for this target."""
     return functools.reduce(getattr, target.split("."), torch.ops)
 
 
-def _then(function: Callable[..., Any], *more: Any) -> Callable[..., Tensor]:
+def _with_arguments(function: Callable[..., Any], *arguments: Any) -> Callable[..., Tensor]:
     """`function` with these arguments after its tensors."""
 
     def run(*inputs: Tensor) -> Tensor:
-        return function(*inputs, *more)
+        return function(*inputs, *arguments)
 
     return run
 
 
 def _products(kind: str, dense: int, dtype: str) -> Iterator[tuple[str, list[_Make]]]:
-    widths, most = _PRODUCT_WIDTHS[kind][dense], _MOST_FLOPS[kind][dense]
+    widths, max_flops = _PRODUCT_WIDTHS[kind][dense], _MAX_FLOPS[kind][dense]
     for inner in widths:
         for columns in widths:
             shapes = [(rows, inner, columns) for rows in _PRODUCT_ROWS[kind][dense]]
-            fitting = [shape for shape in shapes if 2 * math.prod(shape) <= most] or shapes[:1]
-            yield f"matmul/{dtype}/{inner}x{columns}", [partial(_product, dtype, shape) for shape in fitting]
+            small = [shape for shape in shapes if 2 * math.prod(shape) <= max_flops] or shapes[:1]
+            yield f"matmul/{dtype}/{inner}x{columns}", [partial(_product, dtype, shape) for shape in small]
 
 
 def _product(dtype: str, shape: tuple[int, ...], device: torch.device) -> Call:
@@ -153,7 +155,7 @@ def _convolution(dtype: str, shape: tuple[int, ...], device: torch.device) -> Ca
         _random((channels, channels, 3, 3), dtype, device),
     )
     convolve = aten("aten.conv2d.default")
-    return Call("aten.conv2d.default", _then(convolve, None, [1, 1], [1, 1]), (x, weight), (0, 1))
+    return Call("aten.conv2d.default", _with_arguments(convolve, None, [1, 1], [1, 1]), (x, weight), (0, 1))
 
 
 def _attention(dtype: str, shape: tuple[int, ...], how: str, device: torch.device) -> Call:
@@ -166,7 +168,7 @@ def _attention(dtype: str, shape: tuple[int, ...], how: str, device: torch.devic
         return Call(target, lambda *tensors: attend(*tensors), (*inputs, mask), (0, 1, 2, 3))
     is_causal = how == "causal"
     kwargs = (("is_causal", is_causal),)
-    return Call(target, _then(attend, None, 0.0, is_causal), inputs, (0, 1, 2, 3), kwargs)
+    return Call(target, _with_arguments(attend, None, 0.0, is_causal), inputs, (0, 1, 2, 3), kwargs)
 
 
 def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
@@ -174,7 +176,7 @@ def _random(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
 
 
 def _dropout(x: Tensor) -> Tensor:
-    """Draws a mask from a generator of its own, as every draw of a plan does, and scales what is kept."""
+    """Dropout with a generator of its own, as each random op of a plan has one."""
     keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(0.9, generator=torch.Generator(x.device).manual_seed(0))
     return x * keep.to(x.dtype).mul_(1 / 0.9)
 
@@ -204,7 +206,7 @@ def _count_classes(ids: Tensor) -> Tensor:
     return (ids != -100).sum(dtype=torch.float32)
 
 
-# What ops are called on: of rows, width, dtype and device.
+# The inputs of ops, given rows, width, dtype and device.
 
 
 def _one(rows: int, width: int, dtype: str, device: torch.device) -> tuple[Tensor, ...]:
@@ -245,24 +247,24 @@ def _for_group_norm(rows: int, width: int, dtype: str, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A call of an op on a matrix, or several.
+    """How to call an op on one or more matrices.
 
     Args:
-        more: arguments after its tensors.
+        arguments: arguments after its tensors.
         saves: what autograd saves, as `Op.saves` (0: the first operand, ...; after the operands the result).
-        inputs: makes its tensors of rows, width, dtype and device.
-        run: what is called where that is not the op itself.
+        inputs: creates its tensors, given rows, width, dtype and device.
+        run: the function to call, if it isn't the op itself.
         is_view: as `Op.is_view`.
     """
 
-    more: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()
     saves: tuple[int, ...] = ()
     inputs: Callable[[int, int, str, torch.device], tuple[Tensor, ...]] = _one
     run: Callable[..., Tensor] | None = None
     is_view: bool = False
 
     def make(self, target: str, rows: int, width: int, dtype: str, device: torch.device) -> Call:
-        run = self.run or _then(aten(target), *self.more)
+        run = self.run or _with_arguments(aten(target), *self.arguments)
         return Call(target, run, self.inputs(rows, width, dtype, device), self.saves, is_view=self.is_view)
 
 

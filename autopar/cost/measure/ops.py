@@ -1,12 +1,12 @@
-"""Measures ops on one device: forward and backward seconds over the work that `count_work` counts.
+"""Measures ops on one device: seconds of forward and backward over the work that `count_work` counts.
 
-Each call is an op, as a trace would write it, and a function that runs it.  The amount of work comes from the same
-`count_work` that prices ops later, so that a measured op of the same size gets its measured time.
+Each call consists of an op, as in a trace, and a function that runs it.  The amount of work comes from the same
+`count_work` that prices ops later, so that an op of a measured size gets its measured time.
 
-Several copies of a call run one after the other, each on operands of its own, and what they give is kept until one
-backward has run through all of them.  So it is in a step: operands are not in the cache because the same call has just
-read them, results go to memory that something else held before, forward makes the graph that backward needs, and what
-entering autograd costs is paid once, not once an op: it is measured and subtracted.
+Several copies of a call run one after another, each on operands of its own, and their results are kept until their
+backwards have run.  That is as in a step: operands aren't in the cache from a previous call, results are written to
+memory that was used before, and forward builds the graph for backward.  The cost of entering autograd, which a step has
+once and not for each op, is measured and subtracted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopar.cost.measure.op_calls import Call, make_calls
 from autopar.cost.measure.probe import Measurement, Probe, Sample
-from autopar.cost.measure.timing import LEAST_S, median_of, own_s
+from autopar.cost.measure.timing import MIN_S, busy_s, median_of
 from autopar.ops import Work, count_work
 from autopar.program import Op, Ref, TensorType
 
@@ -30,20 +30,20 @@ __all__ = ["op_probes", "time_chain"]
 
 T = TypeVar("T")
 
-_COPIES = 2, 6  # at least, at most: runs take turns, so that none finds its operands as it left them
+_COPIES = 2, 6  # the minimum keeps operands from being reused immediately, the maximum bounds memory and time
 _COPIES_BYTES = 2**23
-"""What the copies of a call hold together, about: more than a core has to itself of the cache."""
-_ROUNDS = 2, 40  # at least, at most; a first one more, which warms up
+"""Approximate size of all copies of a call together: more than the cache of one core."""
+_ROUNDS = 2, 40  # the minimum and maximum; one more warms up
 _WITHOUT_BACKWARD = ("op/autopar.cross_entropy_denominator",)
 
 
 def op_probes(device: torch.device, dtypes: tuple[str, ...], *, is_dense: bool = False) -> tuple[Probe, ...]:
-    """What to measure of ops: matrix products and attention first, then what moves bytes.
+    """The probes of ops: matrix products and attention first, then ops that move bytes.
 
     Args:
-        device: where to run.
+        device: the device to measure.
         dtypes: of matrix products and attention; other ops are measured in the first one.
-        is_dense: sweep many shapes, instead of the few that a plan can wait for.
+        is_dense: sweep many shapes, instead of a few, for which planning can wait.
     """
     return tuple(_sweep(name, makes, device) for name, makes in make_calls(device, dtypes, is_dense=is_dense).items())
 
@@ -65,8 +65,8 @@ def _measure_call(
     call = make(device)
     result = call.run(*call.inputs)
     work = _work_of(call, result)
-    each = sum(x.nbytes for x in (*call.inputs, result))
-    count = max(_COPIES[0], min(_COPIES[1], _COPIES_BYTES // max(1, each)))
+    call_bytes = sum(x.nbytes for x in (*call.inputs, result))
+    count = max(_COPIES[0], min(_COPIES[1], _COPIES_BYTES // max(1, call_bytes)))
     del result
     calls = [call, *(make(device) for _ in range(count - 1))]
     forward, backward = time_chain(calls, device, budget_s, has_backward=has_backward)
@@ -79,47 +79,49 @@ def _measure_call(
 def time_chain(
     calls: list[Call], device: torch.device, budget_s: float, *, has_backward: bool = True
 ) -> tuple[Sample, Sample]:
-    """Seconds of the forward and of the backward of one of `calls`, which run one after the other.
+    """Measure the seconds of the forward and of the backward of one of `calls`, which run one after another.
 
     Args:
-        calls: alike, with operands of their own; those of floating dtype take gradients.
-        device: where they run.
-        budget_s: seconds to spend, about.
+        calls: equal calls, with operands of their own; floating-point operands require gradients.
+        device: the device on which they run.
+        budget_s: approximate seconds to spend.
         has_backward: whether to run backward.
     """
     leaves = [[x.requires_grad_(has_backward) for x in call.inputs if x.is_floating_point()] for call in calls]
     runs = [partial(call.run, *call.inputs) for call in calls]
     gradients = [torch.ones_like(run()) for run in runs]
-    # The gradient of an operand by itself: what it takes to enter autograd and to come back.
-    enter = [partial(torch.autograd.grad, own[0], own[0], torch.ones_like(own[0])) for own in leaves if has_backward]
-    forward: list[float] = []
-    backward: list[float] = []
-    entering: list[float] = []
+    # The gradient of a leaf with respect to itself costs as much as entering autograd and returning from it.
+    enter = [partial(torch.autograd.grad, xs[0], xs[0], torch.ones_like(xs[0])) for xs in leaves if has_backward]
+    forward_times_s: list[float] = []
+    backward_times_s: list[float] = []
+    enter_times_s: list[float] = []
     stop = time.perf_counter() + budget_s
-    while len(forward) <= _ROUNDS[0] or (time.perf_counter() < stop and len(forward) <= _ROUNDS[1]):
+    while len(forward_times_s) <= _ROUNDS[0] or (time.perf_counter() < stop and len(forward_times_s) <= _ROUNDS[1]):
         results, forward_s = _time_all(runs, device)
-        forward.append(forward_s)
+        forward_times_s.append(forward_s)
         if has_backward:
-            back = [
-                partial(torch.autograd.grad, result, own, gradient)
-                for result, own, gradient in zip(results, leaves, gradients, strict=True)
+            backward_runs = [
+                partial(torch.autograd.grad, result, xs, gradient)
+                for result, xs, gradient in zip(results, leaves, gradients, strict=True)
             ]
-            entering.append(_time_all(enter, device)[1])
-            backward.append(_time_all(back, device)[1])
+            enter_times_s.append(_time_all(enter, device)[1])
+            backward_times_s.append(_time_all(backward_runs, device)[1])
+    forward = median_of(forward_times_s[1:])
     if not has_backward:
-        return median_of(forward[1:]), Sample(LEAST_S, 0.0)
-    taken = median_of(backward[1:])
-    return median_of(forward[1:]), Sample(max(taken.seconds - statistics.median(entering[1:]), LEAST_S), taken.spread)
+        return forward, Sample(MIN_S, 0.0)
+    backward = median_of(backward_times_s[1:])
+    backward_s = backward.seconds - statistics.median(enter_times_s[1:])
+    return forward, Sample(max(backward_s, MIN_S), backward.spread)
 
 
 def _time_all(runs: Sequence[Callable[[], T]], device: torch.device) -> tuple[list[T], float]:
-    """What `runs` give, one after the other, and the seconds of one of them."""
+    """Call all of `runs` in order, and return their results and the mean seconds of a call."""
     results: list[T] = []
 
     def run_all() -> None:
         results.extend(run() for run in runs)
 
-    return results, own_s(run_all, device) / len(runs)
+    return results, busy_s(run_all, device) / len(runs)
 
 
 def _work_of(call: Call, result: Tensor) -> Work:

@@ -1,8 +1,7 @@
 """Measures an optimizer's step.
 
-``optimizer`` is over the bytes that AdamW moves, of plain tensors.  ``optimizer/tensor`` is what the step costs for
-each parameter, however small: those of a parallel model are DTensors, each of which goes through Python before anything
-is computed.
+``optimizer`` is a curve over the bytes that AdamW moves, for plain tensors.  ``optimizer/tensor`` is the overhead of
+each parameter: parameters of a parallel model are DTensors, which run Python code before anything is computed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from autopar.cost.measure.timing import sample
 __all__ = ["optimizer_probes"]
 
 _ADAM_BYTES = 28
-"""AdamW in float32 reads parameter, gradient and two moments, and writes all but the gradient."""
-_NUM_ELEMENTS = 2**14, 2**20  # one where starting kernels decides, one where memory does; prices follow a curve
-_NUM_TENSORS = 32  # enough that what a step takes at all is small next to what each tensor takes
+"""Per element: AdamW in float32 reads parameter, gradient and two moments, and writes all but the gradient."""
+_NUM_ELEMENTS = 2**14, 2**20  # launching kernels dominates the first, memory the second; a curve joins them
+_NUM_TENSORS = 32  # enough to make the constant overhead of a step small relative to that of the tensors
 
 
 def optimizer_probes(ranks: Ranks) -> tuple[Probe, ...]:
-    """Both probes; only the first where the ranks are not all processes of the default group."""
+    """Both probes, or only the first if the ranks aren't all processes of the default group."""
     by_bytes = Probe(("optimizer",), len(_NUM_ELEMENTS), partial(_measure_bytes, ranks.device), 2.0)
     if not dist.is_initialized() or dist.get_world_size() != ranks.world_size:
         return (by_bytes,)
@@ -43,8 +42,8 @@ def _measure_bytes(device: torch.device, budget_s: float) -> Iterator[Measuremen
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW(parameters, lr=1e-9, foreach=True)
-        taken = _time_step(optimizer, device, budget_s / len(_NUM_ELEMENTS))
-        yield Measurement("optimizer", float(num_elements * _ADAM_BYTES), taken)
+        step = _time_step(optimizer, device, budget_s / len(_NUM_ELEMENTS))
+        yield Measurement("optimizer", float(num_elements * _ADAM_BYTES), step)
 
 
 def _measure_tensors(device: torch.device, budget_s: float) -> Iterator[Measurement]:
@@ -54,8 +53,8 @@ def _measure_tensors(device: torch.device, budget_s: float) -> Iterator[Measurem
         whole = torch.ones(8, device=device)
         parameters.append(nn.Parameter(DTensor.from_local(whole, mesh, [Replicate()], run_check=False)))
         parameters[-1].grad = DTensor.from_local(torch.ones_like(whole), mesh, [Replicate()], run_check=False)
-    taken = _time_step(torch.optim.AdamW(parameters, lr=1e-9), device, budget_s)
-    yield Measurement("optimizer/tensor", 1.0, Sample(taken.seconds / _NUM_TENSORS, taken.spread))
+    step = _time_step(torch.optim.AdamW(parameters, lr=1e-9), device, budget_s)
+    yield Measurement("optimizer/tensor", 1.0, Sample(step.seconds / _NUM_TENSORS, step.spread))
 
 
 def _time_step(optimizer: torch.optim.Optimizer, device: torch.device, budget_s: float) -> Sample:

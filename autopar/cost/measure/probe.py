@@ -1,4 +1,4 @@
-"""What can be measured alone: a `Probe` gives the points of a few curves (or readings) of the profile."""
+"""A `Probe` measures the points of one or more curves (or readings) of a profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Measurement", "Probe", "Sample"]
 
 @dataclass(frozen=True)
 class Sample:
-    """A median of seconds, and the distance of the quartiles relative to it."""
+    """A median in seconds, and the interquartile range relative to it."""
 
     seconds: float
     spread: float
@@ -18,24 +18,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measurement:
-    """`amount` of work took `taken`; `key` names the curve of the profile."""
+    """The time of an `amount` of work: a point of the profile's curve `key`."""
 
     key: str
     amount: float
-    taken: Sample
+    sample: Sample
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to measure; keys and amounts are the same on every rank.
+    """A measurement to make; keys and amounts are the same on every rank.
 
     Args:
-        keys: the curves (or readings) of the profile that it gives.
-        num_points: how many points each of them gets.  A curve with fewer was measured in less detail.
-        measure: takes seconds to spend, about, and measures; nothing is allocated before.
-        share: of the seconds to spend, relative to other probes.
-        is_local: nothing in it waits for other ranks, so that one rank's failure can be told to the others.
-        is_reading: its values are not seconds of work but readings (`autopar.cost.profile.Readings`).
+        keys: the curves (or readings) of the profile that it measures.
+        num_points: the number of points of each of them.  A curve with fewer points was measured in less detail.
+        measure: takes the approximate seconds to spend, and measures; nothing is allocated before.
+        share: its share of the seconds to spend, relative to other probes.
+        is_local: it never waits for other ranks, so that a failure on one rank can be reported to the others.
+        is_reading: its values aren't seconds of work but readings (`autopar.cost.profile.Readings`).
     """
 
     keys: tuple[str, ...]

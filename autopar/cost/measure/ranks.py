@@ -1,4 +1,4 @@
-"""The processes that measure at the same time, and how they agree."""
+"""The processes that measure at the same time, and how they exchange results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Alone", "Ranks", "max_over_ranks", "share_text"]
 
 
 class Ranks(Protocol):
-    """What agreeing needs of a communicator; `autopar.lower.communication.communicator.Communicator` has it."""
+    """The methods of `autopar.lower.communication.communicator.Communicator` that exchanging results needs."""
 
     @property
     def rank(self) -> int:
@@ -26,20 +26,20 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many processes take part."""
+        """The number of processes."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """The device of this rank."""
         ...
 
     def prepare(self, axes: Iterable[Axis]) -> None:
-        """Create what collectives on `axes` need; called on every rank in the same order."""
+        """Create the process groups of `axes`; called on every rank in the same order."""
         ...
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The members' sum or maximum."""
+        """The sum or maximum over the members."""
         ...
 
 
@@ -52,24 +52,24 @@ class Alone:
     world_size: int = 1
 
     def prepare(self, axes: Iterable[Axis]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: a single process needs no groups."""
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Nothing to reduce."""
+        """Return `x`."""
         return x
 
 
 def max_over_ranks(ranks: Ranks, numbers: list[float]) -> list[float]:
-    """The largest over all ranks of each of `numbers`; every rank gets the same."""
+    """The maximum over all ranks of each of `numbers`, on every rank."""
     if ranks.world_size == 1 or not numbers:
         return numbers
-    mine = torch.tensor(numbers, dtype=torch.float64, device=ranks.device)
-    largest = ranks.all_reduce(mine, Axis(ranks.world_size, 1), "max")
-    return [float(number) for number in largest]
+    local = torch.tensor(numbers, dtype=torch.float64, device=ranks.device)
+    maximum = ranks.all_reduce(local, Axis(ranks.world_size, 1), "max")
+    return [float(number) for number in maximum]
 
 
 def share_text(ranks: Ranks, make: Callable[[], str]) -> str:
-    """What rank 0's `make` gives, on every rank.
+    """Call `make` on rank 0, and return its result on every rank.
 
     Raises:
         ProfileError: on every rank, if `make` raised on rank 0.
@@ -78,7 +78,7 @@ def share_text(ranks: Ranks, make: Callable[[], str]) -> str:
     if ranks.rank == 0:
         try:
             text = json.dumps({"text": make()})
-        except Exception as error:  # noqa: BLE001  (whatever it is, the others must not wait for rank 0)
+        except Exception as error:  # noqa: BLE001  (after any error, other ranks must not wait for rank 0)
             text, cause = json.dumps({"error": f"{error}"}), error
     shared = json.loads(_share(ranks, text))
     if "error" in shared:

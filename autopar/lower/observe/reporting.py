@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import QuestionError
-from autopar.headline import describe_parallelism, throughput
 from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.observe.balance import Balance, Dealt, compare_balance
 from autopar.lower.observe.expert_rows import ExpertRows
@@ -20,6 +19,7 @@ from autopar.lower.observe.stopwatch import StepClock, Stopwatch
 from autopar.lower.run.call_executors import CallExecutors
 from autopar.lower.run.call_inputs import CallInputs
 from autopar.lower.run.execution import Executor
+from autopar.plan.headline import describe_parallelism, throughput
 from autopar.timeline import StepTimeline
 
 __all__ = ["report_steps"]

@@ -42,7 +42,7 @@ class StepReport:
         kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
             experts that run as one op, and of the layers that this rank's device group runs.  ``imbalance=`` takes it.
-        headline: the plan and its measured rate in one line (`autopar.headline`).
+        headline: the plan and its measured rate in one line (`autopar.plan.headline`).
         balance: of steps whose batches `autopar.balanced` gave; None: of no step.
         other_steps: measured steps that ran by other plans than the one shown; `balance` knows them, too.
     """

@@ -21,7 +21,7 @@ from autopar.lower.program.naming import (
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.placement import Axis
 from autopar.plan import LayerStrategy, Plan
-from autopar.prediction import LayerCost
+from autopar.plan.prediction import LayerCost
 from autopar.program import Program, TensorType
 from autopar.quantities import format_seconds
 from autopar.step.prices import CollectiveCall, reshard_calls

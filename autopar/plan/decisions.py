@@ -1,6 +1,6 @@
-"""What a plan decides: everything that says what runs, as plain data, and whether it fits together.
+"""The decisions of a plan: everything that determines what runs, as plain data, and checks of its consistency.
 
-It names layers, ops and values as the traced graph does, and parameters by their names in the module.
+Layers, ops and values have their names in the traced graph, parameters their names in the module.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ __all__ = [
 ]
 
 GRADIENT_DTYPES = ("float32", "bfloat16")
-"""What `Decisions.gradients` may be.  Not float16: sums of gradients leave its range."""
+"""Allowed values of `Decisions.gradients`.  Not float16: sums of gradients overflow it."""
 
 
 @dataclass(frozen=True)
 class LayerStrategy:
-    """How the layers of one kind run.  Layouts are on `mesh`; positions are those of the `Layer`.
+    """How the layers of one kind run.  Layouts are on `mesh`; positions refer to the tuples of the `Layer`.
 
     Args:
         mesh: sizes of the mesh axes, outermost first; their product is the world size.
-        assignments: per op, the factor that each axis splits (`Option.factor`).
-        time: per op, the factor that microbatches split; ``()`` when there is one microbatch.
-        inputs: per layer input, the layout in which it arrives.
-        outputs: per layer output, the layout in which it leaves.
-        copies: value name (in the first layer of the kind) -> the layout in which its readers find it.  A
-            value goes from where it is produced (or stored) to this layout once, and from here to each
-            reader.
-        storage: per held value, the layout in which it is stored between steps.
-        zero: ZeRO level, 0 to 3.  0: whole.  1: storage is sharded, parameters are gathered once a step and
+        assignments: for each op, the factor that each axis splits (`Option.factor`).
+        time: for each op, the factor that microbatches split; ``()`` with one microbatch.
+        inputs: for each layer input, the layout in which it arrives.
+        outputs: for each layer output, the layout in which it is passed on.
+        copies: value name (in the first layer of the kind) -> the layout of its copy.  A value is resharded once from
+            where it is produced or stored to this layout, and from there to each reader.
+        storage: for each entry of `Layer.state`, the layout in which it is stored between steps.
+        zero: ZeRO level, 0 to 3.  0: parameters are stored whole.  1: storage is sharded; parameters are gathered and
             gradients reduced once a step.  2: as 1, but gradients are reduced after every microbatch.  3: as
-            2, and parameters are gathered anew for each use, forward and backward.
+            2, and parameters are gathered again for each use, forward and backward.
         recompute: how it keeps activations (`autopar.step.activation_policies`): ``"none"``, ``"selective"`` (outputs
-            of cheap ops are computed again in backward), ``"full"`` (the layer keeps its inputs only), ``"rerun:a,b"``
-            (the ops a and b of the first layer of the kind are) ...
-        labels: per axis, the usual name of what it does, for people.
-        pieces: values whose collective on the way to their copy runs in so many pieces beside the products that read
-            or make it (`autopar.step.pieces`); the others run whole.
+            of cheap ops are recomputed in backward), ``"full"`` (the layer keeps its inputs only), ``"rerun:a,b"``
+            (the ops a and b of the first layer of the kind are recomputed) ...
+        labels: for each axis, the usual name of what it does, for people.
+        pieces: value name -> the number of pieces in which the collective on the way to its copy runs, overlapped with
+            the products that read or make the value (`autopar.step.pieces`); the other collectives run whole.
     """
 
     mesh: tuple[int, ...]
@@ -66,14 +65,14 @@ class LayerStrategy:
 
     @property
     def axes(self) -> str:
-        """What the mesh axes do, for people: ``"8 data x 4 tensor"``."""
+        """The degrees of the mesh axes, for people: ``"8 data x 4 tensor"``."""
         labels = self.labels or ("?",) * len(self.mesh)
         parts = [f"{size} {label}" for size, label in zip(self.mesh, labels, strict=True) if size > 1]
         return " x ".join(parts) or "one device"
 
     @property
     def recompute_name(self) -> str:
-        """How it keeps activations, for people: ``"full"``, ``"12 ops"``, ``"12 ops+offload"``, ..."""
+        """`recompute` for people, with a count in place of op names: ``"full"``, ``"12 ops"``, ``"12 ops+offload"``."""
         if not self.recompute.startswith("rerun:"):
             return self.recompute
         ops, offload, _ = self.recompute.partition("+")
@@ -92,7 +91,7 @@ class LayerStrategy:
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One layer's name, kind, and index of its strategy in `Decisions.strategies`."""
+    """The name and kind of one layer, and the index of its strategy in `Decisions.strategies`."""
 
     name: str
     kind: int
@@ -103,7 +102,7 @@ class PlannedLayer:
 class Stage:
     """A pipeline stage: the layers ``start`` to ``stop - 1``, run by the device group `group`.
 
-    A group is the ranks ``group * n`` to ``group * n + n - 1``, n being `Decisions.group_size`.
+    A group consists of the ranks ``group * n`` to ``group * n + n - 1``, where n is `Decisions.group_size`.
     """
 
     start: int
@@ -113,28 +112,29 @@ class Stage:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Everything that is decided for one program on one number of devices.
+    """Everything that determines how one program runs on a given number of devices.
 
-    Without stages every layer runs on all devices.  With stages the devices fall into `num_groups` groups of
-    consecutive ranks, every layer runs on one group, and all meshes are those of a group.
+    Without stages every layer runs on all devices.  With stages the devices form `num_groups` groups of
+    consecutive ranks, every layer runs on one group, and all meshes are meshes of a group.
 
     Args:
-        fingerprint: of the program that it is for.
+        fingerprint: of the program.
         world_size: number of devices.
-        num_microbatches: passes that the batch is cut into; 1 means none.
+        num_microbatches: microbatches that the batch is cut into; 1: it isn't cut.
         layers: every layer in order.
         strategies: the distinct layer strategies.
         shared_mesh: the mesh of `shared_storage`.
         shared_storage: parameter name -> layout on `shared_mesh`, for parameters that several layers read, or that the
-            caller keeps.
+            caller stores.
         stages: the pipeline stages in order; ``()`` without a pipeline.
         schedule: one of `autopar.schedules.schedule_names()`; "" without a pipeline.
         compiled: whether each distinct layer program is compiled.
-        gradients: dtype in which gradients of the copies that layers compute with are added up, over microbatches below
-            ZeRO-2, and reduced over devices; "": that in which parameters are stored.
-        host_storage: whether parameters as they are stored, their final gradients, and the optimizer's state are in the
-            host's memory, and updated there; layers then compute with copies.
-        piece_tokens: how many tokens of a device get their logits at a time; 0: all (`autopar.step.logits`).
+        gradients: dtype in which gradients of the copies that layers compute with are accumulated over microbatches
+            (below ZeRO-2) and reduced over devices; "": the dtype in which parameters are stored.
+        host_storage: whether stored parameters, their final gradients, and the optimizer's state are in the host's
+            memory and updated there; layers then compute with copies.
+        piece_tokens: for how many tokens of a device logits are computed at a time; 0: for all
+            (`autopar.step.logits`).
     """
 
     fingerprint: str
@@ -153,36 +153,36 @@ class Decisions:
 
     @property
     def num_groups(self) -> int:
-        """Device groups; 1 without stages."""
+        """The number of device groups; 1 without stages."""
         return 1 + max((stage.group for stage in self.stages), default=0)
 
     @property
     def group_size(self) -> int:
-        """Devices of a group: what every mesh of the plan holds."""
+        """The number of devices of a group, and of every mesh of the plan."""
         return self.world_size // self.num_groups
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """The layers of each stage; without stages, of the one that all layers make."""
+        """The indices of each stage's layers; without stages, one range with all layers."""
         return tuple(range(stage.start, stage.stop) for stage in self.stages) or (range(len(self.layers)),)
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The device group of each stage."""
+        """The device group of each stage; ``(0,)`` without stages."""
         return tuple(stage.group for stage in self.stages) or (0,)
 
     @property
     def shape(self) -> Shape:
-        """How its pipeline runs."""
+        """The shape of its pipeline: schedule, groups, stages and microbatches."""
         return Shape(self.schedule, self.num_groups, len(self.stages), self.num_microbatches)
 
     @property
     def layer_strategies(self) -> tuple[LayerStrategy, ...]:
-        """The strategy of every layer."""
+        """The strategy of every layer, in the order of `layers`."""
         return tuple(self.strategies[layer.strategy] for layer in self.layers)
 
     def digest(self) -> str:
-        """A hash of what runs: of all but labels and the order of `strategies`, the same in every process."""
+        """A hash of what runs: of everything but labels and the order of `strategies`; the same in every process."""
         texts = [repr(replace(strategy, labels=())) for strategy in self.strategies]
         layers = tuple((layer.name, layer.kind, texts[layer.strategy]) for layer in self.layers)
         text = repr(replace(self, layers=(), strategies=()))
@@ -190,7 +190,7 @@ class Decisions:
 
 
 def decision_problems(decisions: Decisions) -> Iterator[str]:
-    """What doesn't fit together in decisions, as may happen when a person edits them."""
+    """Yield a message for each inconsistency in `decisions`, as may arise when a person edits them."""
     for layer in decisions.layers:
         if not 0 <= layer.strategy < len(decisions.strategies):
             yield f"layer {layer.name!r} names strategy {layer.strategy} of {len(decisions.strategies)}"
@@ -203,7 +203,7 @@ def decision_problems(decisions: Decisions) -> Iterator[str]:
     if problem:
         yield f"stages: {problem}"
     if decisions.piece_tokens < 0:
-        yield f"piece_tokens: {decisions.piece_tokens} is no count of tokens: write at least 1, or 0 for all at once"
+        yield f"piece_tokens: {decisions.piece_tokens} is not a number of tokens: write at least 1, or 0 for all"
     yield from _size_problems(decisions)
     for index, strategy in enumerate(decisions.strategies):
         yield from _mesh_problems(decisions, strategy, f"strategies[{index}]")
@@ -211,11 +211,11 @@ def decision_problems(decisions: Decisions) -> Iterator[str]:
 
 def _size_problems(decisions: Decisions) -> Iterator[str]:
     counts = (("world_size", decisions.world_size), ("num_microbatches", decisions.num_microbatches))
-    strategies = ((f"strategies[{number}]", each.mesh) for number, each in enumerate(decisions.strategies))
+    strategies = ((f"strategies[{index}]", strategy.mesh) for index, strategy in enumerate(decisions.strategies))
     meshes = (("shared_mesh", decisions.shared_mesh), *strategies)
     for name, size in (*counts, *((f"{name}: mesh {mesh}", size) for name, mesh in meshes for size in mesh)):
         if size < 1:
-            yield f"{name}: {size} is no count of devices or microbatches: write at least 1"
+            yield f"{name}: {size} is not a number of devices or microbatches: write at least 1"
 
 
 def _mesh_problems(decisions: Decisions, strategy: LayerStrategy, where: str) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _mesh_problems(decisions: Decisions, strategy: LayerStrategy, where: str) ->
     if math.prod(mesh) != size:
         devices = f"the {size} devices of a stage" if decisions.stages else f"world_size {size}"
         yield f"{where}: mesh {mesh} does not hold {devices}"
-    layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(x for _, x in strategy.copies))
+    layouts = (*strategy.inputs, *strategy.outputs, *strategy.storage, *(layout for _, layout in strategy.copies))
     for row in (*layouts, *strategy.assignments, *filter(None, [strategy.labels])):
         if len(row) != len(mesh):
             text = " ".join(map(str, row))
@@ -231,13 +231,13 @@ def _mesh_problems(decisions: Decisions, strategy: LayerStrategy, where: str) ->
 
 
 def stages_problem(plan: Decisions) -> str:
-    """Why the stages of `plan` don't fit its layers, devices and schedule; "" if they do."""
+    """Return why the stages of `plan` don't fit its layers, devices and schedule; "" if they do."""
     if not plan.stages:
-        without = f"schedule {plan.schedule!r:.40} without stages: give stages, or leave schedule empty"
-        return without if plan.schedule else ""
+        stray_schedule = f"schedule {plan.schedule!r:.40} without stages: give stages, or leave schedule empty"
+        return stray_schedule if plan.schedule else ""
     groups = plan.num_groups
     if groups < 1 or plan.world_size % groups:
-        return f"{plan.world_size} devices don't fall into {groups} equal groups"
+        return f"{plan.world_size} devices can't be divided into {groups} equal groups"
     problem = schedule_problem(plan.schedule, groups, len(plan.stages), plan.num_microbatches)
     if problem:
         return problem

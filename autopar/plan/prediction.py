@@ -1,4 +1,4 @@
-"""What is predicted of a plan: seconds and bytes, by the prices of one kind of device."""
+"""The prediction of a plan: seconds and bytes, by the prices of one kind of device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class LayerCost:
     """Predicted cost of one layer on one device for one whole step (all microbatches).
 
     The first six fields, `leave_s` and `return_s` are seconds and add up to the layer's share of the step.  Three more
-    say when parts of them are spent: of the communication, what belongs to the forwards of microbatches
-    (`forward_comm_s`) and what runs once a step (`step_comm_s`); of what is left, which all belongs to the backwards,
-    what gives gradients of parameters alone (`weight_s`).  Bytes are per device, `saved_bytes` for one microbatch in
-    flight, `split_bytes` for one between the two parts of a backward in two parts: gradients that the second part
-    reads.  `leave_s` and `return_s` are what copies to the host's memory and back take longer than the computing at the
-    same time, `host_bytes` what is there of one microbatch in flight, `copies_s` all that they take, one way.
+    say when parts of them are spent: `forward_comm_s` is the communication in the forwards of microbatches,
+    `step_comm_s` that which runs once a step; all other seconds belong to the backwards, and `weight_s` is the part of
+    them that computes gradients of parameters alone.  Bytes are per device.  `saved_bytes` are those of one microbatch
+    in flight, `split_bytes` those of one between the two parts of a split backward: gradients that the second part
+    reads.  `leave_s` and `return_s` are the exposed seconds of copies to the host's memory and back (by which they take
+    longer than the compute that they overlap with), `copies_s` all their seconds, one way, and `host_bytes` the host's
+    memory for one microbatch in flight.
     """
 
     forward_s: float = 0.0
@@ -45,7 +46,7 @@ class LayerCost:
     copies_s: float = 0.0
 
     def __add__(self, other: LayerCost) -> LayerCost:
-        """The cost of both, on the same device."""
+        """The cost of both layers on the same device."""
         return LayerCost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
@@ -58,7 +59,7 @@ class LayerCost:
 
     @property
     def offload_s(self) -> float:
-        """What waits for copies between the device and the host."""
+        """The seconds in which the device waits for copies to and from the host."""
         return self.leave_s + self.return_s
 
     @property
@@ -81,12 +82,12 @@ class LayerCost:
 
     @property
     def static_bytes(self) -> float:
-        """What the layer holds all the time."""
+        """The bytes that the layer holds throughout training."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def persistent_bytes(self) -> float:
-        """What the layer holds at the moment of the step's peak, without transients."""
+        """The bytes that the layer holds at the step's peak, without transients."""
         return self.static_bytes + self.saved_bytes
 
 
@@ -95,30 +96,31 @@ SPENT = {
     "activation communication": "activation_comm_s", "parameter communication": "parameter_comm_s",
     "optimizer": "optimizer_s", "copies to the host": "offload_s",
 }  # fmt: skip
-"""What a layer's seconds are spent on -> the field of `LayerCost`."""
+"""Category of time as printed -> the field of `LayerCost` with its seconds."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """What computing costs by the lengths of sequences.
+    """The cost of compute as a function of the lengths of sequences.
 
-    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: all but attention is
-    linear, and so is a part of attention; ``microbatch_s`` for each microbatch, and ``step_s`` once a step.  With
-    pipeline stages the first two are means over stages, and all else, the bubble included, is in ``step_s``.
+    A data-parallel rank spends ``token_s * sum(n) + pair_s * sum(n**2)`` on sequences of n tokens: everything but
+    attention is linear in n, and so is a part of attention.  It spends ``microbatch_s`` for each microbatch, and
+    ``step_s`` once a step.  With pipeline stages the first two are means over stages, and everything else, including
+    the bubble, is in ``step_s``.
 
     Args:
-        ranks: how many data-parallel ranks share the rows of a batch in attention
+        ranks: how many data-parallel ranks the rows of a batch are split over in attention
             (`autopar.step.data_split.attention_split`).
         rows: of a rank in one microbatch.
         tokens: of a row: dim 1 of the first input that has one; 0: no input has.
         token_s: seconds per token.
-        pair_s: seconds per pair of tokens of one sequence, ``tokens**2`` of a row that is one sequence.
-        step_s: seconds of a step whatever its sequences: parameters are gathered, reduced and updated.
-        microbatch_s: seconds of a microbatch whatever its sequences: those parameters that are gathered, and gradients
-            that are reduced, in each of them.
-        microbatches: of the plan.
-        held_bytes: of a device's peak, what does not depend on the rows of a microbatch.
-        row_bytes: of the same, what each row of a microbatch adds.
+        pair_s: seconds per pair of tokens of one sequence; a row that is one sequence has ``tokens**2`` pairs.
+        step_s: seconds of a step that don't depend on its sequences: gathering, reducing and updating parameters.
+        microbatch_s: seconds of a microbatch that don't depend on its sequences: gathering parameters and reducing
+            gradients, as far as each microbatch does.
+        microbatches: the number of microbatches of the plan.
+        held_bytes: the part of a device's peak memory that doesn't depend on the rows of a microbatch.
+        row_bytes: the bytes by which each row of a microbatch increases that peak.
     """
 
     ranks: int = 1
@@ -133,28 +135,28 @@ class RowCost:
     row_bytes: float = 0.0
 
     def at_once(self, rows: int, limit_bytes: float) -> int:
-        """How many of `rows` rows of a rank are in one microbatch, where a device may use so many bytes.
+        """How many of a rank's `rows` rows are in one microbatch, if a device may use `limit_bytes`.
 
-        A plan without microbatches runs steps of more rows in one as well, as long as they fit into memory; all others
-        run them in microbatches of `rows` each.  `autopar.search.plan_reuse` keeps to it.
+        A plan without microbatches also runs steps of more rows in one pass, as long as they fit in memory; other plans
+        run them in microbatches of `self.rows` each.  `autopar.search.plan_reuse` follows this.
         """
         fits = self.held_bytes + rows * self.row_bytes <= limit_bytes
         return rows if rows <= self.rows or (self.microbatches == 1 and fits) else self.rows
 
     def fixed_s(self, rows: int, at_once: int) -> float:
-        """Seconds of a step of so many rows of a rank whatever is in them, so many at once."""
+        """Seconds of a step that don't depend on sequences, for `rows` rows of a rank with `at_once` per microbatch."""
         return self.step_s + self.microbatch_s * math.ceil(rows / max(1, at_once))
 
 
 @dataclass(frozen=True)
 class LengthPlan:
-    """A member of a family of plans for sequences of many lengths, each for rows of its own length.
+    """A member of a family of plans for sequences of many lengths; each member has its own row length.
 
     Args:
-        row: what its rows cost.
-        share: of the steps that it runs.
-        step_time_s: the mean of these steps.
-        axes: what most of its layers do.
+        row: the cost of its rows.
+        share: the share of steps that it runs.
+        step_time_s: the mean time of these steps, in seconds.
+        axes: the parallelism of most of its layers.
     """
 
     row: RowCost
@@ -165,15 +167,15 @@ class LengthPlan:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What a row costs a group of devices, in steps whose groups differ.
+    """The cost of a row on a group of devices, in steps whose groups run different programs.
 
     Args:
-        degree: devices of the group, which share every row.
+        degree: the number of devices of the group; every row is split over all of them.
         tokens: of a row.
-        row_s: seconds of a row without attention, whatever is in it.
+        row_s: seconds of a row without attention, for any sequences in it.
         pair_s: seconds per pair of tokens of one sequence.
-        axes: what most layers do.
-        peak_bytes: of a device of the group, what the plan for all devices keeps between steps included.
+        axes: the parallelism of most layers.
+        peak_bytes: peak memory of a device of the group, including what the plan for all devices keeps between steps.
     """
 
     degree: int
@@ -186,22 +188,22 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class LengthPrediction:
-    """What is expected of steps whose sequences have lengths of a distribution: means over batches that were drawn.
+    """The prediction for sequences whose lengths follow a distribution: means over batches drawn from it.
 
     Args:
         lengths: the distribution, as text.
-        sequences: of a step.
-        batches: how many were drawn.
+        sequences: the number of sequences in a step.
+        batches: how many batches were drawn.
         plans: the family: the plan itself, then one for each of its `other_calls`, in their order.
-        step_time_s: seconds of a step, each by the plan of the family that is fastest for it.
-        static_s: seconds of a step by the best plan for the longest rows alone.
-        static: what rows cost by that plan.
-        standard_error_s: of the mean of what the family saves of a step.
-        gains: on what the family saves seconds of a step, the parts of ``static_s - step_time_s``.
-        groups: what rows cost each of the plan's `groups`, in their order.
-        coupling_s: seconds, once in a step of unlike groups, to gather, reduce and update parameters.
-        group_share: of the steps that unlike groups run.
-        group_step_s: the mean of these steps.
+        step_time_s: seconds of a step if each step runs the plan of the family that is fastest for it.
+        static_s: seconds of a step if all steps run the best single plan, for the longest rows.
+        static: the cost of rows by that plan.
+        standard_error_s: standard error of the mean of the seconds that the family saves per step.
+        gains: category -> seconds per step that the family saves there; they add up to ``static_s - step_time_s``.
+        groups: the cost of rows on each of the plan's `groups`, in their order.
+        coupling_s: seconds to gather, reduce and update parameters, once in a step whose groups differ.
+        group_share: the share of steps that run with different groups.
+        group_step_s: the mean time of these steps, in seconds.
     """
 
     lengths: str = ""
@@ -221,32 +223,32 @@ class LengthPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a plan's decisions by the prices of one kind of device; all 0 where nothing is known.
+    """The expected cost of a plan's decisions by the prices of one kind of device; all 0 where nothing is known.
 
     Args:
-        device: name of the device that prices are of.
-        price_source: share of the step time by where its prices come from ("profile", "measured", ...).
+        device: name of the device whose prices are used.
+        price_source: source of prices ("profile", "measured", ...) -> its share of the step time.
         step_time_s: seconds of one training step, optimizer included.
-        overlapped_s: what simulating the step, with overlapped communication, takes off a sum: without stages that
-            of the layers' seconds, with stages that of the schedule's timeline and what is done once per step.  Less
-            than 0 where stages wait for each other longer than that sum says.
+        overlapped_s: by how much a simulation of the step with overlapped communication is shorter than a sum: without
+            stages the sum of the layers' seconds, with stages that of the schedule's timeline and the work done once
+            per step.  Negative where stages wait for each other longer than in that sum.
         peak_memory_bytes: peak bytes per device.
-        host_memory_bytes: peak bytes per device in the host's memory, of what is offloaded.
+        host_memory_bytes: peak bytes of offloaded tensors in the host's memory, per device.
         samples_per_step: batch rows per step, for throughput.
-        costs: of every layer.
-        stages: of every pipeline stage.
+        costs: the cost of every layer.
+        stages: the cost of every pipeline stage.
         optimizer_gathers_s: the part of the step in which parameters are gathered for an optimizer that needs them
             whole (the mean over device groups).
-        output_gathers_s: the part of the step in which outputs beside the loss are gathered for the caller.
+        output_gathers_s: the part of the step in which outputs other than the loss are gathered for the caller.
         output_reads_s: seconds to gather them when the caller reads all of them; not part of the step.
-        speedups: precision that was not asked for (``"bf16"``) -> how many times as fast a step would be, by estimate.
-        tokens_per_step: of the whole batch; 0: its rows are no rows of tokens.
-        dtype: that most arithmetic is done in.
-        model_flops: of all devices in a step, forward and backward without recomputation, causal attention counted half
-            (`autopar.step.model_flops`).
+        speedups: precision that was not requested (``"bf16"``) -> estimated speedup of a step in it.
+        tokens_per_step: tokens of the whole batch; 0: its rows don't consist of tokens.
+        dtype: the dtype of most of the arithmetic.
+        model_flops: FLOPs of all devices in a step, forward and backward without recomputation, with causal attention
+            counted half (`autopar.step.model_flops`).
         peak_flops_per_s: of a device in `dtype`, by its data sheet; 0: not known.
-        row: what a step costs by the lengths of sequences in its rows.
-        lengths: of a family of plans for sequences of many lengths.
+        row: the cost of a step as a function of the lengths of sequences in its rows.
+        lengths: the prediction of a family of plans for sequences of many lengths.
     """
 
     device: str = ""
@@ -270,10 +272,11 @@ class Prediction:
     lengths: LengthPrediction = LengthPrediction()
 
     def spent(self, num_groups: int) -> dict[str, float]:
-        """What the step's seconds are spent on; they add up to the step, of a pipeline as the mean over device groups.
+        """Seconds of the step by category, which add up to the step time; for a pipeline, means over device groups.
 
-        Collectives are counted one by one.  What shared buffers save, and what overlaps with compute and so would be
-        counted twice, is subtracted as ``"overlapped communication"``; ``"waiting in the pipeline"`` is what is left.
+        Each collective is counted by itself.  The seconds that shared buffers save, or that overlap with compute and
+        would be counted twice, are subtracted as ``"overlapped communication"``; ``"waiting in the pipeline"`` is the
+        rest.
         """
         results = {name: sum(getattr(cost, field) for cost in self.costs) / num_groups for name, field in SPENT.items()}
         results["optimizer"] -= self.optimizer_gathers_s
@@ -286,13 +289,13 @@ class Prediction:
         return results
 
     def summary(self, num_groups: int) -> dict[str, float]:
-        """`spent` in fewer parts: forward and backward are compute, of communication counts what is exposed."""
+        """`spent` in fewer categories: forward and backward as compute, and only the exposed communication."""
         spent = self.spent(num_groups)
-        joined = {
+        merged = {
             "compute": ("forward", "backward"),
             "exposed communication": (
                 "activation communication", "parameter communication", "overlapped communication", "optimizer gathers"
             ),
         }  # fmt: skip
-        results = {name: sum(spent.pop(part, 0.0) for part in parts) for name, parts in joined.items()}
+        results = {name: sum(spent.pop(part, 0.0) for part in parts) for name, parts in merged.items()}
         return results | spent

@@ -1,4 +1,7 @@
-"""Frozen dataclasses as JSON that people read and edit, and back: nested records, layouts and assignments as text."""
+"""Converts frozen dataclasses to JSON that people can read and edit, and back.
+
+Nested dataclasses become objects, layouts and assignments text.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from autopar.placement import Layout, format_layout, parse_layout
 
 __all__ = ["decode_record", "encode_record"]
 
-Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # from JSON, and to it
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # from JSON, and to JSON
 
 
 def encode_record(record: Any) -> dict[str, Any]:
-    """What `json.dumps` takes."""
+    """Convert a record (a frozen dataclass) to a dict for `json.dumps`."""
     return {name: encode(getattr(record, name)) for name, (_, encode) in _codecs(record.__class__).items()}
 
 
 def decode_record(kind: type[Any], data: Any, where: str) -> Any:
-    """The record of this `kind` that `encode_record` made `data` of; `where` says in messages what it is.
+    """Convert what `encode_record` returned back to a record of type `kind`; messages call it `where`.
 
     Raises:
         ValueError: a field is missing, unknown or of the wrong form.
@@ -64,7 +67,7 @@ _CODECS: dict[Any, Codec] = {
 
 
 def _codec(hint: Any, name: str) -> Codec:
-    """Of what stands in `_CODECS`, of a record, or of a tuple of records."""
+    """The codec of a field with this type hint: an entry of `_CODECS`, a record, or a tuple of records."""
     if hint in _CODECS:
         return _CODECS[hint]
     kind: Any = hint if is_dataclass(hint) else get_args(hint)[0]
