@@ -51,7 +51,7 @@ from autopar.planning.logits import search_plan
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.searching import finish, request_of, search_setup
 from autopar.planning.setup import Setup
-from autopar.planning.timed_layers import LayerTimer, prices_of_layers, search_with_timed_layers
+from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
 from autopar.search import SearchRequest
@@ -371,7 +371,7 @@ def _search_and_time(
         request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
             plan = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
-        own = replace(setup, time_layers=lambda program, plan: prices_of_layers(program, plan, prices, timer(program)))
+        own = replace(setup, time_layers=FamilyTimer(prices, timer))
         plan = finish(plan, traced.program, own)
         new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile

@@ -8,15 +8,15 @@ which FlexSP's baseline has on these lengths) and against the best degree for ea
 Twice: by our prices, of the plans that the search finds for each degree (rows of `DEVICE_TOKENS` tokens a device,
 ZeRO-3), and by FlexSP's own prices (the solver of its repository, branch flexsp: fits of compute, all-to-alls
 measured on its cluster), which say what our assignments gain there.  A group computes its sequences one after the
-other, in microbatches that hold `DEVICE_TOKENS` tokens a device; all groups have equally many, as ZeRO-3 gathers
-parameters over all devices in each.  FlexSP forms groups anew for each microbatch; here they stay for the step, and how
-far that is from the least possible at most is printed.
+other, in microbatches of `DEVICE_TOKENS` tokens a device; all groups run equally many, because ZeRO-3 gathers
+parameters over all devices in each.  FlexSP forms new groups for each microbatch; here the groups stay for the step,
+and a bound on what that loses is printed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.balance import Lengths
 from autopar.balance.costs import GroupCost
-from autopar.balance.groups import best_groups, microbatches_s
+from autopar.balance.groups import best_groups
 from autopar.errors import AutoparError
 
 DEVICES = 64
@@ -51,24 +51,22 @@ EXCHANGE_GIB_PER_S = {1: np.inf, 2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5
 
 @dataclass(frozen=True)
 class Degrees:
-    """What each number of devices that share a sequence costs, and what is spent once a step."""
+    """The cost of sequences on each number of devices that share them."""
 
     costs: Sequence[GroupCost]
-    once_s: Mapping[int, float]
 
     def flexible_s(self, tokens: np.ndarray) -> float:
         """Of a step whose groups have several degrees."""
         return self._step_s(self.costs, tokens)[0]
 
     def gap(self, tokens: np.ndarray) -> float:
-        """By which part the largest work may be above the least possible, also if groups changed within a step."""
+        """How far the largest work may be above the least possible, even with other groups in each microbatch."""
         return self._step_s(self.costs, tokens)[1]
 
     def _step_s(self, costs: Sequence[GroupCost], tokens: np.ndarray) -> tuple[float, float]:
-        degrees, packed, bound_s, _ = best_groups(costs, DEVICES, tokens)
-        once_s = max(self.once_s[int(degree)] for degree in degrees)
-        largest_s = float(packed.load.max())
-        return largest_s + once_s + microbatches_s(costs, degrees, packed, tokens), largest_s / bound_s - 1
+        found = best_groups(costs, DEVICES, tokens)
+        largest_s = float(found.packed.load.max())
+        return largest_s + found.fixed_s, largest_s / found.bound_s - 1
 
     def alone_s(self, cost: GroupCost, tokens: np.ndarray) -> float:
         """Of a step whose groups all have the degree of `cost`."""
@@ -91,18 +89,15 @@ class Degrees:
         groups = DEVICES // cost.degree
         used = load[load > 0]
         used = np.append(used, np.zeros(-len(used) % groups)).reshape(-1, groups)
-        return float(used.max(axis=1).sum()) + self.once_s[cost.degree] + len(used) * cost.microbatch_s
+        return float(used.max(axis=1).sum()) + cost.step_s + len(used) * cost.microbatch_s
 
 
 def found_degrees(name: str) -> Degrees:
     """By the plans that the search finds."""
-    costs: list[GroupCost] = []
-    once_s: dict[int, float] = {}
-    for degree, plan in _plans(name):
-        row = plan.prediction.row
-        costs.append(GroupCost(degree, row.token_s, row.pair_s, row.tokens, row.microbatch_s))
-        once_s[degree] = row.step_s
-    return Degrees(costs, once_s)
+    rows = [(degree, plan.prediction.row) for degree, plan in _plans(name)]
+    return Degrees([
+        GroupCost(degree, row.token_s, row.pair_s, row.tokens, row.step_s, row.microbatch_s) for degree, row in rows
+    ])  # fmt: skip
 
 
 def _plans(name: str) -> Iterator[tuple[int, autopar.Plan]]:
@@ -135,11 +130,11 @@ def published_degrees(name: str) -> Degrees:
     costs = [
         GroupCost(
             degree, (token_ms / 1e3 + exchanged / (rate * 2**30)) / degree, pair_ms / 1e3 / degree,
-            DEVICE_TOKENS * degree, microbatch_ms / 1e3,
+            DEVICE_TOKENS * degree, microbatch_s=microbatch_ms / 1e3,
         )
         for degree, rate in EXCHANGE_GIB_PER_S.items()
     ]  # fmt: skip
-    return Degrees(costs, dict.fromkeys(EXCHANGE_GIB_PER_S, 0.0))
+    return Degrees(costs)
 
 
 def speedups(degrees: Degrees, lengths: Lengths, context: int) -> dict[str, float]:

@@ -111,7 +111,8 @@ class FamilyPlanner:
         find: the best plan of a program, parameters stored as is best.
         prices: of the devices.
         request: what `find` searches for.
-        time_layers: prices for a program, corrected by timing its layers as a plan runs them; None: nothing is timed.
+        time_layers: ``(program, plan)`` -> `prices`, corrected by timing the layers of this program as this plan runs
+            them; None: plans are predicted by `prices`.
     """
 
     lengths: Lengths
@@ -145,7 +146,7 @@ class FamilyPlanner:
             if often:
                 base = programs[sizes.index(usual.plans[often].row.tokens)]
                 with suppress(InfeasibleError, ConstraintError):
-                    families.append(self._around(programs.index(base), self.find(base), programs))
+                    families.append(self._around(programs.index(base), self._best(base), programs))
         expected = [self._expected(family, found, batches) for family in families if family]
         best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
         first, *others = [family for family in families if family][best]
@@ -182,13 +183,18 @@ class FamilyPlanner:
         for number, program in enumerate(pieces):
             plan = base if number == place else self._held(program, pieces[place], base, request)
             if plan is not None and (plan.piece_tokens, plan.compiled) == (base.piece_tokens, base.compiled):
-                made.append(self._timed(plan, program))
+                made.append(plan)
             elif not number:
                 return []
         return made
 
+    def _best(self, program: Program) -> Plan:
+        """The best plan of `program`, parameters stored as is best."""
+        found = self.find(program)
+        return self._timed(found, in_pieces(program, found.piece_tokens))
+
     def _timed(self, plan: Plan, program: Program) -> Plan:
-        """`plan` of `program`, predicted as all others are."""
+        """`plan` of `program`, predicted by the same kind of prices as all others: of timed layers, or of ops."""
         prices = self.prices if self.time_layers is None else self.time_layers(program, plan)
         return check_known(plan, program, prices, self._by(plan))
 
@@ -204,4 +210,4 @@ class FamilyPlanner:
         found = [] if reused is None else [reused]
         with suppress(InfeasibleError, ConstraintError):
             found.append(plan_like(program, planned, base, self.prices, request))
-        return min(found, key=lambda plan: plan.step_time_s, default=None)
+        return min((self._timed(plan, program) for plan in found), key=lambda plan: plan.step_time_s, default=None)

@@ -35,7 +35,7 @@ class Setup:
         expected: what is expected of the data.
         lengths: of sequences, to make a family of plans for.
         trace_rows: what the model does with so many rows of so many tokens, for that family.
-        time_layers: prices for a program, corrected by timing its layers as a plan runs them; None: nothing is timed.
+        time_layers: as in `FamilyPlanner`.
     """
 
     dtype: torch.dtype | None = None
