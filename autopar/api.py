@@ -52,7 +52,7 @@ from autopar.planning.mesh_cluster import mesh_prices, read_cluster
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.searching import finish, request_of, search_setup
 from autopar.planning.setup import Setup
-from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
+from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
 from autopar.program import Program
 from autopar.progress import phase, shown
 from autopar.search import SearchRequest
@@ -362,20 +362,24 @@ def _search_and_time(
     known = dict(prices.profile.layers) if prices.profile else {}
     timed = dict(known)
 
+    def timer(program: Program) -> LayerTimer:
+        return LayerTimer(program, communicator.device, traced.constants, timed)
+
     def find(program: Program, request: SearchRequest) -> Plan:
-        timer = LayerTimer(program, communicator.device, traced.constants, timed)
-        return search_with_timed_layers(program, communicator.world_size, prices, request, timer)
+        return search_with_timed_layers(program, communicator.world_size, prices, request, timer(program))
 
     def search_here() -> Plan:
         request = request_of(setup)
         with phase(f"searching for a plan for {communicator.world_size} devices, and timing layers"):
             plan = search_plan(setup.compile, find, traced.program, prices, request, communicator.world_size)
+        own = replace(setup, time_layers=FamilyTimer(prices, timer))
+        plan = finish(plan, traced.program, own)
         new = {key: layer for key, layer in timed.items() if key not in known}
         measured = prices.profile
         if new and measured is not None:
             path = profile_path(_CACHE, communicator.device, communicator.world_size)
             keep(path, lambda stored: (stored or measured).with_layers(new))
-        return finish(plan, traced.program, setup)
+        return plan
 
     return share(communicator.process_group, search_here)
 
@@ -420,9 +424,7 @@ def build(
         raise PlanMismatchError(
             f"compute in {setup.dtype} was requested, but the program has parameters in {sorted(dtypes)}"
         )
-    executable = Executable(
-        traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs
-    )  # fmt: skip
+    executable = Executable(traced.program, plan, traced.constants, traced.flatten_inputs, traced.unflatten_outputs)
     return lower(
         executable, module=model, communicator=communicator, mesh=mesh, draws=setup.draws, planner=planner,
         compile_layers=compile_layers, predictions=_predictions(traced.program, plan, mesh, setup),

@@ -13,19 +13,24 @@ __all__ = ["GroupCost", "check_lengths"]
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Prices of sequences on one group of devices, which share every sequence that the group has.
+    """The cost of sequences on one group of devices, which share every sequence of the group.
 
     Args:
         degree: devices of the group.
         token_s: seconds per token, communication between these devices included.
         pair_s: seconds per pair of tokens of one sequence.
-        tokens: the most that the group has room for; as a row for a sequence, and for all in one microbatch.
+        tokens: the capacity of a microbatch, and so the length of the longest sequence.
+        step_s: seconds of a step that don't depend on its sequences.
+        microbatch_s: seconds of a microbatch that don't depend on its sequences.  All groups run equally many
+            microbatches, because ZeRO-3 gathers parameters over all devices in each.
     """
 
     degree: int
     token_s: float
     pair_s: float
     tokens: float
+    step_s: float = 0.0
+    microbatch_s: float = 0.0
 
     def seconds(self, lengths: np.ndarray) -> np.ndarray:
         """``[n]`` lengths in tokens -> seconds of each."""

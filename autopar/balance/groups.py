@@ -8,7 +8,9 @@ sequences fill, what is left in them goes to shorter sequences, and what is left
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,12 +18,31 @@ from autopar.balance.costs import GroupCost
 from autopar.balance.exact import FEW, improve_exactly
 from autopar.balance.packing import Packed, Places, even_out, longest_first
 
-__all__ = ["best_groups", "candidate_counts", "devices_bound"]
+__all__ = ["Groups", "best_groups", "candidate_counts", "devices_bound"]
 
 # Targets above the bound, the first of which that can be met is most often the best.
 _TARGETS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0)
 _PLACES_TRIED = 5e7  # sequences times groups, in all trials: about a tenth of a second
 _FEW_DEVICES = 8  # of which there are at most ten ways to form groups of 1, 2, 4 and 8
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Groups of devices and the sequences of each.
+
+    Args:
+        degrees: ``[groups]`` the number of devices of each group, in falling order.
+        packed: which group has which sequence.
+        fixed_s: seconds of the step that don't depend on its sequences, the microbatches included.
+        bound_s: a lower bound on the seconds of the group with the most work, for any groups.
+        is_exact: whether no groups have a shorter step.
+    """
+
+    degrees: np.ndarray
+    packed: Packed
+    fixed_s: float
+    bound_s: float
+    is_exact: bool
 
 
 def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
@@ -33,37 +54,48 @@ def devices_bound(work: np.ndarray, degrees: np.ndarray, devices: int) -> float:
     return max(float((work * degrees[:, None]).min(axis=0).sum()) / devices, float(work.min(axis=0).max()))
 
 
-def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) -> tuple[np.ndarray, Packed, float, bool]:
-    """Degrees of the groups ``[groups]``, what each has, the bound in seconds, and whether nothing is better.
+def best_groups(costs: Sequence[GroupCost], devices: int, tokens: np.ndarray) -> Groups:
+    """The groups with the shortest step found: the seconds of the group with the most work, and `Groups.fixed_s`.
 
-    Every sequence has room in a group of the largest degree.
+    Every sequence fits in a group of the largest degree.
     """
     costs = sorted(costs, key=lambda cost: -cost.degree)
     degrees = np.array([cost.degree for cost in costs])
     work = np.array([np.where(tokens <= cost.tokens, cost.seconds(tokens), np.inf) for cost in costs])
     bound_s = devices_bound(work, degrees, devices)
     best: tuple[float, Places, Packed] | None = None
-    tried: set[tuple[int, ...]] = set()
     spent = 0.0
-    for counts in _candidates(work, degrees, devices, bound_s):
+    for counts in candidate_counts(work, degrees, devices):
         groups = sum(counts)
-        if counts in tried or (best is not None and spent + groups * len(tokens) > _PLACES_TRIED):
+        if best is not None and spent + groups * len(tokens) > _PLACES_TRIED:
             continue
-        tried.add(counts)
         spent += groups * len(tokens)
         places = Places(np.repeat(np.arange(len(costs)), counts), 1, np.inf, tokens, work)
         packed = longest_first(places)
         if packed is None:
             continue
         packed = even_out(places, packed, bound_s)
-        if best is None or packed.load.max(initial=0.0) < best[0]:
-            best = float(packed.load.max(initial=0.0)), places, packed
+        step_s = float(packed.load.max(initial=0.0)) + _fixed_s(costs, places, packed)
+        if best is None or step_s < best[0]:
+            best = step_s, places, packed
     assert best is not None  # groups of the largest degree alone are a candidate
     _, places, packed = best
     is_exact = False
-    if len(tokens) <= FEW and devices <= _FEW_DEVICES:
+    is_work_alone = len({cost.step_s for cost in costs}) == 1 and not any(cost.microbatch_s for cost in costs)
+    if len(tokens) <= FEW and devices <= _FEW_DEVICES and is_work_alone:
         places, packed, is_exact = _best_of_all(places, packed, degrees, devices)
-    return degrees[places.kind], packed, bound_s, is_exact
+    return Groups(degrees[places.kind], packed, _fixed_s(costs, places, packed), bound_s, is_exact)
+
+
+def _fixed_s(costs: Sequence[GroupCost], places: Places, packed: Packed) -> float:
+    """Seconds of a step that don't depend on its sequences: those of the slowest group, in as many microbatches as the
+    tokens of the fullest group need at least.
+    """
+    capacity = np.array([cost.tokens for cost in costs])[places.kind]
+    filled = np.bincount(packed.group, weights=places.tokens, minlength=len(capacity))
+    microbatches = max(1, math.ceil(float((filled / capacity).max())))
+    used = [cost for kind, cost in enumerate(costs) if (places.kind == kind).any()]
+    return max(cost.step_s for cost in used) + microbatches * max(cost.microbatch_s for cost in used)
 
 
 def candidate_counts(work: np.ndarray, degrees: np.ndarray, devices: int) -> Iterator[tuple[int, ...]]:

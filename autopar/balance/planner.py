@@ -85,8 +85,7 @@ class BatchPlanner:
         """
         if len(self.costs) > 1:
             tokens = check_lengths(lengths, max(cost.tokens for cost in self.costs), "the largest group of devices")
-            degrees, packed, bound_s, is_exact = best_groups(self.costs, self.devices, tokens)
-            return Assignment(tokens, packed.group, packed.row, degrees, 1, packed.load, bound_s, is_exact)
+            return self._assign_degrees(tokens)
         tokens = check_lengths(lengths, self.longest, "a row of the plan")
         longest = int(tokens.max(initial=0))
         bounds = [(self._least_s(row, tokens, batches), place) for place, row in enumerate(self.rows)]
@@ -102,6 +101,13 @@ class BatchPlanner:
             if other is not None and other.step_time_s < best.step_time_s:
                 return other
         return best
+
+    def _assign_degrees(self, tokens: np.ndarray) -> Assignment:
+        found = best_groups(self.costs, self.devices, tokens)
+        packed, once = found.packed, RowCost(step_s=found.fixed_s)
+        return Assignment(
+            tokens, packed.group, packed.row, found.degrees, 1, packed.load, found.bound_s, found.is_exact, once
+        )
 
     def _taken(self, row: RowCost, tokens: np.ndarray) -> np.ndarray:
         """``[n]`` places of a row that sequences take."""
@@ -162,7 +168,8 @@ class BatchPlanner:
 
 def _group_cost(plan: Plan) -> GroupCost:
     row = plan.prediction.row
-    return GroupCost(plan.world_size // row.ranks, row.token_s, row.pair_s, row.tokens)
+    degree = plan.world_size // row.ranks
+    return GroupCost(degree, row.token_s, row.pair_s, row.tokens, row.step_s, row.microbatch_s)
 
 
 def _heaviest_row_first(packed: Packed, places: Places) -> np.ndarray:

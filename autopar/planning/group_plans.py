@@ -28,7 +28,7 @@ from autopar.plan import GroupPlan, Plan
 from autopar.plan.headline import describe_usual
 from autopar.plan.prediction import GroupRow
 from autopar.program import Program
-from autopar.search import SearchRequest, reuse_plan, search
+from autopar.search import SearchRequest, check_known, reuse_plan, search
 from autopar.step.logits import in_pieces
 from autopar.step.parameter_costs import gradient_sums_s
 from autopar.step.planned_layers import PlannedLayers
@@ -71,6 +71,7 @@ def plan_groups(
     trace: Callable[[int, int], Program],
     prices: Prices,
     request: SearchRequest,
+    time_layers: Callable[[Program, Plan], Prices] | None = None,
 ) -> PlannedGroups:
     """Plans for groups beside `plan`, by which all devices run `program`; none where they have no room.
 
@@ -81,8 +82,9 @@ def plan_groups(
         trace: ``(rows, tokens)`` of a batch -> what the model does with it.
         prices: of the devices.
         request: what is asked of all plans.
+        time_layers: as in `FamilyPlanner`.
     """
-    planner = _GroupPlanner(program, plan, trace, prices, _request(program, plan, request), request)
+    planner = _GroupPlanner(program, plan, trace, prices, _request(program, plan, request), request, time_layers)
     share = plan.prediction.row.tokens / float(np.mean([batch.sum() for batch in batches]))
     searched = planner.search(_largest_degree(plan.world_size, share))
     if not searched:
@@ -107,6 +109,7 @@ class _GroupPlanner:
     prices: Prices
     asked: SearchRequest
     request: SearchRequest
+    time_layers: Callable[[Program, Plan], Prices] | None
 
     def search(self, degree: int) -> list[tuple[GroupRow, Plan]]:
         """Plans for groups of so many devices, or more if these have no room, with the longest rows; of half as many
@@ -147,7 +150,8 @@ class _GroupPlanner:
         return in_pieces(self.trace(1, tokens), self.plan.piece_tokens)
 
     def _row(self, one: Program, found: Plan) -> GroupRow:
-        cost = found.prediction.row
+        prices = self.prices if self.time_layers is None else self.time_layers(one, found)
+        cost = check_known(found, one, prices, self.asked).prediction.row
         peak_bytes = _kept_bytes(self.program, self.plan, self.request) + found.peak_memory_bytes
         row_s = cost.token_s * cost.tokens + _adding_s(one, found, self.prices, self.asked.training)
         axes = describe_usual(found.decisions)

@@ -112,6 +112,8 @@ class FamilyPlanner:
         find: the best plan of a program, parameters stored as is best.
         prices: of the devices.
         request: what `find` searches for.
+        time_layers: ``(program, plan)`` -> `prices`, corrected by timing the layers of this program as this plan runs
+            them; None: plans are predicted by `prices`.
     """
 
     lengths: Lengths
@@ -119,15 +121,13 @@ class FamilyPlanner:
     find: Callable[[Program], Plan]
     prices: Prices
     request: SearchRequest
+    time_layers: Callable[[Program, Plan], Prices] | None = None
 
     def family(self, found: Plan, program: Program) -> Plan:
         """`found`, the best plan of `program` alone, or another that others share the storage of."""
         started_s = time.perf_counter()
         given = found
-        # By the prices of the others: layers of this one may have been timed.
-        found = replace(
-            check_known(found, as_decided(program, found.decisions), self.prices, self._by(found)), other_calls=()
-        )
+        found = replace(self._timed(found, as_decided(program, found.decisions)), other_calls=())
         room = found.prediction.row.tokens
         tokens = program.batch_size * room
         batches = draw_batches(self.lengths, tokens)
@@ -147,7 +147,7 @@ class FamilyPlanner:
             if often:
                 base = programs[sizes.index(usual.plans[often].row.tokens)]
                 with suppress(InfeasibleError, ConstraintError):
-                    families.append(self._around(programs.index(base), self.find(base), programs))
+                    families.append(self._around(programs.index(base), self._best(base), programs))
         expected = [self._expected(family, found, batches) for family in families if family]
         best = min(range(len(expected)), key=lambda number: expected[number].step_time_s)
         first, *others = [family for family in families if family][best]
@@ -157,7 +157,7 @@ class FamilyPlanner:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
             own = as_decided(program, first.decisions)
-            groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first))
+            groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
             with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
                 expected[best] = with_groups
@@ -190,6 +190,16 @@ class FamilyPlanner:
                 return []
         return made
 
+    def _best(self, program: Program) -> Plan:
+        """The best plan of `program`, parameters stored as is best."""
+        found = self.find(program)
+        return self._timed(found, as_decided(program, found.decisions))
+
+    def _timed(self, plan: Plan, program: Program) -> Plan:
+        """`plan` of `program`, predicted by the same kind of prices as all others: of timed layers, or of ops."""
+        prices = self.prices if self.time_layers is None else self.time_layers(program, plan)
+        return check_known(plan, program, prices, self._by(plan))
+
     def _by(self, plan: Plan) -> SearchRequest:
         """What is asked of plans that share what `plan` decides about training."""
         return replace(
@@ -202,4 +212,4 @@ class FamilyPlanner:
         found = [] if reused is None else [reused]
         with suppress(InfeasibleError, ConstraintError):
             found.append(plan_like(program, planned, base, self.prices, request))
-        return min(found, key=lambda plan: plan.step_time_s, default=None)
+        return min((self._timed(plan, program) for plan in found), key=lambda plan: plan.step_time_s, default=None)

@@ -48,8 +48,9 @@ def finish(found: Plan, program: Program, setup: Setup) -> Plan:
     if setup.lengths is None or setup.trace_rows is None:
         return found
     planner = FamilyPlanner(
-        setup.lengths, setup.trace_rows, lambda own: _search(own, found.world_size, setup), prices, request_of(setup)
-    )
+        setup.lengths, setup.trace_rows, lambda own: _search(own, found.world_size, setup), prices, request_of(setup),
+        setup.time_layers,
+    )  # fmt: skip
     return planner.family(found, program)
 
 

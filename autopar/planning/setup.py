@@ -9,6 +9,7 @@ import torch
 
 from autopar.balance import Lengths
 from autopar.lower.parameters.materialize import Draws
+from autopar.plan import Plan
 from autopar.planning.expectations import Expectations
 from autopar.program import Program
 from autopar.search import TrainingSpec
@@ -34,6 +35,7 @@ class Setup:
         expected: what is expected of the data.
         lengths: of sequences, to make a family of plans for.
         trace_rows: what the model does with so many rows of so many tokens, for that family.
+        time_layers: as in `FamilyPlanner`.
     """
 
     dtype: torch.dtype | None = None
@@ -48,6 +50,7 @@ class Setup:
     expected: Expectations = field(default_factory=Expectations)
     lengths: Lengths | None = None
     trace_rows: Callable[[int, int], Program] | None = None
+    time_layers: Callable[[Program, Plan], Prices] | None = None
 
     def priced(self, prices: Prices) -> Setup:
         """The same for the devices that have these prices."""

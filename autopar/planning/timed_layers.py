@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,12 +19,13 @@ from autopar.program import Layer, Program
 from autopar.search import SearchRequest, search
 from autopar.step.local_layer import PlacedLayer, place
 
-__all__ = ["LayerTimer", "search_with_timed_layers"]
+__all__ = ["FamilyTimer", "LayerTimer", "search_with_timed_layers"]
 
 _ROUNDS = 3  # of searching and timing: the second finds most, the third what the second's prices bring up
 _LONG_S = 20.0  # a search that took longer than this is not done again: users wait for it
 _RUNS = 6  # what timing a layer costs, in runs of it by the prices of its ops: a first one, and those that count
 _MOST_OF_A_KIND = 4  # layers timed of a kind in one round: its other strategies are scaled by what these say
+_FAMILY_S = 16.0  # for a family of plans: it has up to four lengths of rows, each with the seconds of one search
 _EACH_S = 0.1  # spent on a layer: enough for a median of most
 
 
@@ -98,6 +99,28 @@ def search_with_timed_layers(
         plan = search(program, world_size, current, request)
     assert plan is not None
     return replace(plan, planning_s=(("search and timing of layers", time.perf_counter() - started),))
+
+
+@dataclass
+class FamilyTimer:
+    """Times the layers of plans for other lengths than the first plan's, within one budget for all of them.
+
+    Args:
+        prices: of ops and collectives.
+        timer_of: makes a program's timer; all of them share what was timed before.
+        left_s: seconds to spend, about.  When they are spent, only layers that were timed before are corrected.
+    """
+
+    prices: ClusterPrices
+    timer_of: Callable[[Program], LayerTimer]
+    left_s: float = _FAMILY_S
+
+    def __call__(self, program: Program, plan: Plan) -> ClusterPrices:
+        """`prices`, corrected by timing the layers of `program` as `plan` runs them."""
+        timed: dict[str, TimedLayer] = {}
+        uses = {use.key: use for use in _uses(program, plan)}
+        self.left_s = _time_missing(uses, self.timer_of(program), timed, self.prices, self.left_s)
+        return self.prices.corrected(program, timed)
 
 
 @dataclass(frozen=True)

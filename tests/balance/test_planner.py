@@ -125,6 +125,24 @@ def test_long_sequences_get_large_groups_and_short_ones_small():
 
 
 @pytest.mark.parametrize(
+    ("step_s", "microbatch_s", "degrees", "seconds"),
+    [
+        (0.0, 0.0, [1, 1], 12.0),  # 8 beside 7 + 5, in two microbatches; on both devices 20 * 0.65
+        (0.0, 0.5, [1, 1], 12.0 + 2 * 0.5),
+        (0.0, 2.0, [2], 13.0 + 2.0),
+        (4.0, 2.0, [1, 1], 12.0 + 2 * 2.0),
+    ],
+)
+def test_groups_weigh_work_against_microbatches(
+    step_s: float, microbatch_s: float, degrees: list[int], seconds: float
+) -> None:
+    alone = RowCost(2, 1, 10, 1.0, microbatch_s=microbatch_s)
+    both = RowCost(1, 1, 20, 0.65, step_s=step_s, microbatch_s=microbatch_s)
+    found = BatchPlanner([plan_of(row, 2) for row in (alone, both)]).assign([8, 7, 5])
+    assert (found.degrees.tolist(), found.step_time_s) == (degrees, pytest.approx(seconds))
+
+
+@pytest.mark.parametrize(
     ("lengths", "message"),
     [
         ([3, 13], "sequence 1 of the batch has 13 tokens, more than a row of the plan holds \\(12\\)"),

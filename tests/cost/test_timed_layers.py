@@ -1,9 +1,13 @@
 """Whole layers that are timed, and the search that runs again on their seconds."""
 
+from functools import cache
+
+import numpy as np
 import pytest
 import torch
 
 from autopar.api import trace_model
+from autopar.balance import Lengths
 from autopar.cost import ClusterPrices
 from autopar.cost.measure.layer_times import time_layer
 from autopar.cost.profile import LayerTime
@@ -12,9 +16,12 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.program.single_layer import LoneLayer
 from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis, local_shape
-from autopar.plan import LayerStrategy
+from autopar.plan import LayerStrategy, Plan
 from autopar.planning.document_lengths import read_lengths, with_lengths
-from autopar.planning.timed_layers import LayerTimer, search_with_timed_layers
+from autopar.planning.group_plans import plan_groups
+from autopar.planning.length_plans import FamilyPlanner
+from autopar.planning.timed_layers import FamilyTimer, LayerTimer, search_with_timed_layers
+from autopar.program import Program
 from autopar.search import SearchRequest, search
 from tests.data.test_balanced import rows_of_tokens, small_llama
 from tests.models import make_plain_gpt
@@ -141,3 +148,55 @@ def test_no_time_no_timing():
     plan = search_with_timed_layers(program, 4, prices, SearchRequest(), timer)
     assert not timer.asked
     assert "layers" not in dict(plan.price_source)
+
+
+class _Even(LayerTimer):
+    """Every layer takes 1 s forward and 2 s backward for 16 tokens of a row, whatever else its inputs are."""
+
+    def time(self, layer, strategy, num_microbatches, *, compiled) -> LayerTime:
+        share = self.program.type_of(self.program.inputs[0]).shape[1] / 16
+        return LayerTime(share, 2 * share)
+
+
+@cache
+def _trace(rows: int, tokens: int) -> Program:
+    return trace_model(small_llama(), rows_of_tokens(rows, tokens)).program
+
+
+def _even_timer(prices: ClusterPrices, left_s: float = 4.0) -> FamilyTimer:
+    return FamilyTimer(prices, lambda program: _Even(program, torch.device("cpu")), left_s)
+
+
+@pytest.mark.slow
+def test_groups_are_priced_by_timed_layers() -> None:
+    prices, program = quick_prices(4), _trace(4, 16)
+    request = SearchRequest(constraints=("pipeline=1",))
+    plan = search(program, 4, prices, request)
+    batches = [np.array([16, 12, *[6] * 3, *[3] * 6]), np.array([8, 8, 8, 3, 2])]
+
+    def seconds(timer: FamilyTimer) -> dict[int, float]:
+        rows = plan_groups(program, plan, batches, _trace, prices, request, timer).rows
+        return {row.tokens: row.row_s + row.pair_s * row.tokens**2 for row in rows}
+
+    found = seconds(_even_timer(prices))
+    assert len(found) >= 2
+    expected = {tokens: 3.0 * len(program.layers) * tokens / 16 for tokens in found}
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert max(seconds(_even_timer(prices, left_s=0.0)).values()) < 0.1  # nothing is timed after the budget is spent
+
+
+@pytest.mark.slow
+def test_plans_for_other_lengths_are_priced_by_timed_layers() -> None:
+    prices, program = quick_prices(2), _trace(2, 16)
+    request = SearchRequest(constraints=("data=2", "pipeline=1"))
+
+    def find(own: Program) -> Plan:
+        return search(own, 2, prices, request)
+
+    lengths = Lengths.histogram({8: 0.9, 16: 0.1})
+    planner = FamilyPlanner(lengths, _trace, find, prices, request, _even_timer(prices))
+    rows = [each.row for each in planner.family(find(program), program).prediction.lengths.plans]
+    assert [row.tokens for row in rows] == [16, 8]
+    for row in rows:
+        seconds = row.rows * (row.token_s * row.tokens + row.pair_s * row.tokens**2)
+        assert seconds == pytest.approx(3.0 * len(program.layers) * row.tokens / 16, rel=1e-3)
