@@ -55,7 +55,8 @@ class SingleStagePaths:
     def front(self) -> tuple[int, ...]:
         """Paths that no other beats in bytes and in seconds, by estimate or at least; the smallest first."""
         peak = self.pool.peak_bytes
-        front = {*pareto_indices(self.pool.time_s, peak), *pareto_indices(self.least_s, peak)}
+        every_s = self.pool.time_s, self.least_s, self.sums_s(range(len(peak)))
+        front = {path for seconds in every_s for path in pareto_indices(seconds, peak)}
         return tuple(sorted(front, key=lambda path: (peak[path], path)))
 
     def fastest_fitting(self, limit_bytes: float) -> tuple[float, float]:
@@ -166,7 +167,7 @@ def _search_paths(candidates: CandidateSet) -> SingleStagePaths:
     pool = fastest_paths(visible)
     fastest = pool if least is visible else fastest_paths(least, mixes=False)
     if fastest is not pool:
-        pool.add(*fastest.paths)
+        pool.add(*fastest.paths, *fastest_paths(chain).paths)
     return SingleStagePaths(candidates, pool, fastest, path_costs(least, np.stack(pool.paths))[:, 0])
 
 
