@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.balance import Lengths
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile
-from autopar.cost.measure import CACHE_DIR, default_dtypes, measure_profile, profile_path
+from autopar.cost.measure import CACHE_DIR, profile_path
 from autopar.cost.profile_file import keep, load_profile
-from autopar.errors import MeshError, PlanMismatchError
+from autopar.errors import PlanMismatchError
 from autopar.lower import Executable, ParallelModule, lower
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import agree, agree_equal, share
@@ -48,6 +48,7 @@ from autopar.planning.given_plan import load_plan, with_prediction
 from autopar.planning.imbalance import ExpectedRouting
 from autopar.planning.length_plans import ExpectedLengths, check_rows, read_distribution, row_tracer
 from autopar.planning.logits import search_plan
+from autopar.planning.mesh_cluster import mesh_prices, read_cluster
 from autopar.planning.mesh_ranks import is_first_rank, mesh_ranks
 from autopar.planning.searching import finish, request_of, search_setup
 from autopar.planning.setup import Setup
@@ -61,7 +62,7 @@ from autopar.step.simulate import simulate_step
 from autopar.trace import LossFunction, Traced, as_batch, put_loss_inside
 
 __all__ = [
-    "ExampleInputs", "build", "call_planner", "mesh_prices", "parallelize", "plan",
+    "ExampleInputs", "build", "call_planner", "parallelize", "plan",
     "trace_model",
 ]  # fmt: skip
 
@@ -206,16 +207,16 @@ def parallelize(  # noqa: PLR0913  (what a user may say)
     if plan is None:
         setup = replace(setup, compile=agree(group, lambda: check_compiler(compile_choice, mesh.device_type)))
         with generators_kept(communicator.device):  # ranks measure, and draw, differently
-            prices = mesh_prices(loaded, communicator, mesh, setup.dtype)
+            prices = mesh_prices(loaded, communicator, mesh, setup.dtype, cache_dir=_CACHE)
             setup = setup.priced(prices)
             if profile is None:
                 plan = _search_and_time(traced, communicator, setup, prices)
             else:
                 plan = share(group, lambda: search_setup(traced.program, communicator.world_size, setup))
-        traced = traced.in_pieces(plan.piece_tokens)
+        traced = traced.decided_by(plan.decisions)
     else:
         local_plan = plan if compile_choice in (None, plan.compiled) else plan.with_decisions(compiled=compile_choice)
-        traced = traced.in_pieces(local_plan.piece_tokens)
+        traced = traced.decided_by(local_plan.decisions)
         agree(group, lambda: check_compiler(local_plan.compiled, mesh.device_type))
         agree(group, lambda: check_fit(local_plan, traced.program, communicator.world_size))
         plan = share(group, lambda: with_prediction(local_plan, traced.program, mesh, setup.training))
@@ -298,7 +299,7 @@ def plan(  # noqa: PLR0913  (what a user may say)
         fp32 · ...
     """
     model, example_inputs = put_loss_inside(model, example_inputs, loss_fn, example_target)
-    where = _read_cluster(cluster)
+    where = read_cluster(cluster)
     constraints = check_constraints(model, constraints, where.world_size)
     distribution = read_distribution(lengths)
     measured = load_profile(profile) if profile else None
@@ -381,39 +382,6 @@ def _search_and_time(
         return plan
 
     return share(communicator.process_group, search_here)
-
-
-def mesh_prices(
-    profile: Profile | str | Path | Literal[False] | None,
-    communicator: ProcessGroupCommunicator,
-    mesh: DeviceMesh,
-    dtype: torch.dtype | None = None,
-) -> ClusterPrices:
-    """The prices of `mesh`: from a given profile, measured (None) or estimated (False); every rank calls this.
-
-    It measures only what is missing in this machine's profile, including products in `dtype`, and saves the results.
-    """
-    group = communicator.process_group
-    measured = None
-    if profile is None:
-        dtypes = default_dtypes(communicator.device)
-        if dtype is not None and dtype.is_floating_point:
-            dtypes = tuple(dict.fromkeys((*dtypes, str(dtype).removeprefix("torch."))))
-        with phase("measuring what this machine's profile lacks"):
-            measured = measure_profile(communicator, mesh.device_type, cache_dir=_CACHE, dtypes=dtypes)
-    elif profile is not False:
-        measured = share(group, lambda: load_profile(profile))
-    return agree(group, lambda: ClusterPrices(Cluster.from_mesh(mesh), measured))
-
-
-def _read_cluster(cluster: object) -> Cluster:
-    if isinstance(cluster, DeviceMesh):
-        return Cluster.from_mesh(cluster)
-    if not isinstance(cluster, Cluster):
-        raise MeshError(
-            f"cluster is a {type(cluster).__name__}: pass a DeviceMesh, or a Cluster, such as Cluster.of('h100')"
-        )
-    return cluster
 
 
 def _describe(model: nn.Module, program: Program) -> str:

@@ -48,6 +48,18 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: str
 
+    def __hash__(self) -> int:
+        """Cached, as prices are looked up by types."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[TensorType], tuple[tuple[int, ...], str]]:
+        """Without what is cached: hashes of strings differ between processes."""
+        return TensorType, (self.shape, self.dtype)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.dtype))
+
     @cached_property
     def num_elements(self) -> int:
         """The number of elements."""
@@ -117,7 +129,9 @@ class KernelCollective:
         drop_dims: dims left out of that shape.
         dtype: dtype of the buffer.
         count: the number of such tensors in one buffer.
-        is_ring: it runs once for each other device of the axis, as in a ring, instead of once.
+        is_ring: it runs once for each other device of the axis, as in a ring, instead of once; on several axes so for
+            each step on the axes further out.
+        returns: in a ring, what travels takes one step more and comes home.
         piece: it runs for this number of elements of that shape at a time; 0: for all in one call.
         growth: (number of devices that run the kernel together, factor by which the buffer is larger than that shape).
     """
@@ -129,6 +143,7 @@ class KernelCollective:
     dtype: str = "float32"
     count: float = 1
     is_ring: bool = False
+    returns: bool = False
     piece: int = 0
     growth: tuple[tuple[int, float], ...] = ()
 
@@ -146,8 +161,8 @@ class Option:
         kernel: ``""``: the op itself runs on the local tensors; otherwise the name of a special kernel in
             ``lower.kernels``.
         collectives: the collectives of that kernel.
-        travelling: operands whose slices the kernel receives one after another (see `autopar.ops.family.Kernel`); it
-            runs on one axis only.
+        travelling: operands whose slices the kernel receives one after another (see `autopar.ops.family.Kernel`).
+        is_on_one_axis: the kernel runs on one axis only.
     """
 
     factor: str
@@ -157,6 +172,7 @@ class Option:
     kernel: str = ""
     collectives: tuple[KernelCollective, ...] = ()
     travelling: tuple[int, ...] = ()
+    is_on_one_axis: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,6 +294,10 @@ class Program:
         piece_tokens: for how many tokens logits are computed at a time; 0: for all (`autopar.step.logits`).
         carried: the entries of `inputs` and `outputs` that are passed from call to call (keys and values of tokens);
             devices keep their parts of them between calls.
+        tail: the ops that run after all layers, once a step, whole on every device: they read sums over the whole
+            batch (`autopar.step.tail`).
+        statistics: the ops for which each microbatch may use its own statistics instead of the whole batch's
+            (`autopar.step.statistics`).
     """
 
     values: Mapping[str, Value] = field(hash=False)
@@ -295,6 +315,43 @@ class Program:
     late: tuple[LateOutput, ...] = ()
     piece_tokens: int = 0
     carried: frozenset[str] = frozenset()
+    tail: tuple[Op, ...] = ()
+    statistics: tuple[str, ...] = ()
+
+    @cached_property
+    def tail_reads(self) -> tuple[str, ...]:
+        """What layers compute and `tail` reads, in the order in which it does."""
+        made = {name for op in self.tail for name in op.results}
+        read = dict.fromkeys(name for op in self.tail for name in op.operands)
+        return tuple(name for name in read if name not in made and self.values[name].role == "op")
+
+    @cached_property
+    def is_loss_late(self) -> bool:
+        """Whether `tail` makes the loss, so that no backward begins before all forwards have ended."""
+        return any(self.loss in op.results for op in self.tail)
+
+    @property
+    def has_loss_in_layers(self) -> bool:
+        """Whether each microbatch makes a term of the loss, with which its backward may begin."""
+        return bool(self.loss) and not self.is_loss_late
+
+    @cached_property
+    def loss_terms(self) -> tuple[str, ...]:
+        """What layers make of the loss: the loss, or what `tail` makes it of; nothing without a loss."""
+        if self.is_loss_late:
+            return self.tail_reads
+        return (self.loss,) if self.loss else ()
+
+    @cached_property
+    def whole_results(self) -> tuple[str, ...]:
+        """What layers give whole to every device: what they make of the loss, what `tail` reads, new values of buffers.
+
+        Without a loss also all outputs.
+        """
+        late = {name for op in self.tail for name in op.results}
+        returned = self.loss_terms if self.loss else self.outputs
+        names = dict.fromkeys((*returned, *self.tail_reads, *self.updates.values()))
+        return tuple(name for name in names if name not in late)
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:

@@ -7,6 +7,7 @@ on standard error while it runs, if that is a terminal; nothing is written to fi
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -16,16 +17,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["phase", "shown"]
+__all__ = ["phase", "random_kept", "shown"]
 
 _LOGGER = logging.getLogger("autopar")
 _CONSOLE: ContextVar[Console | None] = ContextVar("_CONSOLE", default=None)
 
 
 @contextmanager
+def random_kept() -> Generator[None]:
+    """After it Python's generator stands where it did: rich draws from it when it is imported, on some ranks only."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
 def shown(*, here: Callable[[], bool] = lambda: True, console: Console | None = None) -> Generator[None]:
     """Show the phases in this context on standard error, if that is a terminal and `here` returns True."""
-    from rich.console import Console  # noqa: PLC0415  (rich isn't needed to import autopar)
+    with random_kept():
+        from rich.console import Console  # noqa: PLC0415  (rich isn't needed to import autopar)
 
     console = console or Console(stderr=True, highlight=False)
     token = _CONSOLE.set(console if here() and console.is_terminal else None)

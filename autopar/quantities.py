@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 __all__ = ["count_unit", "format_seconds", "short_count", "size_unit", "three_digits"]
 
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -12,10 +14,13 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 def three_digits(value: float) -> str:
     """Format with three significant digits, and all digits in front of the point: ``0.00123``, ``12.3``, ``1,234``.
 
-    >>> [three_digits(value) for value in (0.0123456, 99.96, 999.6, 1040.2)]
-    ['0.0123', '100', '1,000', '1,040']
+    >>> [three_digits(value) for value in (0.0000123, 0.0123456, 99.96, 999.6, 1040.2)]
+    ['0.0000123', '0.0123', '100', '1,000', '1,040']
     """
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+    if abs(value) >= 999.5:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return f"{Decimal(text):f}" if "e" in text else text
 
 
 def count_unit(value: float) -> tuple[float, str]:

@@ -7,11 +7,15 @@ Devices of one group do the same at the same time, so a group stands for each of
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["CATEGORIES", "MEMORY_KINDS", "STREAMS", "Event", "MemoryPoint", "StepTimeline"]
+
+_READERS = ("forward", "backward", "recompute")
+_ROUNDING = 1e-9  # of a step: an arrival and the start after it are sums in different orders
 
 STREAMS = ("compute", "communication", "pipeline", "host")
 """Ops and the optimizer; collectives inside a device group; sends to other groups; copies between a device and its
@@ -63,6 +67,7 @@ class Event:
         microbatch: index of the microbatch; -1: none.
         num_bytes: bytes of a collective's buffer, as in the NCCL tests; 0 for compute.
         detail: a text for people, such as "all_gather over 8 neighbours".
+        to_group: the device group that receives a send; -1: none, or unknown.
     """
 
     group: int
@@ -75,6 +80,7 @@ class Event:
     microbatch: int = -1
     num_bytes: float = 0.0
     detail: str = ""
+    to_group: int = -1
 
     @property
     def seconds(self) -> float:
@@ -128,11 +134,29 @@ class StepTimeline:
         """The point at which the memory of a device of the group is largest."""
         return max(self.memory[group], key=lambda point: point.total_bytes)
 
+    def arrivals(self) -> Iterator[tuple[Event, Event]]:
+        """Each send with the event that waits for it: the next forward or backward of its microbatch on that group.
+
+        Gradients of parameters (``weight``) don't wait for sends; other compute of the microbatch on that group comes
+        before the send, or after the event that waits.
+        """
+        waiting: dict[tuple[int, int], list[Event]] = {}
+        for event in sorted(self.events, key=lambda event: event.start_s):
+            if event.stream == "compute" and event.category in _READERS:
+                waiting.setdefault((event.group, event.microbatch), []).append(event)
+        starts = {key: [event.start_s for event in events] for key, events in waiting.items()}
+        for event in self.events:
+            key = event.to_group, event.microbatch
+            place = bisect_left(starts.get(key, ()), event.stop_s - _ROUNDING * self.step_s)
+            if event.to_group >= 0 and place < len(starts.get(key, ())):
+                yield event, waiting[key][place]
+
     def to_chrome(self) -> str:
         """The step in Chrome's trace event format: a process per group, a thread per stream, counters of memory.
 
         Events of one thread never overlap: a stream with overlapping events has several threads.  Times are whole
-        nanoseconds, so that rounding doesn't cause overlaps either.
+        nanoseconds, so that rounding doesn't cause overlaps either.  Arrows lead from sends to the events that wait for
+        them.
 
         Source: "Trace Event Format", the document that Perfetto's legacy JSON importer refers to.
         """
@@ -142,6 +166,7 @@ class StepTimeline:
 def _chrome_events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
     groups = sorted({event.group for event in timeline.events} | set(range(len(timeline.memory))))
     free_ns: dict[tuple[int, int], list[int]] = {}  # (group, stream) -> when each of its threads is free
+    threads: dict[Event, int] = {}
     for group in groups:
         yield _metadata("process_name", group, 0, f"device group {group}")
         for number, stream in enumerate(STREAMS):
@@ -156,7 +181,7 @@ def _chrome_events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
         if lane == len(lanes):
             lanes.append(0)
             yield _metadata("thread_name", event.group, thread, f"{event.stream} {lane + 1}")
-        lanes[lane] = stop_ns
+        lanes[lane], threads[event] = stop_ns, thread
         yield {
             "ph": "X",
             "pid": event.group,
@@ -173,6 +198,12 @@ def _chrome_events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
                 "detail": event.detail,
             },
         }
+    for number, (sent, reader) in enumerate(timeline.arrivals()):
+        for phase, event in (("s", sent), ("f", reader)):
+            yield {
+                "ph": phase, "bp": "e", "id": number, "pid": event.group, "tid": threads[event], "name": sent.name,
+                "cat": "send", "ts": round(event.start_s * 1e9) / 1e3,
+            }  # fmt: skip
     for group, points in enumerate(timeline.memory):
         yield from _counters(group, points)
 

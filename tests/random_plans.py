@@ -113,7 +113,7 @@ def _is_legal(chosen: tuple[Option, ...], mesh: Mesh, num_microbatches: int, tim
     for option, size in zip(chosen, mesh, strict=True):
         degrees[option.factor] = degrees.get(option.factor, 1) * size
     divides = all(not extents.get(f, 0) or extents[f] % degree == 0 for f, degree in degrees.items())
-    num_rings = sum(bool(option.travelling) for option in chosen)  # a ring runs on one axis
+    num_rings = sum(option.is_on_one_axis for option in chosen)
     return divides and num_rings <= 1 and len({option.kernel for option in chosen if option.kernel}) <= 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import random
+import sys
 import threading
 
 import pytest
@@ -58,3 +60,12 @@ def test_a_phase_that_fails_is_no_line() -> None:
     with pytest.raises(ValueError, match="wrong"), shown(console=console), phase("tracing"):
         raise ValueError("wrong")
     assert " s" not in text(console).replace("\n", " ").split("...")[-1]
+
+
+def test_python_draws_the_numbers_that_it_draws_without_autopar(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    state = random.getstate()
+    with shown():
+        pass
+    assert random.getstate() == state

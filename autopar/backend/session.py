@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.api import mesh_prices
 from autopar.backend.options import Options
 from autopar.backend.sharding import Replaced, check_replaced
 from autopar.cost import ClusterPrices
@@ -20,6 +19,7 @@ from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.torch_groups import open_group
 from autopar.lower.compat import make_mesh
 from autopar.plan import Plan
+from autopar.planning.mesh_cluster import mesh_prices
 from autopar.planning.mesh_ranks import mesh_ranks
 from autopar.search.layout_choices import mesh_shapes
 

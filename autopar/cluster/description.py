@@ -6,11 +6,12 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-from autopar.cluster.devices import DEVICES
+from autopar.cluster.devices import DEVICES, unknown_device
 from autopar.cluster.hardware import Device, Link
 from autopar.cluster.links import LINKS
 from autopar.errors import MeshError
@@ -63,6 +64,11 @@ class Cluster:
         return self.num_nodes * self.devices_per_node
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether its devices have no preset, so that their speed is estimated where it was not measured."""
+        return self.device == unknown_device(self.device.name, self.device.memory_bytes)
+
+    @property
     def shares_cores(self) -> bool:
         """Whether a node is known to have fewer cores than processes."""
         return 0 < self.cores_per_node < self.devices_per_node
@@ -102,31 +108,29 @@ class Cluster:
     def from_mesh(cls, mesh: Any, devices_per_node: int | None = None, device_name: str | None = None) -> Self:
         """The cluster that a `torch.distributed.DeviceMesh` spans.
 
+        A device without a preset gets the memory that its driver reports, and an A100's speed until it is measured.
+
         Args:
             mesh: needs ``size()`` and ``device_type`` only; consecutive ranks are assumed to be in the same node.
             devices_per_node: by default the number of devices of this machine; for CPU processes the size of the mesh.
             device_name: by default the name that the driver reports.
 
         Raises:
-            MeshError: the mesh is empty, its device is not known, or its size is not a multiple of a node's
-                devices.
+            MeshError: the mesh is empty, torch sees no such device here, there is neither a preset nor a driver that
+                tells the device's memory, or the mesh's size is not a multiple of a node's devices.
         """
         world, kind = int(mesh.size()), str(mesh.device_type)
         if world < 1:
             raise MeshError("the mesh holds no device")
         if kind == "cpu":
             return cls._of_cpu(world, devices_per_node or world)
-        driver: Any = None
-        if device_name is None or devices_per_node is None:
-            driver = getattr(sys.modules["torch"], kind, None)  # torch.cuda, torch.npu, ...
-            if driver is None or not driver.is_available():
-                raise MeshError(
-                    f"the mesh is of {kind!r} devices, but torch sees none on this machine: use a 'cpu' mesh, or "
-                    "describe the devices of the training machine, such as Cluster.of('h100', nodes=2)"
-                )
-        driver_name = str(driver.get_device_name()) if device_name is None else device_name
-        per_node = devices_per_node or min(world, int(driver.device_count()))
-        return cls.of(_preset_of(str(driver_name)), _num_nodes(world, per_node), per_node)
+        name = str(_driver_of(kind).get_device_name()) if device_name is None else device_name
+        per_node = min(world, int(_driver_of(kind).device_count())) if devices_per_node is None else devices_per_node
+        num_nodes, preset = _num_nodes(world, per_node), _preset_of(name)
+        if preset:
+            return cls.of(preset, num_nodes, per_node)
+        device = unknown_device(name, _memory_of(name, kind))
+        return cls(device, per_node, num_nodes, LINKS["nvlink3"], LINKS["infiniband-200"])
 
     @classmethod
     def _of_cpu(cls, world: int, per_node: int) -> Self:
@@ -139,12 +143,8 @@ class Cluster:
 
     def has(self, device_name: str) -> bool:
         """Whether its devices are those whose driver reports `device_name` ("cpu" for a CPU)."""
-        if device_name == self.device.name:
-            return True
-        try:
-            return DEVICES[_preset_of(device_name)][0].name == self.device.name
-        except MeshError:
-            return False
+        preset = _preset_of(device_name)
+        return device_name == self.device.name or (bool(preset) and DEVICES[preset][0].name == self.device.name)
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as readable JSON."""
@@ -212,7 +212,7 @@ def _num_nodes(world: int, per_node: int) -> int:
 
 
 def _preset_of(driver_name: str) -> str:
-    """The name in `DEVICES` for a driver's device name such as ``NVIDIA H100 80GB HBM3``."""
+    """The name in `DEVICES` for a driver's device name such as ``NVIDIA H100 80GB HBM3``; "" if there is none."""
     text = driver_name.lower()
     if "a100" in text:
         return "a100-40gb" if "40gb" in text else "a100-80gb"
@@ -222,10 +222,33 @@ def _preset_of(driver_name: str) -> str:
     for part, name in (("ascend910b", "ascend-910b"), ("gaudi3", "gaudi3"), ("trainium2", "trainium2")):
         if part in re.sub(r"[\s_-]", "", text):
             return name
-    raise MeshError(
-        f"no numbers are known for the device {driver_name!r}; known devices are {', '.join(Cluster.names())}. "
-        "Pass a Cluster instead of a mesh, or measure this device: autopar.cost.measure.measure_profile"
-    )
+    return ""
+
+
+def _driver_of(kind: str) -> Any:
+    """torch's module for such devices: ``torch.cuda``, ``torch.npu``, ..."""
+    driver = getattr(sys.modules.get("torch"), kind, None)
+    if driver is None or not driver.is_available():
+        raise MeshError(
+            f"the mesh is of {kind!r} devices, but torch sees none on this machine: use a 'cpu' mesh, or "
+            "describe the devices of the training machine, such as Cluster.of('h100', nodes=2)"
+        )
+    return driver
+
+
+def _memory_of(name: str, kind: str) -> float:
+    """What the driver says of the memory of its current device."""
+    memory = 0
+    with suppress(MeshError, AttributeError):
+        driver = _driver_of(kind)
+        memory = driver.get_device_properties(driver.current_device()).total_memory
+    if not memory:
+        raise MeshError(
+            f"no numbers are known for the device {name!r}, nor does its driver here tell its memory; known are "
+            f"{', '.join(Cluster.names())}. Pass a Cluster instead of a mesh: Cluster(Device(...), devices_per_node, "
+            "num_nodes, Link(...), Link(...))"
+        )
+    return float(memory)
 
 
 def _physical_memory_bytes() -> float:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from autopar.cluster.hardware import Device
 
-__all__ = ["DEVICES"]
+__all__ = ["DEVICES", "unknown_device"]
 
 _GIB = 2.0**30
 _TFLOPS = 1e12
@@ -236,6 +236,17 @@ def _from_sheets(name: str, gib: float, bytes_per_s: float, tflops: dict[str, fl
         sources=dict.fromkeys(_H100.sources, _AS_H100)
         | {"memory_bytes": peaks, "memory_bytes_per_s": peaks, "flops_per_s": peaks, "new_attention_efficiency": ""},
     )
+
+
+def unknown_device(name: str, memory_bytes: float) -> Device:
+    """A device of which nothing is known but its name and its memory: all else is taken from an A100.
+
+    A plan for it needs measured prices; without, seconds are guesses.
+    """
+    guess = "estimate: as an A100, since nothing is known of this device"
+    made = replace(_a100(79.2, 2.039e12), name=name, memory_bytes=memory_bytes)
+    seen = {"memory_bytes": "published: what the driver reports to programs"}
+    return replace(made, sources=dict.fromkeys(made.sources, guess) | seen)
 
 
 _ASCEND_910B = _from_sheets(

@@ -14,9 +14,15 @@ _LEAST, _MOST = 1e-12, 1e21
 """Bounds of positive numbers, so that a price, which divides by two of them, is finite."""
 
 
+_PLUG_INS = {"ascend": "npu", "gaudi": "hpu", "trainium": "neuron"}
+"""What the vendors' plug-ins for torch call their devices."""
+
+
 def device_type_of(name: str) -> str:
-    """Torch's device type of devices with this name: ``"cpu"`` (also for an empty name) or ``"cuda"``."""
-    return "cpu" if name in ("", "cpu") else "cuda"
+    """Torch's device type of devices with this name: ``"cuda"``, ``"npu"``, ...; ``"cpu"`` for an empty name."""
+    if name in ("", "cpu"):
+        return "cpu"
+    return next((kind for part, kind in _PLUG_INS.items() if name.lower().startswith(part)), "cuda")
 
 
 @dataclass(frozen=True)

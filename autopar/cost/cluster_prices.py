@@ -161,7 +161,8 @@ class ClusterPrices:
     def peak_flops_per_s(self, dtype: str) -> float:
         """The peak rate of a device in this dtype, by its data sheet; 0 if unknown, as for CPUs."""
         device = self.cluster.device
-        return 0.0 if device.type == "cpu" else device.flops_per_s.get(dtype, 0.0)
+        is_known = not device.sources.get("flops_per_s", "").startswith("estimate")
+        return device.flops_per_s.get(dtype, 0.0) if is_known else 0.0
 
     def interference(self, kind: str, axis: Axis) -> float:
         """The fraction of its speed, 0 to 1, that compute loses while such a collective runs.
@@ -191,7 +192,13 @@ class ClusterPrices:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes about these prices for the user of a plan."""
-        return ("processes share cores: times are rough",) if self.cluster.shares_cores else ()
+        notes = ["processes share cores: times are rough"] if self.cluster.shares_cores else []
+        if self.cluster.is_unknown:
+            notes.append(
+                f"nothing is known of the device {self.cluster.device.name!r}: what is not measured is estimated as "
+                "on an A100"
+            )
+        return tuple(notes)
 
     def collective_source(self, kind: str, axis: Axis) -> str:
         """The source of `collective_s`: ``"measured"``, ``"published"``, ``"calibrated"`` or ``"estimate"``."""

@@ -101,10 +101,11 @@ def _terms_within(cluster: Cluster, kind: str, size: int) -> CollectiveTerms:
 def _terms_across(cluster: Cluster, kind: str, size: int, per_node: int, num_nodes: int) -> CollectiveTerms:
     within, between = cluster.within, cluster.between
     share_within, share_between = _shares(kind, size, per_node, num_nodes)
+    within_s = share_within / _rate_within(cluster, kind, cluster.devices_per_node) if share_within else 0.0
     return CollectiveTerms(
         between.latency_s + _steps_s(between, kind, size, num_nodes) + within.step_s * (per_node - 1),
         max(
-            share_within / _rate_within(cluster, kind, cluster.devices_per_node),
+            within_s,
             share_between / _rate(between, kind) * (1 + num_nodes / between.nodes_at_half_rate),
         ),
         _ramp_s(between, kind),

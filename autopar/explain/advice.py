@@ -14,6 +14,7 @@ from autopar.explain.parallel_calls import call_in_parallel
 from autopar.explain.planner import Answer, Planner
 from autopar.explain.question import Question
 from autopar.pages.shapes import milliseconds
+from autopar.plan.headline import describe_gap
 from autopar.planning.arguments import read_bytes
 
 __all__ = ["Advice", "advice_lines", "advise"]
@@ -79,12 +80,11 @@ def _doubled(question: Question, rows: int) -> Iterator[str]:
 def advice_lines(advice: Advice, saved: str | None) -> Iterator[str]:
     """Ten lines, and fewer on one device; `saved` is the path that the plan was written to."""
     plan, explanation = advice.answer.plan, advice.explanation
-    yield plan.headline
+    yield plan.headline.replace("see table; ", "")  # there is none here
     sources = ", ".join(f"{name} {share:.0%}" for name, share in explanation.sources if share)
     devices = f"{plan.world_size} x {plan.device}"
     step = f"{milliseconds(plan.step_time_s).text} ms for {plan.samples_per_step} rows on {devices}"
-    gap = f"within {explanation.optimality_gap:.1%} of the best plan in the search space"
-    yield _labelled("step", f"{step}; {gap}; prices: {sources or 'none'}")
+    yield _labelled("step", f"{step}; {describe_gap(plan.optimality_gap)}; prices: {sources or 'none'}")
     yield _labelled("because", explanation.binds)
     for place, runner in enumerate(explanation.runners_up[:_MOST_RUNNERS]):
         note = "" if runner.is_simulated else ", a sum without overlap"
@@ -125,7 +125,9 @@ def _script(advice: Advice, saved: str | None) -> Iterator[str]:
     cluster, device = question.cluster, json.dumps(question.cluster.device.type)
     nodes = f"--nnodes {cluster.num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     where = nodes if cluster.num_nodes > 1 else "--standalone"
-    yield _labelled("run", f"torchrun {where} --nproc-per-node {cluster.devices_per_node} train.py    # in which:")
+    yield _labelled(
+        "run", f"torchrun {where} --nproc-per-node {cluster.devices_per_node} train.py    # with these lines:"
+    )
     yield f"dist.init_process_group(); mesh = init_device_mesh({device}, ({cluster.world_size},))"
     yield advice.recipe
     yield f"model = autopar.parallelize(model, mesh, inputs{''.join(_arguments(question, saved))})"

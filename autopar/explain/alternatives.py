@@ -42,7 +42,7 @@ def _alternative(planner: Planner, name: str, question: Question) -> Alternative
 def alternative_before(planner: Planner, question: Question, text: str, deadline: float) -> Alternative:
     """The best plan after one change (see `change`), unless `deadline` (of `time.perf_counter`) is over."""
     if time.perf_counter() > deadline:
-        return Alternative(text, problem="not searched, the time is over")
+        return Alternative(text, problem="not searched, the time ran out (--seconds)")
     try:
         changed = change(question, text)
         planner.program(changed)
@@ -103,7 +103,7 @@ def forced_choices(planner: Planner, question: Question, budget_s: float) -> tup
     longest_s = 0.0
     for text in _constraints(question):
         if before - started + longest_s > budget_s:
-            rows.append(Alternative(text, problem=f"skipped: the {budget_s:g} s of --why-seconds are over"))
+            rows.append(Alternative(text, problem=f"not searched: the {budget_s:g} s of --why-seconds ran out"))
             continue
         constraints = (*question.constraints, *text.split(", "))
         rows.append(_alternative(planner, text, replace(question, constraints=constraints)))

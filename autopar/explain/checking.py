@@ -22,9 +22,9 @@ from autopar.lower.parameters.materialize import materialize
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.plan import Plan
 from autopar.progress import phase
-from autopar.step.logits import in_pieces
 from autopar.step.plan_check import check_fit
 from autopar.step.pricing import predict
+from autopar.step.variants import as_decided
 from autopar.verify import VerificationReport, verify
 from autopar.verify.shrink_plan import shrink_plan
 
@@ -91,7 +91,7 @@ def check_plan(
     best = planner.answer(question)
     before = best.plan if may_lack and not Path(path).exists() else load_plan(path)
     world_size = question.cluster.world_size
-    best = replace(best, program=in_pieces(planner.program(question), before.piece_tokens))
+    best = replace(best, program=as_decided(planner.program(question), before.decisions))
     check_fit(before, best.program, world_size)
     edited = apply_edits(before, best.program, edits)
     check_fit(edited, best.program, world_size)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.cluster import Device
-from autopar.explain.kind_work import certainty
 from autopar.explain.planner import Answer
 from autopar.explain.runners_up import RunnerUp, runners_up
 from autopar.pages.shapes import size
@@ -14,14 +13,14 @@ from autopar.plan import Plan
 from autopar.plan.prediction import SPENT
 from autopar.step.plan_collectives import plan_collectives
 
-__all__ = ["Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
+__all__ = ["FULL", "Explanation", "KindRow", "LinkRow", "explain", "kind_rows"]
 
 
 @dataclass(frozen=True)
 class KindRow:
     """One layer kind under one strategy: seconds per step and bytes per device, of all its layers together.
 
-    `layers` are their names.
+    `layers` are their names.  ``transient`` bytes are those of one layer, as one runs at a time.
     """
 
     layers: tuple[str, ...]
@@ -53,7 +52,7 @@ class Explanation:
         links: collectives by link.
         binds: one sentence: what keeps the plan from being faster.
         memory_share: predicted peak over the limit.
-        sources: share of the seconds of work and communication by what their prices rest on: ``"measured"`` here,
+        sources: `Plan.price_source`, the share of the seconds by what their prices rest on: ``"measured"`` here,
             ``"published"``, ``"calibrated"`` on published training runs, ``"estimate"``.
         memory_error: how far the peak memory can be off, relative to it; 0: not known.
         optimality_gap: the step takes at most ``1 + optimality_gap`` times that of the best plan in the search space.
@@ -73,7 +72,9 @@ class Explanation:
     planning_s: tuple[tuple[str, float], ...]
 
 
-_FULL = 0.9  # of the limit: the error of a predicted peak is half of what is left, so such a plan was cut to fit
+_SOURCES = ("measured", "published", "calibrated", "estimate")  # the surest first
+FULL = 0.9  # of the limit: the error of a predicted peak is half of what is left, so such a plan was cut to fit
+_SAID = 0.01  # of the step
 _BYTES = {
     "parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes",
     "saved": "saved_bytes", "transient": "transient_bytes",
@@ -91,7 +92,7 @@ def explain(answer: Answer) -> Explanation:
         links=links,
         binds=_binds(plan, answer.question.cluster.device, links),
         memory_share=plan.peak_memory_bytes / plan.memory_limit_bytes if plan.memory_limit_bytes else 0.0,
-        sources=certainty(answer),
+        sources=tuple((name, dict(plan.price_source).get(name, 0.0)) for name in _SOURCES),
         memory_error=plan.memory_error,
         optimality_gap=plan.optimality_gap,
         runners_up=runners_up(answer.considered, plan),
@@ -108,12 +109,16 @@ def kind_rows(plan: Plan) -> Iterable[KindRow]:
         strategy, costs = plan.strategies[number], [plan.costs[index] for index in own]
         yield KindRow(
             tuple(plan.layers[index].name for index in own),
-            strategy.axes,
+            strategy.degrees,
             strategy.storage_name,
             strategy.recompute_name,
             tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in SPENT.items()),
-            tuple((name, sum(getattr(cost, field) for cost in costs)) for name, field in _BYTES.items()),
+            tuple((name, _joined(name, [getattr(cost, field) for cost in costs])) for name, field in _BYTES.items()),
         )
+
+
+def _joined(name: str, sizes: list[float]) -> float:
+    return max(sizes) if name == "transient" else sum(sizes)
 
 
 def _links(answer: Answer) -> tuple[LinkRow, ...]:
@@ -135,7 +140,8 @@ def _binds(plan: Plan, device: Device, links: tuple[LinkRow, ...]) -> str:
     total = plan.step_time_s or 1.0
     shares = {name: seconds / total for name, seconds in plan.prediction.summary(plan.num_groups).items()}
     first = max(("compute", "exposed communication", "waiting in the pipeline"), key=lambda name: shares.get(name, 0.0))
-    main = f"{first} takes {shares[first]:.0%} of the step"
+    others = [(name, share) for name, share in shares.items() if name != first and share >= _SAID]
+    main = ", ".join([f"{first} takes {shares[first]:.0%} of the step", *(f"{n} {share:.0%}" for n, share in others)])
     if first == "exposed communication" and links:
         main += f"; of all communication most is {links[0].kind} over {links[0].link}"
     return f"{main}; {_memory(plan, device)}"
@@ -147,4 +153,4 @@ def _memory(plan: Plan, device: Device) -> str:
     if plan.memory_limit_bytes == device.usable_memory_bytes and device.overhead_bytes:
         whole, rest = size(device.memory_bytes).text, size(device.overhead_bytes).text
         text += f" (of {whole} the limit leaves out {rest} for the context, communicators and fragments)"
-    return f"{text}, so it shapes the plan: see --what-if memory=..." if full > _FULL else text
+    return f"{text}, so it shapes the plan" if full > FULL else text

@@ -1,4 +1,4 @@
-"""What a device does in each layer kind: arithmetic, bytes, seconds, and what the prices of those seconds rest on."""
+"""What a device does in each layer kind: arithmetic, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from autopar.ops import Work, count_work
 from autopar.plan import PlannedLayer
 from autopar.step.local_layer import SharedStorage, place
 from autopar.step.op_seconds import fused_kernels, op_seconds
-from autopar.step.plan_collectives import plan_collectives
 from autopar.step.planned_layers import own_strategy
 from autopar.step.training import is_differentiable
 
-__all__ = ["SOURCES", "KindWork", "certainty", "kind_works", "roofs"]
-
-SOURCES = ("measured", "published", "calibrated", "estimate")
-"""What a price rests on, the surest first: this machine, a publication, published training runs, our guess."""
+__all__ = ["KindWork", "kind_works", "roofs"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,6 @@ class KindWork:
 class _PricedOp:
     work: Work
     seconds: float
-    source: str
     is_differentiable: bool
 
 
@@ -82,22 +77,6 @@ def roofs(answer: Answer, dtype: str) -> tuple[float, float]:
     return device.flops_per_s.get(dtype, 0.0), device.memory_bytes_per_s
 
 
-def certainty(answer: Answer) -> tuple[tuple[str, float], ...]:
-    """Shares of the seconds of work and communication by what their prices rest on, in the order of `SOURCES`."""
-    seconds: dict[str, float] = dict.fromkeys(SOURCES, 0.0)
-    plan = answer.plan
-    for index, names in _by_strategy(plan.layers).items():
-        for op in _priced_ops(answer, index):
-            seconds[op.source] += len(names) * plan.num_microbatches * op.seconds
-    seconds[answer.prices.optimizer_source] += sum(cost.optimizer_s for cost in plan.costs)
-    for group in range(plan.num_groups):
-        for run in plan_collectives(answer.program, plan, answer.training, group=group):
-            source = answer.prices.collective_source(run.kind, run.axis)
-            seconds[source] += run.times * answer.prices.collective_s(run.kind, run.axis, run.num_bytes)
-    total = sum(seconds.values())
-    return tuple((name, each / total) for name, each in seconds.items()) if total else ()
-
-
 def _by_strategy(layers: tuple[PlannedLayer, ...]) -> Mapping[int, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
     for layer in layers:
@@ -119,10 +98,10 @@ def _priced_ops(answer: Answer, index: int) -> Iterator[_PricedOp]:
         work = count_work(op, state.work_types, state.result_types)
         if index in joined and not work.is_counted_in_flops:
             work = Work("bytes", work.dtype)
-        yield _PricedOp(work, time.forward_s + time.backward_s, time.source, is_differentiable(program, op, training))
+        yield _PricedOp(work, time.forward_s + time.backward_s, is_differentiable(program, op, training))
     for kernel in kernels:
         work = Work("bytes", "uint8", read_bytes=kernel.read_bytes, write_bytes=kernel.write_bytes)
-        yield _PricedOp(work, 0.0, "estimate", False)  # its seconds are those of its ops
+        yield _PricedOp(work, 0.0, False)  # its seconds are those of its ops
 
 
 def _shared(answer: Answer) -> SharedStorage:

@@ -24,7 +24,7 @@ from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, ConsideredPlan, SearchRequest, TrainingSpec, search
 from autopar.search.considered_plans import describe_plan
-from autopar.step.logits import in_pieces
+from autopar.step.variants import as_decided
 
 __all__ = ["Answer", "Planner"]
 
@@ -84,7 +84,7 @@ class Planner:
         lengths = None if is_alternative else self._lengths(question, program)
         with phase(f"searching for a plan for {size} devices"):
             plan = find(program)
-        whole, program = program, in_pieces(program, plan.piece_tokens)
+        whole, program = program, as_decided(program, plan.decisions)
         if question.precision is None and not is_alternative:
             plan = with_speedup(plan, program, prices, request.training)
         plan = replace(plan, planning_s=(("trace", trace_s), *plan.planning_s))
@@ -95,7 +95,7 @@ class Planner:
             )
             trace = row_tracer(target.model, target.example_inputs, whole, setup)
             plan = FamilyPlanner(lengths, trace, find, prices, request).family(plan, whole)
-            program = in_pieces(whole, plan.piece_tokens)
+            program = as_decided(whole, plan.decisions)
             cut = 1 - lengths.mean / Lengths.read(str(question.lengths)).mean
             note = f"{cut:.1%} of the tokens of --lengths are behind a row's {lengths.longest:,}, and count as cut"
             plan = replace(plan, notes=(*plan.notes, note) if cut > 0 else plan.notes)

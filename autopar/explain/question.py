@@ -16,6 +16,7 @@ from autopar.planning.length_plans import read_distribution
 __all__ = ["Question", "change", "parse_cluster"]
 
 _RATE_UNITS = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "Gb/s": 1e9 / 8}
+_NODES = r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([A-Za-z][\w-]*)"
 _LINKS = {"inter": "between", "between": "between", "intra": "within", "within": "within"}
 
 
@@ -75,7 +76,12 @@ def parse_cluster(text: str) -> Cluster:
                 "8x8xh100, or a file with Cluster.save"
             )
         return Cluster.load(text)
-    match = re.fullmatch(r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([A-Za-z][\w-]*)", text)
+    match = re.fullmatch(_NODES, text)
+    if match is None and all(re.fullmatch(_NODES, part.strip()) for part in re.split(r"[+,;&]", text)):
+        raise QuestionError(
+            f"--cluster {text!r}: clusters of unlike nodes can't be planned for yet. Plan for one kind of node "
+            "(--cluster 8x8xh100), or for all of them as the slowest kind, with the memory of the smallest (--memory)"
+        )
     if match is None or not int(match[2]) or (match[1] is not None and not int(match[1])):
         raise QuestionError(
             f"--cluster {text!r}: write nodes x devices per node x device, such as 8x8xh100 (one node: 4xa100-80); "

@@ -21,7 +21,12 @@ _SHORT = {
     "activation communication": "act. comm.",
     "parameter communication": "par. comm.",
     "copies to the host": "copies",
+    "forward": "fwd",
+    "backward": "bwd",
+    "recompute": "recomp.",
+    "optimizer": "optim.",
 }
+_HIDDEN = {"overlapped communication": "of it overlapped or joined"}
 
 
 def kind_name(layers: Sequence[str]) -> str:
@@ -31,7 +36,11 @@ def kind_name(layers: Sequence[str]) -> str:
 
 def share_table(explanation: Explanation, step_s: float) -> Table:
     """What the step's seconds are spent on."""
-    rows = [(name, milliseconds(seconds), percent(seconds / step_s)) for name, seconds in explanation.shares if seconds]
+    rows = [
+        (_HIDDEN.get(name, name), milliseconds(seconds), percent(seconds / step_s))
+        for name, seconds in explanation.shares
+        if seconds
+    ]
     return Table("Time of the step", ("time spent on", "ms", "share"), tuple(rows))
 
 
@@ -44,7 +53,7 @@ def kind_table(kinds: Sequence[KindRow]) -> Table:
         for kind in kinds
     )  # fmt: skip
     columns = ("layers", *(_SHORT.get(name, name) for name in spent), "memory")
-    return Table("Layer kinds: ms of all layers of a kind together, per device and step", columns, rows)
+    return Table("Layer kinds: ms and bytes of all layers of a kind, not all held at the same time", columns, rows)
 
 
 def link_table(explanation: Explanation) -> Table:
@@ -57,7 +66,7 @@ def link_table(explanation: Explanation) -> Table:
             (row.link, row.kind, count(row.runs), size(row.num_bytes), milliseconds(row.seconds), gigabytes_per_s)
         )
     columns = ("link", "collective", "runs", "bytes", "ms", "GB/s")
-    return Table("Collectives of one device in one step", columns, tuple(rows))
+    return Table("Collectives of one device in one step (bytes and GB/s as in the NCCL tests)", columns, tuple(rows))
 
 
 def runner_table(runners: Sequence[RunnerUp]) -> Table:
@@ -118,10 +127,15 @@ def _alternatives(
         what, *["devices"] * has_devices, "ms", compared, *["rows/s"] * has_rates, "memory", "most layers"
     )  # fmt: skip
     cells: list[tuple[Cell, ...]] = []
+    problems: dict[str, list[str]] = {}
+    for row in rows:
+        if row.plan is None:
+            problems.setdefault(row.problem, []).append(row.change)
     for row in rows:
         plan = row.plan
         if plan is None:
-            cells.append((row.change, *["-"] * (len(columns) - 2), row.problem))
+            alike = problems.pop(row.problem, [])  # rows with one problem share a line
+            cells += [("; ".join(alike), *["-"] * (len(columns) - 2), row.problem)] if alike else []
             continue
         devices, rates = [count(plan.world_size)] * has_devices, [_rows_per_s(plan)] * has_rates
         cells.append(

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from autopar.explain.alternatives import faster
 from autopar.explain.comparison import compare_plans
 from autopar.explain.explanation import Explanation, kind_rows
 from autopar.explain.findings import Findings
+from autopar.explain.next_steps import next_steps
 from autopar.explain.tables import (
     difference_table,
     forced_table,
@@ -26,6 +26,7 @@ from autopar.explain.tables import (
 )
 from autopar.pages.shapes import Number, Table
 from autopar.plan import Plan
+from autopar.plan.headline import describe_gap
 
 __all__ = ["Printer"]
 
@@ -55,30 +56,30 @@ class Printer:
             self.table(runner_table(explanation.runners_up))
         if findings.forced:
             self.table(forced_table(findings.forced, plan))
-            for row in faster(findings.forced, plan):
-                self.line(
-                    f"{row.change} is faster than the plan, and the search did not consider it; ask for it with "
-                    f"--constraint {row.change}"
-                )
         for row in findings.what_if:
             if row.plan is not None:
                 self.difference(f"What if {row.change}", plan, row.plan)
         if findings.sweep[0]:
             self.table(sweep_table(*findings.sweep))
-        self._confidence(explanation)
+        self._confidence(explanation, plan)
+        steps = tuple(next_steps(findings.answer, explanation, findings.forced))
+        if steps:
+            self._title("What to try next")
+            for step in steps:
+                self.line(step)
 
     def plan(self, plan: Plan) -> None:
         """The plan's own table."""
         self.line(str(plan))
 
-    def _confidence(self, explanation: Explanation) -> None:
+    def _confidence(self, explanation: Explanation, plan: Plan) -> None:
         """What the numbers rest on, how near the optimum the plan is, and how long planning took."""
         self._title("Confidence")
         sources = ", ".join(f"{name} {share:.0%}" for name, share in explanation.sources if share)
-        error = f"within {explanation.memory_error:.1%}" if explanation.memory_error else "unknown: no comparable run"
+        error = f"within {explanation.memory_error:.0%}" if explanation.memory_error else "unknown: no comparable run"
         self.line(f"prices, by share of the step: {sources or 'none'}")
-        self.line(f"error of peak memory: {error}")
-        self.line(f"within {explanation.optimality_gap:.1%} of the best plan in the search space")
+        self.line(f"error of the predicted peak memory: {error}")
+        self.line(describe_gap(plan.optimality_gap))
         self.line("planning took " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in explanation.planning_s))
 
     def strategies(self, plan: Plan, path: str) -> None:

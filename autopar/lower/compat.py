@@ -39,6 +39,7 @@ __all__ = [
     "functional_collectives",
     "functional_reduce_scatter",
     "functional_wait",
+    "functions_by",
     "is_random",
     "item_by",
     "leaves_of",
@@ -49,8 +50,11 @@ __all__ = [
     "map_leaves",
     "module_tables",
     "named_tensors",
+    "native_functions",
+    "not_compiled",
     "register_container",
     "scale_in_place",
+    "set_local_tensor",
     "split_graph",
     "storage_key",
     "stride_as_parts",
@@ -155,18 +159,21 @@ def make_dtensor(
 ) -> DTensor:
     """The DTensor of global `shape` whose local part is `local`, without communication.
 
-    It shares `local`'s storage.  `stride` is the global one, row-major by default.
+    It shares `local`'s storage, which may be in the host's memory: torch would copy that to a device of `mesh`.
+    `stride` is the global one, row-major by default.
     """
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local.detach(),
+    is_there = local.device.type == mesh.device_type
+    made = DTensor.from_local(
+        local.detach() if is_there else local.detach().to("meta"),
         mesh,
         to_torch_placements(layout),
         run_check=False,
         shape=torch.Size(shape),
         stride=tuple(stride),
     )
+    return made if is_there else dtensor_like(local.detach(), made)
 
 
 def dtensor_like(local: Tensor, like: DTensor, kind: type[D] = DTensor) -> D:
@@ -189,6 +196,11 @@ def make_wrapper(kind: type[W], like: Tensor) -> W:
 def local_tensor(x: DTensor) -> Tensor:
     """The local part itself, outside autograd (``to_local`` makes a view that takes part in it)."""
     return x._local_tensor  # pyright: ignore[reportPrivateUsage]
+
+
+def set_local_tensor(x: DTensor, local: Tensor) -> None:
+    """Have `x` be the DTensor of this part, which lies as the one that it has."""
+    x._local_tensor = local  # pyright: ignore[reportPrivateUsage]
 
 
 def local_part_of(x: Tensor) -> Tensor:
@@ -263,8 +275,8 @@ def compile_graph(
         noting: gets the forward's graph, and the backward's; what it returns is called whenever that one runs.
     """
     with_gradients, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-    is_cuda = any(x.is_cuda for x in tensors)
-    device = torch.cuda.current_device() if is_cuda else None
+    on_accelerator = any(x.device.type not in ("cpu", "meta") for x in tensors)
+    device = torch.accelerator.current_device_index() if on_accelerator else None
     examples = [x.detach().requires_grad_(x.requires_grad and with_gradients) for x in tensors]
     inductor: Any = importlib.import_module("torch._inductor.compile_fx")
     functorch: Any = importlib.import_module("torch._functorch.config")
@@ -287,7 +299,7 @@ def compile_graph(
         with torch.set_grad_enabled(with_gradients), functorch.patch(donated_buffer=False):
             if device is None:
                 return inductor.compile_fx(module, examples, inner_compile=inner_compile)
-            with torch.cuda.device(device):
+            with torch.accelerator.device_index(device):
                 return inductor.compile_fx(module, examples, inner_compile=inner_compile)
 
     # In a thread of its own: hooks on what autograd saves, which may be in force here, are not to see the tracing.
@@ -335,6 +347,30 @@ def item_by(read: Callable[[DTensor], Tensor]) -> None:
 
     untyped: Any = DTensor
     untyped._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a ``torch.compile`` around it leaves as it is."""
+    untyped: Any = torch.compiler
+    return untyped.disable(function)
+
+
+native_functions: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+"""``with native_functions():`` functions of DTensors are torch's own, whatever `functions_by` was told."""
+
+
+def functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on functions of torch that get a DTensor are ``run(function, args, kwargs)``.
+
+    While it runs, functions are torch's own.
+    """
+
+    def function(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with native_functions():
+            return run(func, args, kwargs or {})
+
+    untyped: Any = DTensor
+    untyped.__torch_function__ = classmethod(function)
 
 
 def takes_device(function: Any) -> bool:

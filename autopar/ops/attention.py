@@ -63,10 +63,20 @@ def _rule(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
     return (gathered, ring) if can_split and len(operand_types) == 3 else (gathered,)
 
 
-def _documents(op: Op, operand_types: Types, result_types: Types) -> str:
-    """Batch and heads split without regard to documents; splitting rows needs a kernel."""
+def _documents(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
+    """Batch and heads split without regard to documents; splitting rows needs a kernel.
+
+    Factor ``q`` splits the rows of the query and leaves keys and values whole; ``r`` splits all three.  With a window,
+    a device needs columns near its rows only.  Without one, long documents are shared out among all devices, and keys
+    and values travel round a ring.
+    """
     ids = "_" if len(operand_types[3].shape) == 1 else "b _"
-    return f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
+    gathered = f"b h q _, b h _ _, b h _ _, {ids} -> b h q _ | by q context_documents"
+    near = f"b h r _, b h r _, b h r _, {ids} -> b h r _ | by r "
+    if not _window(op):
+        return gathered, f"{near}ring_documents"
+    is_in_order = argument(op, 5, "is_causal", False) and argument(op, 6, "is_sorted", False)
+    return (gathered, f"{near}neighbour_documents") if is_in_order else (gathered,)
 
 
 def _windows(op: Op, operand_types: Types, result_types: Types) -> tuple[str, ...]:
@@ -110,8 +120,7 @@ def _ring_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     sends = [
         KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True),
         KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True),
-        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True),
-        KernelCollective("send", "backward", 1, dtype=wide, count=both),
+        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True, returns=True),
     ]
     if argument(op, 5, "is_causal", False):
         halves = [("forward", operand, 0.5) for operand in (query, 1, 2, result)]
@@ -148,8 +157,52 @@ def _document_exchanges(op: Op, operands: Types) -> tuple[KernelCollective, ...]
     return tuple(KernelCollective("send", phase, operand, dtype=dtype, count=0.5) for phase, operand in sent)
 
 
+def _document_ring(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
+    """As `_ring_sends`, but only of the documents that are shared out, whose tokens first go to the devices that
+    compute them; results and gradients come back.
+    """
+    query, result, dtype = 0, len(operands), operands[0].dtype
+    wide = "float64" if dtype == "float64" else "float32"
+    both = 1.0 + operands[2].num_elements / operands[1].num_elements
+    growth = _shared_parts(op, operands)
+    exchanges = [("forward", query), ("forward", 1), ("forward", 2), ("forward", result)]
+    exchanges += [("backward", result), ("backward", query), ("backward", 1), ("backward", 2)]
+    return (
+        *(KernelCollective("all_to_all", phase, each, dtype=dtype, growth=growth) for phase, each in exchanges),
+        KernelCollective("send", "forward", 1, dtype=dtype, count=both, is_ring=True, growth=growth),
+        KernelCollective("send", "backward", 1, dtype=dtype, count=both, is_ring=True, growth=growth),
+        KernelCollective("send", "backward", 1, dtype=wide, count=both, is_ring=True, returns=True, growth=growth),
+    )
+
+
+def _shared_parts(op: Op, operands: Types) -> tuple[tuple[int, float], ...]:
+    """By number of devices, the part of all tokens whose documents are shared out (`lower/kernels/ring_documents.py`).
+
+    An estimate for documents of one length, the mean one: all of them if a document is longer than half of a slice,
+    which is what a number of devices stands for that is not listed; else one document at each end of a slice.
+    """
+    tokens = operands[1].shape[2]
+    length = document_length(op, tokens)
+    most = int(tokens // (2 * length))
+    return tuple((count, length * count / tokens) for count in range(2, most + 1) if tokens % count == 0)
+
+
 def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[bool], has_kernel: bool) -> Buffers:
-    """Copies by document of operands and results; backward of the gradients as well."""
+    """Copies by document of operands and results; backward of the gradients as well.
+
+    If slices of keys and values travel round a ring, the devices that compute shared documents save their operands and
+    results until backward.  All documents may be shared out, whatever lengths are expected, so memory is for that.
+    """
+    if has_kernel and operands[0].shape[2] == operands[1].shape[2]:  # keys are slices as queries are
+        if _window(op):
+            return _window_buffers(op, operands, results, trains, has_kernel)
+        query, slices, result = operands[0].num_bytes, sum_bytes(operands[1:3]), results[0].num_bytes
+        wide = max(1.0, itemsize_bytes("float32") / itemsize_bytes(results[0].dtype))
+        return Buffers(
+            forward=2.0 * slices + wide * result,
+            backward=query + slices + result + (2.0 + 2.0 * wide) * slices,
+            kept=2.0 * query + slices + result,
+        )
     read, result = sum_bytes(operands[:3]), results[0].num_bytes
     return Buffers(forward=read + result, backward=2.0 * (read + result))
 
@@ -157,7 +210,7 @@ def _document_buffers(op: Op, operands: Types, results: Types, trains: Sequence[
 def _window_sends(op: Op, operands: Types) -> tuple[KernelCollective, ...]:
     """Rows of keys and values are sent to the next device, and their gradients back."""
     both = 1.0 + operands[2].num_elements / operands[1].num_elements
-    count = (_window(op) - 1) * both
+    count = max(0, _window(op) - 1) * both
     sends = (KernelCollective("send", phase, 1, (2,), operands[1].dtype, count) for phase in ("forward", "backward"))
     return tuple(sends) if count else ()
 
@@ -278,7 +331,13 @@ FAMILIES = (
     OpFamily(
         {DOCUMENTS: _documents},
         is_cheap=False,
-        kernels={"context_documents": Kernel(_document_exchanges, unit=2)},
+        kernels={
+            "context_documents": Kernel(_document_exchanges, unit=2),
+            "ring_documents": Kernel(_document_ring, travelling=(1, 2), is_on_one_axis=True),
+            "neighbour_documents": Kernel(
+                _window_sends, least=lambda op: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+            ),
+        },
         buffers=_document_buffers,
         count_work=_work(-2),
         function="document_attention",
@@ -292,7 +351,9 @@ FAMILIES = (
         is_cheap=False,
         kernels={
             "context_windows": Kernel(),
-            "neighbour_windows": Kernel(_window_sends, least=lambda op: _window(op) - 1, travelling=(1, 2)),
+            "neighbour_windows": Kernel(
+                _window_sends, least=lambda op: _window(op) - 1, travelling=(1, 2), is_on_one_axis=True
+            ),
         },
         buffers=_window_buffers,
         count_work=_work(-2),

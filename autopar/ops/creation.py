@@ -11,10 +11,15 @@ __all__ = ["FAMILIES"]
 
 
 def _new(op: Op, operand_types: Types, result_types: Types) -> str:
-    """new_zeros(x, sizes) ...: only the dtype and device of x matter; if the shapes are equal, x is split as well."""
-    has_same_shape = operand_types[0].shape == result_types[0].shape
-    dims = " ".join(f"d{dim}" for dim in range(len(result_types[0].shape))) or "()"
-    return f"{dims if has_same_shape else '...'}, # -> {dims}"
+    """new_zeros(x, sizes) ...: only the dtype and device of x matter; if it has as many dims as the result, dims of
+    equal sizes are split together.
+    """
+    given, made = operand_types[0].shape, result_types[0].shape
+    dims = " ".join(f"d{dim}" for dim in range(len(made))) or "()"
+    if len(given) != len(made):
+        return f"..., # -> {dims}"
+    along = " ".join(f"d{dim}" if size == made[dim] else "_" for dim, size in enumerate(given)) or "()"
+    return f"{along}, # -> {dims}"
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:

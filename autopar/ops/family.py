@@ -42,8 +42,9 @@ class Kernel:
             instead where a user allows that.
         unit: the size of a slice is a multiple of it.
         least: returns the minimum size of a slice in a call.
-        travelling: the operands whose slices travel round a ring, on one axis: a device computes with one slice after
-            another while it receives the next one (by those of its collectives that are `is_ring`).
+        travelling: the operands whose slices travel round a ring: a device computes with one slice after another while
+            it receives the next one (by those of its collectives that are `is_ring`).
+        is_on_one_axis: it runs on one axis only.
     """
 
     collectives: Callable[[Op, Types], tuple[KernelCollective, ...]] = lambda op, operands: ()
@@ -52,6 +53,7 @@ class Kernel:
     unit: int = 1
     least: Callable[[Op], int] = lambda op: 1
     travelling: tuple[int, ...] = ()
+    is_on_one_axis: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class OpFamily:
         runs_apart: a compiler leaves it out of what it compiles.
         is_attention: results are [..., heads, queries, head size].
         row_products: qualified name -> the operands of a product that works row by row, if its matrix has two dims.
+        count_arg: position of the argument that becomes the number of microbatches where each of them uses its own
+            terms instead of the whole batch's sum; -1: there is none.
     """
 
     rules: Mapping[str, Rule | None] = field(hash=False)
@@ -166,6 +170,7 @@ class OpFamily:
     runs_apart: bool = False
     is_attention: bool = False
     row_products: Mapping[str, RowProduct] = field(default_factory=dict[str, RowProduct], hash=False)
+    count_arg: int = -1
 
     @cached_property
     def is_pointwise(self) -> bool:

@@ -48,8 +48,30 @@ def _scatter(op: Op, operand_types: Types, result_types: Types) -> str | None:
     return f"{text_of(names)}, #, {text_of(names)}, {source} -> {text_of(names)}"
 
 
+def _scatter_add(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """scatter_add(x, dim, index, src): slices of index and src along dim add their terms to the result."""
+    rank = len(operand_types[0].shape)
+    dim = _dim(op, rank)
+    shapes = [kind.shape for kind in operand_types]
+    if dim is None or any(len(shape) != rank for shape in shapes) or shapes[1] != shapes[2]:
+        return _scatter(op, operand_types, result_types)
+    names = [f"d{i}" if len({shape[i] for shape in shapes}) == 1 and i != dim else "_" for i in range(rank)]
+    added = text_of([*names[:dim], "k", *names[dim + 1 :]])
+    return f"+{text_of(names)}, #, {added}, {added} -> {text_of(names)} | sum k"
+
+
+def _index_add(op: Op, operand_types: Types, result_types: Types) -> str | None:
+    """index_add(x, dim, index, source): slices of index and source along dim add their terms to the result."""
+    rank = len(operand_types[0].shape)
+    dim = _dim(op, rank)
+    if dim is None or len(operand_types[-1].shape) != rank or len(operand_types[1].shape) != 1:
+        return _along_dim(op, operand_types, result_types)
+    names = dim_names(rank, dim)
+    return f"+{text_of(names)}, #, k, {text_of([*names[:dim], 'k', *names[dim + 1 :]])} -> {text_of(names)} | sum k"
+
+
 def _along_dim(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """index_add, index_copy, index_fill (x, dim, index, source): dims other than dim split."""
+    """index_copy, index_fill (x, dim, index, source): dims other than dim split."""
     dim = _dim(op, len(operand_types[0].shape))
     if dim is None:
         return None
@@ -145,8 +167,10 @@ FAMILIES = (
                 "one_hot": "* -> * _",
                 "masked_scatter": "..., ..., ... -> ...",
                 "index_put": _index_put,
-                "scatter.src scatter.value scatter.reduce scatter_add scatter_reduce.two": _scatter,
-                "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor": _along_dim,
+                "scatter.src scatter.value scatter.reduce scatter_reduce.two": _scatter,
+                "scatter_add": _scatter_add,
+                "index_add": _index_add,
+                "index_copy index_fill.int_Scalar index_fill.int_Tensor": _along_dim,
             }
         )
     ),

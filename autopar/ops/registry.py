@@ -149,7 +149,8 @@ def _with_kernel_limits(op: Op, option: Option, family: OpFamily) -> Option | No
     if not option.kernel:
         return option
     kernel = family.kernels[option.kernel]
-    option, unit = replace(option, travelling=kernel.travelling), kernel.unit
+    option = replace(option, travelling=kernel.travelling, is_on_one_axis=kernel.is_on_one_axis)
+    unit = kernel.unit
     extent = option.extent // unit if option.extent % unit == 0 else 1
     max_slices = option.extent // max(1, kernel.least(op))
     if extent > max_slices:  # every divisor of the extent must be a legal number of slices

@@ -189,12 +189,14 @@ def _repeat(op: Op, operand_types: Types, result_types: Types) -> str | None:
 
 
 def _repeat_interleave(op: Op, operand_types: Types, result_types: Types) -> str | None:
-    """repeat_interleave(x, repeats, dim): the dim splits too, unless the call has `output_size`."""
-    dim = argument(op, 2, "dim")
+    """repeat_interleave(x, repeats, dim): the dim splits too (without one the first dim, as x is flattened), unless the
+    call has `output_size`.
+    """
+    dim, rank = argument(op, 2, "dim"), len(operand_types[0].shape)
+    is_given = dict(op.kwargs).get("output_size") is not None
     if not isinstance(dim, int):
-        return "... -> _ | plus 0"
-    rank = len(operand_types[0].shape)
-    names = dim_names(rank) if dict(op.kwargs).get("output_size") is None else dim_names(rank, dim)
+        return "... -> _ | plus 0" if is_given or not rank else f"{text_of(['n', *['_'] * (rank - 1)])} -> n | plus 0"
+    names = dim_names(rank, dim) if is_given else dim_names(rank)
     return f"{text_of(names)} -> {text_of(names)} | plus 0"
 
 

@@ -33,6 +33,7 @@ def render_page(
     verdict: str,
     subject: Sequence[str],
     sections: Sequence[Section],
+    advice: Sequence[str] = (),
 ) -> str:
     """Render sections as the text of an HTML page, which loads nothing from the network.
 
@@ -43,6 +44,7 @@ def render_page(
         verdict: a sentence below the cards, without its full stop.
         subject: short texts that say what the page is about.
         sections: in order.
+        advice: sentences on what to try next.
 
     Raises:
         QuestionError: a package that draws pages is not installed.
@@ -64,6 +66,7 @@ def render_page(
         cards=cards,
         verdict=verdict,
         subject=subject,
+        advice=advice,
         sections=sections,
         style=parts["page.css"],
         script=parts["page.js"],

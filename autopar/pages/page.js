@@ -41,6 +41,7 @@ const outlined = (trace) => {
 const draw = async () => {
   for (const [name, figure] of Object.entries(figures)) {
     await Plotly.react(name, figure.data.map(outlined), themed(figure.layout), config);
+    await new Promise((resume) => { setTimeout(resume); }); // the browser shows this one before the next
   }
 };
 
@@ -62,21 +63,58 @@ dark.addEventListener("change", async () => {
   await draw();
 });
 
+// `at`: where on the visible part of the axis, 0 to 1, what a zoom leaves in place.
 const moves = {
-  in: ([low, high]) => [low + (high - low) / 4, high - (high - low) / 4],
-  out: ([low, high]) => [low - (high - low) / 2, high + (high - low) / 2],
+  in: ([low, high], at) => [low + ((high - low) / 2) * at, high - ((high - low) / 2) * (1 - at)],
+  out: ([low, high], at) => [low - (high - low) * at, high + (high - low) * (1 - at)],
   left: ([low, high]) => [low - (high - low) / 4, high - (high - low) / 4],
   right: ([low, high]) => [low + (high - low) / 4, high + (high - low) / 4],
 };
 
+const move = async (name, action, at = 0.5) => {
+  const whole = figures[name].layout.xaxis.range;
+  const now = document.getElementById(name).layout.xaxis.range;
+  await Plotly.relayout(name, { "xaxis.range": action === "all" ? [...whole] : moves[action](now, at) });
+};
+
 for (const button of document.querySelectorAll("button[data-figure]")) {
-  button.addEventListener("click", async () => {
-    const { figure, do: action } = button.dataset;
-    const whole = figures[figure].layout.xaxis.range;
-    const now = document.getElementById(figure).layout.xaxis.range;
-    await Plotly.relayout(figure, { "xaxis.range": action === "all" ? [...whole] : moves[action](now) });
-  });
+  button.addEventListener("click", () => move(button.dataset.figure, button.dataset.do));
 }
+
+// The keys of Perfetto: w and s zoom, a and d move, around the pointer of the chart that it is on; else of the chart
+// that is seen best.
+const keys = { w: "in", s: "out", a: "left", d: "right", 0: "all" };
+const zoomed = [...new Set([...document.querySelectorAll("button[data-figure]")].map((each) => each.dataset.figure))];
+let pointer = null;
+
+for (const name of zoomed) {
+  const chart = document.getElementById(name);
+  chart.addEventListener("pointermove", (event) => { pointer = { name, x: event.clientX }; });
+  chart.addEventListener("pointerleave", () => { pointer = null; });
+}
+
+const seen = (name) => {
+  const { top, bottom } = document.getElementById(name).getBoundingClientRect();
+  return Math.min(bottom, window.innerHeight) - Math.max(top, 0);
+};
+
+const placeOf = ({ name, x }) => {
+  const chart = document.getElementById(name);
+  const axis = chart._fullLayout.xaxis;
+  const left = chart.getBoundingClientRect().left + axis._offset;
+  return Math.min(1, Math.max(0, (x - left) / axis._length));
+};
+
+document.addEventListener("keydown", async (event) => {
+  const action = keys[event.key.toLowerCase()];
+  const isTyping = event.target.closest && event.target.closest("input, select, textarea");
+  if (!action || isTyping || event.ctrlKey || event.metaKey || event.altKey || !zoomed.length) return;
+  const best = zoomed.reduce((a, b) => (seen(b) > seen(a) ? b : a));
+  const name = pointer ? pointer.name : best;
+  if (seen(name) <= 0) return;
+  event.preventDefault();
+  await move(name, action, pointer ? placeOf(pointer) : 0.5);
+});
 
 for (const select of document.querySelectorAll("select[data-figure]")) {
   select.addEventListener("change", async () => {

@@ -35,6 +35,7 @@ COLOURS = {
     "broadcast": "#882255",
     "offload": "#999933",
     "fetch": "#44aa99",
+    "copies to the host": "#999933",
     "waiting in the pipeline": "#8f8f8f",
     "overlapped communication": "#8f8f8f",
 }

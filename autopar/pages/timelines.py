@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ _MAX_GROUPS = 8
 _MAX_BARS = 4000
 _MAX_POINTS = 300  # of memory, for each group
 _TO = " .. "  # between the names of the first and the last of joined events
+_FEW_ARROWS, _MAX_ARROWS = 150, 3000  # more hide the bars; still more make the page large
 
 
 def shown_groups(timeline: StepTimeline) -> tuple[int, ...]:
@@ -105,46 +106,91 @@ def _join(events: Sequence[Event], start_s: float, stop_s: float) -> Event:
     )  # fmt: skip
 
 
-def timeline_figure(timeline: StepTimeline) -> Figure:
-    """The chart of events with one row for each stream of each group; gaps are waiting."""
+def timeline_figure(timeline: StepTimeline, other: StepTimeline | None = None, names: Sequence[str] = ()) -> Figure:
+    """The chart of events with one row for each stream of each group; gaps are waiting.  Arrows lead from sends to the
+    events that wait for them.
+
+    Args:
+        timeline: the step.
+        other: a step to compare it with; its rows are below those of the first, on the same scale.
+        names: of the two steps.
+    """
+    timelines = [timeline] if other is None else [timeline, other]
     groups = shown_groups(timeline)
-    events = condense(timeline, groups)
-    used = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
-    rows = [(group, stream) for group in reversed(groups) for stream in reversed(used)]
-    positions = {row: position for position, row in enumerate(rows)}
+    drawn = [condense(each, groups, _MAX_BARS // len(timelines)) for each in timelines]
+    used = [s for s in STREAMS if any(event.stream == s for events in drawn for event in events)]
+    rows = [
+        (group, stream, number)
+        for group in reversed(groups) for stream in reversed(used) for number in reversed(range(len(timelines)))
+    ]  # fmt: skip
+    positions = {row: number for number, row in enumerate(rows)}
     data: list[dict[str, Any]] = []
     for category in CATEGORIES:
-        bars = [event for event in events if event.category == category]
+        bars = [
+            (event, number) for number, events in enumerate(drawn) for event in events if event.category == category
+        ]
         if not bars:
             continue
         data.append(
             {
                 "type": "bar", "orientation": "h", "name": category, "width": 0.9,
-                "y": [positions[event.group, event.stream] for event in bars],
-                "base": [_ms(event.start_s) for event in bars], "x": [_ms(event.seconds) for event in bars],
+                "y": [positions[event.group, event.stream, number] for event, number in bars],
+                "base": [_ms(event.start_s) for event, _ in bars], "x": [_ms(event.seconds) for event, _ in bars],
                 "marker": {"color": COLOURS[category], "line": {"width": 0}},
-                "customdata": [_describe(event) for event in bars],
+                "customdata": [_describe(event) for event, _ in bars],
                 "hovertemplate": f"{category}: %{{customdata}}<extra></extra>",
             }
         )  # fmt: skip
-    has_several_groups = len(groups) > 1
-    names = [f"group {group} {stream}" if has_several_groups else stream for group, stream in rows]
+    has_all = len(groups) == len({event.group for event in timeline.events})
+    data += _arrows(timeline, {(g, stream): positions[g, stream, 0] for g, stream, _ in rows}, has_all=has_all)
+    step_s = max(each.step_s for each in timelines)
     layout: dict[str, Any] = {
         "barmode": "overlay",
-        "xaxis": axis("ms since the step began", range=[0, _ms(timeline.step_s)], zeroline=False),
+        "xaxis": axis("ms since the step began", range=[0, _ms(step_s)], zeroline=False),
         "yaxis": axis(
-            fixedrange=True, tickvals=list(range(len(rows))), ticktext=names, showgrid=False,
-            range=[-0.6, len(rows) - 0.4],
+            fixedrange=True, tickvals=list(range(len(rows))), showgrid=False, range=[-0.6, len(rows) - 0.4],
+            ticktext=[_row_name(row, names, with_group=len(groups) > 1) for row in rows],
         ),
         "shapes": [
             {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": y - 0.5, "y1": y - 0.5, "line": {"width": 1}}
-            for y in range(len(used), len(rows), len(used))
+            for y in range(len(used) * len(timelines), len(rows), len(used) * len(timelines))
         ],
         "legend": LEGEND,
         "margin": MARGIN,
     }  # fmt: skip
     text = f"Timeline of one step of {digits(timeline.step_s * 1e3)} ms on device groups {', '.join(map(str, groups))}."
     return Figure("timeline", text, tuple(data), layout, max(240, 130 + 22 * len(rows)), has_zoom=True)
+
+
+def _row_name(row: tuple[int, str, int], names: Sequence[str], *, with_group: bool) -> str:
+    group, stream, number = row
+    return " ".join([*([f"group {group}"] if with_group else []), stream, *names[number : number + 1]])
+
+
+def _arrows(timeline: StepTimeline, positions: Mapping[tuple[int, str], int], *, has_all: bool) -> list[dict[str, Any]]:
+    """From the end of each send between drawn groups to the start of the event that waits for it.
+
+    If there are many, or if the chart does not have all groups, the user turns them on in the legend.
+    """
+    ends = [
+        (positions[send.group, send.stream], send.stop_s, positions[reader.group, reader.stream], reader.start_s)
+        for send, reader in timeline.arrivals()
+        if (send.group, send.stream) in positions and (reader.group, reader.stream) in positions
+    ]  # fmt: skip
+    if not ends or len(ends) > _MAX_ARROWS:
+        return []
+    return [
+        {
+            "type": "scatter", "mode": "lines+markers", "name": "arrival of sends", "hoverinfo": "skip",
+            "x": [x for _, sent_s, _, read_s in ends for x in (_ms(sent_s), _ms(read_s), None)],
+            "y": [y for sender, _, reader, _ in ends for y in (sender, reader, None)],
+            "line": {"width": 1, "color": COLOURS["send"]},
+            "marker": {
+                "symbol": "arrow", "angleref": "previous", "size": [0, 9, 0] * len(ends), "color": COLOURS["send"],
+            },
+            "visible": True if has_all and len(ends) <= _FEW_ARROWS else "legendonly",
+        }
+    ]  # fmt: skip
 
 
 def _ms(seconds: float) -> float:
@@ -163,7 +209,7 @@ def _describe(event: Event) -> str:
 
 
 def timeline_table(timeline: StepTimeline) -> Table:
-    """The seconds in which each group computes and communicates, and its share of time without compute."""
+    """The seconds for which each stream of each group is busy, and the share of time without compute."""
     groups = sorted({event.group for event in timeline.events})
     busy_s = {(event.group, stream): 0.0 for event in timeline.events for stream in STREAMS}
     for event in timeline.events:
@@ -178,8 +224,8 @@ def timeline_table(timeline: StepTimeline) -> Table:
                 percent(1 - compute_s / timeline.step_s),
             )
         )  # fmt: skip
-    columns = ("group", "computes (ms)", "share", "communicates (ms)", "sends (ms)", "not computing")
-    return Table("Every device group in one step", columns, tuple(rows))
+    columns = ("group", "compute busy (ms)", "share", "communication (ms)", "sends (ms)", "compute idle")
+    return Table("How long the streams of each device group are busy in one step", columns, tuple(rows))
 
 
 def memory_figure(timeline: StepTimeline) -> Figure:
@@ -208,7 +254,7 @@ def memory_figure(timeline: StepTimeline) -> Figure:
         choices.append((f"device group {group}", tuple(range(first, len(data)))))
     limit = timeline.memory_limit_bytes / factor
     is_near = limit <= 3 * peak_bytes / factor  # a higher limit in the chart would flatten the curves
-    name = f"limit {size(timeline.memory_limit_bytes).text}"
+    name = f"the device's {size(timeline.memory_limit_bytes).text}"
     layout: dict[str, Any] = {
         "xaxis": axis("ms since the step began", range=[0, _ms(timeline.step_s)]),
         "yaxis": axis(
@@ -254,5 +300,5 @@ def memory_table(timeline: StepTimeline) -> Table:
                 *map(size, peak.num_bytes),
             )
         )  # fmt: skip
-    columns = ("group", "peak", "at (ms)", *MEMORY_KINDS)
-    return Table("Peak memory of a device", columns, tuple(rows))
+    columns = ("group", "total", "at (ms)", *MEMORY_KINDS)
+    return Table("Memory of a device at its peak, overhead included", columns, tuple(rows))

@@ -6,8 +6,9 @@ Layers, ops and values have their names in the traced graph, parameters their na
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.placement import Layout, format_layout
@@ -66,9 +67,17 @@ class LayerStrategy:
     @property
     def axes(self) -> str:
         """The degrees of the mesh axes, for people: ``"8 data x 4 tensor"``."""
+        return _named_axes(self._labelled_axes())
+
+    @property
+    def degrees(self) -> str:
+        """As `axes`, with neighboring axes of the same kind joined: ``"64 data"`` instead of ``"8 data x 8 data"``."""
+        runs = itertools.groupby(self._labelled_axes(), lambda axis: axis[1])
+        return _named_axes([(math.prod(size for size, _ in run), label) for label, run in runs])
+
+    def _labelled_axes(self) -> list[tuple[int, str]]:
         labels = self.labels or ("?",) * len(self.mesh)
-        parts = [f"{size} {label}" for size, label in zip(self.mesh, labels, strict=True) if size > 1]
-        return " x ".join(parts) or "one device"
+        return [(size, label) for size, label in zip(self.mesh, labels, strict=True) if size > 1]
 
     @property
     def recompute_name(self) -> str:
@@ -79,6 +88,13 @@ class LayerStrategy:
         return f"{len(ops.removeprefix('rerun:').split(','))} ops{offload and '+offload'}"
 
     @property
+    def keeping(self) -> tuple[str, ...]:
+        """How it keeps activations, for people, unless it simply saves them: ``("full recompute", "offload")``."""
+        name, _, offload = self.recompute_name.partition("+")
+        how = () if name == "none" else (name if name == "offload" else f"{name} recompute",)
+        return (*how, *((offload,) if offload else ()))
+
+    @property
     def pieces_name(self) -> str:
         """Which collectives run in pieces, for people: ``"mul_4 in 2, linear_6 in 4"``."""
         return ", ".join(f"{name} in {count}" for name, count in self.pieces)
@@ -87,6 +103,10 @@ class LayerStrategy:
     def storage_name(self) -> str:
         """How parameters are stored between steps, for people: ``"whole"``, ``"ZeRO-1"``, ..."""
         return f"ZeRO-{self.zero}" if self.zero else "whole"
+
+
+def _named_axes(axes: Iterable[tuple[int, str]]) -> str:
+    return " x ".join(f"{size} {label}" for size, label in axes) or "one device"
 
 
 @dataclass(frozen=True)
@@ -135,6 +155,9 @@ class Decisions:
             memory and updated there; layers then compute with copies.
         piece_tokens: for how many tokens of a device logits are computed at a time; 0: for all
             (`autopar.step.logits`).
+        late_ops: the ops that run once a step, on sums over all microbatches (`autopar.step.tail`).
+        statistics: the ops for which each microbatch may use its own statistics instead of the whole batch's
+            (`autopar.step.statistics`).
     """
 
     fingerprint: str
@@ -150,6 +173,8 @@ class Decisions:
     gradients: str = ""
     host_storage: bool = False
     piece_tokens: int = 0
+    late_ops: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
 
     @property
     def num_groups(self) -> int:

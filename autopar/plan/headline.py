@@ -25,7 +25,7 @@ from autopar.plan.decisions import Decisions, LayerStrategy
 from autopar.plan.prediction import Prediction
 from autopar.quantities import count_unit, short_count, size_unit, three_digits
 
-__all__ = ["describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
+__all__ = ["describe_gap", "describe_headline", "describe_parallelism", "describe_usual", "of_limit", "throughput"]
 
 # Labels of `autopar.search.labels` -> their short names, in the order in which the headline lists them.
 _DEGREES = {
@@ -34,6 +34,7 @@ _DEGREES = {
 }  # fmt: skip
 _ORDER = (*dict.fromkeys(_DEGREES.values()), "other")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_DEVICES = {"cuda": "GPU", "npu": "NPU", "hpu": "HPU"}  # the usual word for a device of these types
 _SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "interleaved 1F1B", "zbv": "ZBV", "dualpipev": "DualPipeV",
     "interleaved_zero_bubble": "interleaved zero bubble", "looped_bfs": "looped BFS",
@@ -51,7 +52,7 @@ def describe_headline(decisions: Decisions, prediction: Prediction, limit_bytes:
 
 def throughput(prediction: Prediction, world_size: int, step_s: float) -> str:
     """Tokens or samples per second, model FLOP/s and MFU of each device, if a step takes `step_s` seconds."""
-    device = "GPU" if device_type_of(prediction.device) == "cuda" else "device"
+    device = _DEVICES.get(device_type_of(prediction.device), "device")
     count, unit = (prediction.tokens_per_step, "tokens") if prediction.tokens_per_step else (
         prediction.samples_per_step, "samples")  # fmt: skip
     parts = [f"{short_count(count / step_s / world_size)} {unit}/s/{device}"]
@@ -180,3 +181,8 @@ def _extras(decisions: Decisions) -> Iterable[str]:
         yield "offload of optimizer"
     if decisions.compiled:
         yield "compiled"
+
+
+def describe_gap(optimality_gap: float) -> str:
+    """How far a plan can be from the best one.  The bound is on sums of seconds, in which nothing overlaps."""
+    return f"within {optimality_gap:.1%} of the search space's best, overlap aside"

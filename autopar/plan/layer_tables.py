@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING
 
 from autopar.plan.decisions import Decisions, LayerStrategy, Stage
 from autopar.plan.prediction import LayerCost, Prediction
+from autopar.progress import random_kept
 from autopar.quantities import three_digits
 from autopar.schedules.action_lists import StageCost
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["format_size", "format_tables"]
+__all__ = ["format_size", "format_tables", "layer_names", "row_layers"]
 
 _WIDTH = 80
 _LONG_NAME = 18  # wide enough for "model.embed_tokens", usually the longest name, so that it isn't folded
 _SHORT_TEXT = 8  # wide enough for "ZeRO-3," and "2 tensor", between which the text of a strategy folds
+_MAX_ROWS = 24  # longer tables are not read: rows of equal layers are joined, and only some stages are shown
 _FEW_STAGES = 16  # with more stages, only their own table shows where layers are cut: the layer table stays short
 
 
@@ -36,7 +38,8 @@ def format_tables(
 
     Lines `above` are not wrapped, lines `below` are.
     """
-    from rich.console import Console  # noqa: PLC0415  (rich is needed only when a plan is printed)
+    with random_kept():
+        from rich.console import Console  # noqa: PLC0415  (rich is needed only when a plan is printed)
 
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
@@ -45,7 +48,11 @@ def format_tables(
     console.print(_layer_table(decisions, prediction))
     console.print("sizes per device and layer (K, M, G: KiB, MiB, GiB); ms per layer and step")
     if decisions.stages:
-        console.print(_stage_table(decisions, prediction))
+        rows = _stage_rows(decisions, prediction)
+        shown = _important_rows(prediction, rows) if len(rows) > _MAX_ROWS else rows
+        console.print(_stage_table(decisions, prediction, shown))
+        if len(shown) < len(rows):
+            console.print(f"of {len(decisions.stages)} stages the first, the last, the slowest and the fullest")
         console.print("ms per microbatch of forward, backward, sending ahead and back; step: ms per step;")
         console.print("live: microbatches between forward and backward")
     for line in below:
@@ -68,40 +75,76 @@ def _layer_table(decisions: Decisions, prediction: Prediction) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     starts = [stage.start for stage in decisions.stages] if len(decisions.stages) <= _FEW_STAGES else []
     costs = prediction.costs or (None,) * len(decisions.layers)
-
-    def row_key(index: int) -> tuple[int, LayerCost | None, int]:
-        return decisions.layers[index].strategy, costs[index], bisect(starts, index)
-
-    for (strategy, cost, _), group in itertools.groupby(range(len(decisions.layers)), row_key):
-        layers = [decisions.layers[index] for index in group]
-        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name} ({len(layers)})"
-        table.add_row(names, _describe_strategy(decisions.strategies[strategy]), *_describe_cost(cost))
+    for layers in row_layers(decisions, prediction, starts, _MAX_ROWS):
+        strategy = decisions.strategies[decisions.layers[layers[0]].strategy]
+        table.add_row(layer_names(decisions, layers), _describe_strategy(strategy), *_describe_cost(costs[layers[0]]))
     return _fit_columns(table)
 
 
-def _stage_table(decisions: Decisions, prediction: Prediction) -> Table:
+def row_layers(decisions: Decisions, prediction: Prediction, starts: Sequence[int], max_rows: int) -> list[list[int]]:
+    """The layers of each row of a table, by index: consecutive ones with equal strategy and cost, cut at `starts`.
+
+    If these are more than `max_rows`, layers with equal strategy and cost share a row wherever they are.
+    """
+    costs = prediction.costs or (None,) * len(decisions.layers)
+
+    def kind(index: int) -> tuple[int, LayerCost | None]:
+        return decisions.layers[index].strategy, costs[index]
+
+    runs = itertools.groupby(range(len(decisions.layers)), lambda index: (kind(index), bisect(starts, index)))
+    rows = [list(run) for _, run in runs]
+    if len(rows) <= max_rows:
+        return rows
+    joined: dict[tuple[int, LayerCost | None], list[int]] = {}
+    for index in range(len(decisions.layers)):
+        joined.setdefault(kind(index), []).append(index)
+    return list(joined.values())
+
+
+def layer_names(decisions: Decisions, layers: Sequence[int]) -> str:
+    """Layers by index as text: ``"model.layers.0 .. 11 (12)"``, or ``(6 of 12)`` if others are between them."""
+    first, last = (decisions.layers[layers[end]].name.split(".") for end in (0, -1))
+    span = layers[-1] - layers[0] + 1
+    if len(layers) == 1:
+        return ".".join(first)
+    common = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    how_many = f"{len(layers)} of {span}" if span > len(layers) else str(len(layers))
+    return f"{'.'.join(first)} .. {'.'.join(last[common:])} ({how_many})"
+
+
+def _stage_rows(decisions: Decisions, prediction: Prediction) -> list[range]:
+    """Stages by number: consecutive ones with equally many layers and equal times share a row."""
+    costs = prediction.stages or (None,) * len(decisions.stages)
+    described = [_describe_stage(stage, cost) for stage, cost in zip(decisions.stages, costs, strict=True)]
+    rows = (list(run) for _, run in itertools.groupby(range(len(described)), lambda number: described[number]))
+    return [range(row[0], row[-1] + 1) for row in rows]
+
+
+def _important_rows(prediction: Prediction, rows: Sequence[range]) -> list[range]:
+    """The first and last rows, the slowest one, and the one with the highest peak memory."""
+    costs = prediction.stages
+    slowest = max(rows, key=lambda row: costs[row[0]].step_s) if costs else rows[0]
+    fullest = max(rows, key=lambda row: costs[row[0]].peak_memory_bytes) if costs else rows[0]
+    return [row for row in rows if row in (rows[0], rows[-1], slowest, fullest)]
+
+
+def _stage_table(decisions: Decisions, prediction: Prediction, rows: Sequence[range]) -> Table:
     table = _new_table()
     table.add_column("stage", no_wrap=True, justify="right")
     table.add_column("layers", overflow="fold")
     table.add_column("ranks", no_wrap=True)
     for name in ("fwd", "bwd", "send", "back", "step", "live", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    first = 0
-    # Consecutive stages with equal numbers of layers and equal times share a row.
     costs = prediction.stages or (None,) * len(decisions.stages)
-    for columns, group in itertools.groupby(
-        zip(decisions.stages, costs, strict=True), lambda pair: _describe_stage(*pair)
-    ):
-        stages = [stage for stage, _ in group]
+    for row in rows:
+        stages = decisions.stages[row[0] : row[-1] + 1]
         ranks = sorted(rank for stage in stages for rank in _end_ranks(stage, decisions.group_size))
-        names = [layer.name for layer in decisions.layers[stages[0].start : stages[-1].stop]]
         table.add_row(
-            _span(first, first + len(stages) - 1),
-            names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})",
+            _span(row[0], row[-1]),
+            layer_names(decisions, range(stages[0].start, stages[-1].stop)),
             _span(ranks[0], ranks[-1]),
-            *columns[1:],
+            *_describe_stage(stages[0], costs[row[0]])[1:],
         )
-        first += len(stages)
     return _fit_columns(table)
 
 
@@ -139,8 +182,8 @@ def _span(first: int, last: int) -> str:
 
 
 def _describe_strategy(strategy: LayerStrategy) -> str:
-    recompute = "" if strategy.recompute == "none" else f", {strategy.recompute_name} recompute"
-    return f"{strategy.storage_name}, {strategy.axes}{recompute}"
+    degrees = strategy.degrees.replace("tensor+sequence", "tensor+seq")  # short enough not to fold
+    return ", ".join([strategy.storage_name, degrees, *strategy.keeping])
 
 
 def _describe_cost(cost: LayerCost | None) -> tuple[str, ...]:

@@ -9,19 +9,21 @@ parameters their names in the module.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from autopar.errors import PlanFormatError
 from autopar.json_reading import read_json
+from autopar.pages.shapes import digits, size
 from autopar.placement import Layout, format_layout
 from autopar.plan.decisions import Decisions, LayerStrategy, PlannedLayer, Stage, decision_problems, stages_problem
-from autopar.plan.headline import describe_headline, of_limit
-from autopar.plan.layer_tables import format_size, format_tables
+from autopar.plan.headline import describe_gap, describe_headline, of_limit
+from autopar.plan.layer_tables import format_tables
 from autopar.plan.plan_versions import complete_decisions, complete_prediction, objects_in
 from autopar.plan.prediction import LayerCost, LengthPrediction, Prediction
 from autopar.plan.records import decode_record, encode_record
@@ -250,13 +252,12 @@ def _heading(plan: Plan) -> str:
 
 def _totals(plan: Plan) -> list[str]:
     lines = _predicted(plan) if plan.costs else ["no prediction for this plan: it was edited, or saved without"]
-    for index, strategy in enumerate(plan.strategies):
-        if strategy.pieces:
-            first = next((layer.name for layer in plan.layers if layer.strategy == index), "")
-            names = strategy.pieces_name
+    first_with = {plan.strategies[layer.strategy].pieces_name: layer.name for layer in reversed(plan.layers)}
+    for names, first in reversed(first_with.items()):
+        if names:
             lines.append(f"in pieces            collectives overlapped with products, as in {first}: {names}")
     if plan.shared_storage:
-        lines.append(f"shared parameters    {_shared_storage(plan)} on mesh {'x'.join(map(str, plan.shared_mesh))}")
+        lines.append(f"shared parameters    {_shared_storage(plan)}")
     if plan.constraints:
         lines.append("constraints          " + "; ".join(plan.constraints))
     if plan.planning_s:
@@ -273,12 +274,12 @@ def _predicted(plan: Plan) -> list[str]:
         f"predicted step time  {format_seconds(plan.step_time_s)} ({_shares(seconds, plan.step_time_s)})",
         *_overlapped(plan),
         *_gathered(plan.prediction),
-        f"predicted throughput {samples_per_s:.4g} samples/s ({plan.samples_per_step} per step)",
+        f"predicted throughput {digits(samples_per_s)} samples/s ({plan.samples_per_step} per step)",
         f"predicted peak       {of_limit(plan.peak_memory_bytes, plan.memory_limit_bytes)} per device allowed"
         f"{_error(plan.memory_error)}",
         *_offloaded(plan.prediction),
         *_lengths(plan.prediction.lengths),
-        f"optimality           at most {plan.optimality_gap:.2%} slower than the best candidate, excluding overlap",
+        f"optimality           {describe_gap(plan.optimality_gap)}",
     ]
     if plan.price_source:
         lines.append("prices               " + ", ".join(f"{name} {share:.0%}" for name, share in plan.price_source))
@@ -310,17 +311,17 @@ def _lengths(expected: LengthPrediction) -> list[str]:
 
 def _groups(expected: LengthPrediction) -> str:
     rows = ", ".join(f"{row.tokens:,} tokens on {row.degree} ({row.axes})" for row in expected.groups)
-    peak = format_size(max(row.peak_bytes for row in expected.groups))
+    peak = size(max(row.peak_bytes for row in expected.groups)).text
     return (
         f"groups of different sizes: {expected.group_share:.0%} of steps, {format_seconds(expected.group_step_s)} "
-        f"including {format_seconds(expected.coupling_s)} for parameters of all devices, up to {peak}iB per device; "
+        f"including {format_seconds(expected.coupling_s)} for parameters of all devices, up to {peak} per device; "
         f"rows of {rows}"
     )
 
 
 def _offloaded(prediction: Prediction) -> list[str]:
-    size = prediction.host_memory_bytes
-    return [f"host memory          {format_size(size)}iB per device"] if size else []
+    num_bytes = prediction.host_memory_bytes
+    return [f"host memory          {size(num_bytes).text} per device"] if num_bytes else []
 
 
 def _shared_storage(plan: Plan) -> str:
@@ -331,8 +332,15 @@ def _shared_storage(plan: Plan) -> str:
     texts: list[str] = []
     for layout, names in by_layout.items():
         shown = ", ".join(names) if len(names) <= _FEW_NAMES else f"{names[0]} and {len(names) - 1} more"
-        texts.append(f"{shown} ({format_layout(layout)})")
+        texts.append(f"{shown} ({_format_layout_on(layout, plan.shared_mesh)})")
     return "; ".join(texts)
+
+
+def _format_layout_on(layout: Layout, mesh: Sequence[int]) -> str:
+    """Format a layout on a mesh, with equal placements on neighboring axes joined: ``"S(1) over 64"``."""
+    runs = itertools.groupby(zip(layout, mesh, strict=True), lambda axis: axis[0])
+    parts = [(format_layout((placement,)), math.prod(size for _, size in run)) for placement, run in runs]
+    return " x ".join(f"{placement} over {size}" for placement, size in parts) or "whole"
 
 
 def _overlapped(plan: Plan) -> list[str]:
@@ -340,7 +348,7 @@ def _overlapped(plan: Plan) -> list[str]:
     if plan.overlapped_s <= 0:
         return []
     seconds = format_seconds(plan.overlapped_s)
-    return [f"overlapped           {seconds} of communication, not part of the step time"]
+    return [f"hidden               {seconds} of collectives priced one by one: overlapped, or joined in one buffer"]
 
 
 def _gathered(prediction: Prediction) -> list[str]:
@@ -354,7 +362,7 @@ def _gathered(prediction: Prediction) -> list[str]:
 
 
 def _error(share: float) -> str:
-    return f", +- {share * 100:.2g} %" if share else ""
+    return f", within {share:.0%}" if share else ""
 
 
 def _shares(seconds: dict[str, float], step_s: float) -> str:

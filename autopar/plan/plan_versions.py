@@ -26,6 +26,8 @@ def complete_decisions(decisions: dict[str, Any]) -> None:
     """Add defaults for the decisions that files of earlier versions lack."""
     for name, default in (("compiled", False), ("gradients", ""), ("host_storage", False), ("piece_tokens", 0)):
         decisions.setdefault(name, default)
+    for name in ("late_ops", "statistics"):
+        decisions.setdefault(name, [])
     for strategy in objects_in(decisions.get("strategies")):
         strategy.setdefault("pieces", {})
 

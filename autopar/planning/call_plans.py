@@ -33,6 +33,7 @@ from autopar.planning.padded_calls import (
     with_rows,
     with_size,
 )
+from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
 from autopar.step.data_split import batch_inputs
@@ -252,7 +253,7 @@ class CallPlanner:
                 model, positional, named, training=is_training, dtype=self._dtype, autocast=autocast,
                 device_type=self._device_type,
             )  # fmt: skip
-        traced = traced.in_pieces(self._first[0].piece_tokens)
+        traced = replace(traced, program=variant_like(traced.program, self._first[0]))
         traced = self._finish(require_target(model, traced) if is_training else traced)
         known.insert(0, (self._settings, traced))
         del known[_MOST_TRACES:]

@@ -20,6 +20,7 @@ from torch import Tensor
 from autopar.balance.lengths import Lengths
 from autopar.errors import ConstraintError, InputShapeError, LengthError
 from autopar.ops.attention import DOCUMENTS, with_document_length
+from autopar.ops.registry import with_rule
 from autopar.planning.call_plans import Call
 from autopar.program import Op, Program
 from autopar.trace import Traced
@@ -166,7 +167,9 @@ def with_lengths(program: Program, expected: DocumentLengths) -> Program:
     def change(op: Op) -> Op:
         if op.target != DOCUMENTS or not expected.lengths:
             return op
-        return with_document_length(op, round(expected.around_a_token(program.type_of(op.operands[1]).shape[2])))
+        made = with_document_length(op, round(expected.around_a_token(program.type_of(op.operands[1]).shape[2])))
+        types = (tuple(map(program.type_of, names)) for names in (op.operands, op.results))
+        return with_rule(made, *types)  # how much a kernel sends depends on the lengths
 
     layers = tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers)
     return replace(program, layers=layers, notes=(*program.notes, note))

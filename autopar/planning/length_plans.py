@@ -33,11 +33,12 @@ from autopar.planning.call_plans import ExampleInputs, example_call, on_meta, sh
 from autopar.planning.group_plans import PlannedGroups, plan_groups, why_no_groups
 from autopar.planning.padded_calls import with_rows
 from autopar.planning.setup import Setup
+from autopar.planning.splitting import variant_like
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import SearchRequest, check_known, plan_like, reuse_plan
-from autopar.step.logits import in_pieces
 from autopar.step.prices import Prices
+from autopar.step.variants import as_decided
 
 __all__ = ["ExpectedLengths", "FamilyPlanner", "check_rows", "read_distribution", "row_tracer"]
 
@@ -126,7 +127,7 @@ class FamilyPlanner:
         """`found`, the best plan of `program` alone, or another that others share the storage of."""
         started_s = time.perf_counter()
         given = found
-        found = replace(self._timed(found, in_pieces(program, found.piece_tokens)), other_calls=())
+        found = replace(self._timed(found, as_decided(program, found.decisions)), other_calls=())
         room = found.prediction.row.tokens
         tokens = program.batch_size * room
         batches = draw_batches(self.lengths, tokens)
@@ -155,7 +156,7 @@ class FamilyPlanner:
         if reason:
             notes.append(f"all devices run the same plan in every step: {reason}")
         else:
-            own = in_pieces(program, first.piece_tokens)
+            own = as_decided(program, first.decisions)
             groups = plan_groups(own, first, batches, self.trace, self.prices, self._by(first), self.time_layers)
             with_groups = expected_step([first, *others], found, self.lengths, batches, groups.rows, groups.coupling_s)
             if with_groups.step_time_s * _WORTH_GROUPS <= expected[best].step_time_s:
@@ -177,7 +178,8 @@ class FamilyPlanner:
 
     def _around(self, place: int, base: Plan, programs: Sequence[Program]) -> list[Plan]:
         """Plans for all that can share the storage of `base`, which is for number `place`; none without the first."""
-        pieces = [in_pieces(program, base.piece_tokens) for program in programs]
+        like = as_decided(programs[place], base.decisions)
+        pieces = [like if program is programs[place] else variant_like(program, like) for program in programs]
         request = replace(self._by(base), stored=stored_as(pieces[place], base))
         made: list[Plan] = []
         for number, program in enumerate(pieces):
@@ -191,7 +193,7 @@ class FamilyPlanner:
     def _best(self, program: Program) -> Plan:
         """The best plan of `program`, parameters stored as is best."""
         found = self.find(program)
-        return self._timed(found, in_pieces(program, found.piece_tokens))
+        return self._timed(found, as_decided(program, found.decisions))
 
     def _timed(self, plan: Plan, program: Program) -> Plan:
         """`plan` of `program`, predicted by the same kind of prices as all others: of timed layers, or of ops."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.plan import Plan
 from autopar.planning.compiling import is_short_of_memory, search_compiled
+from autopar.planning.splitting import noted, splittable
 from autopar.program import Program
 from autopar.search import SearchRequest
 from autopar.search.constraints import parse_constraints
@@ -45,8 +46,9 @@ def search_plan(
         InfeasibleError: nothing fits.
     """
     gaps = Gaps()
+    program = splittable(program, request, num_devices)
     found = _search_plan(compiled, find, program, prices, replace(request, gaps=gaps), num_devices)
-    return gaps.fill_in(found)
+    return noted(gaps.fill_in(found), program)
 
 
 def _search_plan(

@@ -24,7 +24,8 @@ def mesh_ranks(mesh: Any) -> list[int]:
             f"mesh is a {type(mesh).__name__}: pass a DeviceMesh, for instance "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (8,))"
         )
-    if mesh.device_type != "cpu" and not torch.accelerator.is_available():
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if mesh.device_type != "cpu" and (here is None or here.type != mesh.device_type):
         raise MeshError(
             f"the mesh is of {mesh.device_type!r} devices, but torch {torch.__version__} sees none here: install a "
             "torch that is built for them on a machine that has them, or use init_device_mesh('cpu', ...)"

@@ -13,7 +13,7 @@ from autopar.planning.setup import Setup
 from autopar.program import Program
 from autopar.progress import phase
 from autopar.search import MEMORY_ERROR, SearchRequest, search
-from autopar.step.logits import in_pieces
+from autopar.step.variants import as_decided
 
 __all__ = ["finish", "request_of", "search_setup"]
 
@@ -44,7 +44,7 @@ def finish(found: Plan, program: Program, setup: Setup) -> Plan:
     assert prices is not None
     found = replace(found, planning_s=(("trace", setup.trace_s), *found.planning_s))
     if setup.dtype is None:
-        found = with_speedup(found, in_pieces(program, found.piece_tokens), prices, setup.training)
+        found = with_speedup(found, as_decided(program, found.decisions), prices, setup.training)
     if setup.lengths is None or setup.trace_rows is None:
         return found
     planner = FamilyPlanner(

@@ -86,6 +86,8 @@ class CandidateSet:
             gradients=settings.training.gradient_dtype,
             host_storage=settings.training.host_storage,
             piece_tokens=program.piece_tokens,
+            late_ops=tuple(op.name for op in program.tail),
+            statistics=program.statistics,
         )
 
     def _named_strategy(self, candidate: LayerCandidate) -> LayerStrategy:
@@ -137,9 +139,10 @@ def make_candidate_set(
     context: SearchContext, count: int, factors: dict[int, tuple[str, ...]], shared: SharedStorage
 ) -> CandidateSet | None:
     """The candidates with `count` microbatches, or None if some layer has none that meets what is settled."""
+    in_flight = count if context.program.is_loss_late else min(count, context.num_groups)
     settings = StepSettings(
         context.program, context.prices, context.request.training, count, factors, shared,
-        context.memory_price_s_per_byte, min(count, context.num_groups), context.op_shares, context.reruns,
+        context.memory_price_s_per_byte, in_flight, context.op_shares, context.reruns,
     )  # fmt: skip
     by_class = {first: _class_candidates(context, settings, first) for first in dict.fromkeys(context.classes)}
     if not all(by_class.values()):

@@ -47,7 +47,8 @@ from autopar.errors import ConstraintError
 from autopar.plan.decisions import GRADIENT_DTYPES
 from autopar.program import Layer, Program
 from autopar.schedules import schedule_names
-from autopar.search.microbatches import PER_MICROBATCH, is_named, option_per_microbatch
+from autopar.search.microbatches import PER_MICROBATCH
+from autopar.search.time_problem import is_named, option_per_microbatch
 from autopar.step.activation_policies import policy_names
 from autopar.suggestions import suggest
 
@@ -318,7 +319,7 @@ def _check_per_microbatch(program: Program, scoped: ScopedConstraint) -> None:
         places = ", ".join(dict.fromkeys(op.module or op.name for op in able)) or "nowhere in this model"
         raise ConstraintError(
             f"constraint {scoped.text!r}: {scoped.pattern!r} matches nothing that can take a microbatch for the whole "
-            f"batch; only batch norm in training can: {places}"
+            f"batch; only batch norm in training and statistics that balance losses multiply can: {places}"
         )
 
 

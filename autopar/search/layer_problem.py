@@ -51,7 +51,8 @@ class StepSettings:
         time: layer kind -> per op, the factor that microbatches split.
         shared: where parameters that several layers read, or that the caller keeps, are stored.
         memory_price_s_per_byte: a usual price of memory, to look for strategies that save it.
-        in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline.
+        in_flight: how many microbatches are usually between forward and backward; more than one in a pipeline, and
+            where all forwards come first.
         op_shares: layer kind -> per op of a compiled layer, which part of its seconds alone it takes about, forward and
             backward: what kernels are made of differs between strategies, which are priced as they are once found.
         reruns: by kind of layer, ways to keep activations that name the ops that run again.

@@ -100,7 +100,7 @@ def has_whole_boundary(program: Program, name: str) -> bool:
         return name in program.inputs  # in slices, rather, but those cost nothing
     if name in _parameter_free(_Identity(program)) or name in program.updates.values():
         return True
-    return name == program.loss if program.loss else name in program.outputs
+    return name in program.whole_results
 
 
 class _Identity:

@@ -5,14 +5,11 @@ nothing can be communicated along it; only these moves are possible:
 
 * a whole value without gradient is sliced (``R -> S(d)``) or read as it is (``R -> R``, or ``R -> B``, which is the
   same for a value without gradient);
+* a whole value is added to a sum of terms by the first microbatch alone (``R -> P`` without gradient; ``B -> P`` of
+  what is made of parameters alone);
 * a parameter is read whole by every microbatch and collects the terms of its gradient (``R -> B``);
-* the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient end
-  as slices (``S(d)``), which the runtime joins, and whose gradients it slices.
-
-So an exact way to run in microbatches is a choice of one option per op such that every operand's placement
-follows by a free move from the placement of its value.  Layers of one kind get the same choice.  The search
-is arc consistency over the sets of placements that values can have, then one pass of choices with
-propagation; the number of variables is that of the layer *kinds*, not of the layers.
+* the loss ends as a sum of terms (``P``), which the runtime adds up; without a loss, outputs that carry a gradient
+  end as slices (``S(d)``), which the runtime joins, and whose gradients it slices.
 
 Ops that need the whole batch may take each microbatch for it where the user says so by name (``"batch_norm:
 per_microbatch"``).  The result differs from one device's, so it is never chosen without that constraint, and the plan
@@ -21,20 +18,22 @@ says so.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
-from autopar.ops import family_of
-from autopar.placement import BROADCAST, REPLICATE, Placement, shard
-from autopar.program import Layer, Op, Option, Program
+from autopar.program import Op, Program
+from autopar.search.time_problem import (
+    build_problem,
+    choose,
+    narrow,
+    option_per_microbatch,
+    propagate_forward,
+    without_whole_batches,
+)
 
-__all__ = ["PER_MICROBATCH", "TimeAssignment", "is_named", "option_per_microbatch", "time_assignment"]
+__all__ = ["PER_MICROBATCH", "TimeAssignment", "time_assignment"]
 
 PER_MICROBATCH = "per_microbatch"  # the constraint: "batch_norm: per_microbatch"
-
-Variable = tuple[int, str, int, int]  # layer kind, "state" | "input" | "op", position, index of the result
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,11 @@ def time_assignment(
         return TimeAssignment({layer.kind: () for layer in program.kinds})
     if not (program.loss or joins_outputs):
         return "the model returns no scalar loss, so its outputs can't be added up over microbatches"
-    problem = _build(program, num_microbatches, per_microbatch)
-    blocked = _propagate_forward(problem) or _narrow(problem, problem.constraints)
+    problem = build_problem(program, num_microbatches, per_microbatch)
+    stuck = propagate_forward(problem)
+    blocked = stuck.op if stuck is not None else narrow(problem, problem.constraints)
     if blocked is None:
-        blocked = next((c.op for c in problem.constraints if not _choose(problem, c)), None)
+        blocked = next((c.op for c in problem.constraints if not choose(problem, c)), None)
     if blocked is not None:
         return _describe(_first_coupling(program, num_microbatches, per_microbatch) or blocked, num_microbatches)
     chosen = {(c.kind, c.op.name): c.options[0].factor for c in problem.constraints if c.op is not None}
@@ -91,307 +91,15 @@ def _approximations(program: Program, factors: Mapping[int, tuple[str, ...]], nu
         others = f" and {len(inexact) - 1} more" if len(inexact) > 1 else ""
         yield (
             f"not what one device computes with the whole batch, as {PER_MICROBATCH!r} allows: {first.target} "
-            f"({first.module or first.name}{others}) uses the statistics of each of {num_microbatches} microbatches, "
-            "and each updates its running statistics"
+            f"({first.module or first.name}{others}) uses the statistics of each of {num_microbatches} microbatches"
+            + (", and each updates its running statistics" if len(first.results) > 1 else "")
         )
 
 
 def _first_coupling(program: Program, num_microbatches: int, per_microbatch: Sequence[str]) -> Op | None:
     """The first op that slices of the inputs don't get through, if nothing is computed redundantly."""
-    problem = _build(program, num_microbatches, per_microbatch)
-    for constraint in problem.constraints:
-        if any(operand[1] != "state" for operand in constraint.operands):
-            constraint.options = [option for option in constraint.options if option.factor != "~"]
-    return _propagate_forward(problem)
-
-
-@dataclass
-class _Constraint:
-    """One op of one layer kind, or (without an op) a value that crosses from one layer to another."""
-
-    kind: int
-    op: Op | None
-    operands: tuple[Variable, ...]
-    results: tuple[Variable, ...]
-    options: list[Option]
-
-
-@dataclass
-class _Problem:
-    """Every variable's possible placements, and what ties them."""
-
-    domains: dict[Variable, set[Placement]] = field(default_factory=dict[Variable, set[Placement]])
-    differentiable: set[Variable] = field(default_factory=set[Variable])
-    state: set[Variable] = field(default_factory=set[Variable])
-    crossing: set[Variable] = field(default_factory=set[Variable])
-    constraints: list[_Constraint] = field(default_factory=list[_Constraint])
-    readers: dict[Variable, list[_Constraint]] = field(default_factory=dict[Variable, list[_Constraint]])
-    final: dict[Variable, set[str]] = field(default_factory=dict[Variable, set[str]])
-
-
-def _build(program: Program, num_microbatches: int, per_microbatch: Sequence[str]) -> _Problem:
-    problem = _Problem()
-    producer = _producers(program)
-    crossing: dict[tuple[Variable, Variable], None] = {}
-    seen: set[int] = set()
-    for layer in program.layers:
-        names = _layer_variables(layer)
-        for name, variable in names.items():
-            if program.values[name].requires_grad:
-                problem.differentiable.add(variable)
-        for position, name in enumerate(layer.inputs):
-            target = (layer.kind, "input", position, 0)
-            if name in producer:
-                crossing.setdefault((producer[name], target))
-                problem.crossing.add(target)
-            else:  # a model input: whole, and without a gradient
-                problem.domains.setdefault(target, set()).add(REPLICATE)
-    for layer in program.kinds:
-        seen.add(layer.kind)
-        _add_layer(problem, layer, num_microbatches, _named_ops(program, layer, per_microbatch))
-    for source, target in crossing:
-        problem.constraints.append(_Constraint(source[0], None, (source,), (target,), []))
-    _order(problem)
-    _require_outputs(problem, program, producer)
-    for constraint in problem.constraints:
-        for variable in (*constraint.operands, *constraint.results):
-            problem.readers.setdefault(variable, []).append(constraint)
-    return problem
-
-
-def _producers(program: Program) -> dict[str, Variable]:
-    return {
-        name: (layer.kind, "op", position, index)
-        for layer in program.layers
-        for position, op in enumerate(layer.ops)
-        for index, name in enumerate(op.results)
-    }
-
-
-def _layer_variables(layer: Layer) -> dict[str, Variable]:
-    names: dict[str, Variable] = {}
-    for what, group in (("input", layer.inputs), ("state", layer.state)):
-        for position, name in enumerate(group):
-            names[name] = (layer.kind, what, position, 0)
-    for position, op in enumerate(layer.ops):
-        for index, name in enumerate(op.results):
-            names[name] = (layer.kind, "op", position, index)
-    return names
-
-
-def _named_ops(program: Program, layer: Layer, patterns: Sequence[str]) -> frozenset[int]:
-    """The positions of ops that are named in every layer of this kind: they run alike."""
-    alike = [other for other in program.layers if other.kind == layer.kind] if patterns else []
-    positions = range(len(layer.ops)) if alike else ()
-    return frozenset(p for p in positions if all(is_named(other.ops[p], patterns) for other in alike))
-
-
-def _add_layer(problem: _Problem, layer: Layer, num_microbatches: int, named: frozenset[int]) -> None:
-    names = _layer_variables(layer)
-    for name in layer.state:
-        variable = names[name]
-        problem.state.add(variable)
-        problem.domains[variable] = {REPLICATE}
-    for position, op in enumerate(layer.ops):
-        results = tuple((layer.kind, "op", position, index) for index in range(len(op.results)))
-        operands = tuple(names[name] for name in op.operands)
-        differentiable = any(result in problem.differentiable for result in results)
-        options = _time_options(op, num_microbatches, differentiable, alone=position in named)
-        problem.constraints.append(_Constraint(layer.kind, op, operands, results, options))
-
-
-def _time_options(op: Op, num_microbatches: int, differentiable: bool, *, alone: bool) -> list[Option]:
-    """The options that may be assigned to the axis in time, the preferred first.
-
-    Without a gradient an op runs whole where it can (it may be needed whole, as a loss's denominator is).
-    With one, "whole" would give its operands the same gradient from each microbatch, so only terms (``~``)
-    and slices are right.
-    """
-    whole = {"-": REPLICATE, "~": BROADCAST}
-    allowed = option_per_microbatch(op) if alone else None
-    options = [option for option in op.options if option is allowed or not (option.kernel or option.collectives)]
-    for factor, placement in whole.items():
-        if all(option.factor != factor for option in options):
-            num_operands, num_results = len(op.operands), len(op.results)
-            options.append(Option(factor, (placement,) * num_operands, (placement,) * num_results))
-    fitting = [
-        o
-        for o in options
-        if o.extent % num_microbatches == 0 and (not _runs_whole(o) if differentiable else o.factor != "~")
-    ]
-    rank = {"-": 0, "~": 3, "+": 2}
-    return sorted(fitting, key=lambda o: (rank.get(o.factor, 1), min((p.dim for p in o.results), default=0)))
-
-
-def _runs_whole(option: Option) -> bool:
-    """Also as ``~``, where the op's backward takes no terms of a gradient."""
-    return option.factor in "-~" and BROADCAST not in option.operands
-
-
-def _order(problem: _Problem) -> None:
-    """Constraints in an order in which, except for links between kinds, values are defined before they are read."""
-    waiting = deque(problem.constraints)
-    known = set(problem.domains)
-    ordered: list[_Constraint] = []
-    skipped = 0
-    while waiting:
-        constraint = waiting.popleft()
-        if skipped <= len(waiting) and not all(operand in known for operand in constraint.operands):
-            waiting.append(constraint)
-            skipped += 1
-            continue
-        skipped = 0
-        ordered.append(constraint)
-        known.update(constraint.results)
-    problem.constraints[:] = ordered
-
-
-def _require_outputs(problem: _Problem, program: Program, producer: Mapping[str, Variable]) -> None:
-    for name in program.outputs:
-        if name in producer:
-            is_joined = not program.loss and program.values[name].requires_grad
-            problem.final.setdefault(producer[name], {"S"} if is_joined else {"R", "S"})
-    for name in program.updates.values():
-        if name in producer:
-            problem.final[producer[name]] = {"R"}
-    if program.loss in producer:
-        problem.final[producer[program.loss]] = {"P"}
-
-
-def _is_free(problem: _Problem, variable: Variable, source: Placement, target: Placement) -> bool:
-    if variable in problem.differentiable:
-        return source == target or (variable in problem.state and target == BROADCAST)
-    whole = source.kind in "RB"
-    # What crossed a boundary may be sharded on devices, and the axis in time is outside of those.
-    targets = "RB" if variable in problem.crossing else "RBS"
-    return source == target or (whole and target.kind in targets)
-
-
-def _operands_fit(problem: _Problem, constraint: _Constraint, option: Option) -> bool:
-    return all(
-        any(_is_free(problem, variable, source, target) for source in problem.domains.get(variable, ()))
-        for variable, target in zip(constraint.operands, option.operands, strict=True)
-    )
-
-
-def _propagate_forward(problem: _Problem) -> Op | None:
-    """Grow every variable's placements from what it is computed from; the first op that can't run, or None.
-
-    Layers of one kind follow each other, so the order has loops; the sets only grow, so repeating ends.
-    """
-    changed = True
-    while changed:
-        changed = False
-        for constraint in problem.constraints:
-            before = sum(len(problem.domains.get(result, ())) for result in constraint.results)
-            _grow(problem, constraint)
-            changed |= sum(len(problem.domains[result]) for result in constraint.results) != before
-    for constraint in problem.constraints:
-        if constraint.op is not None and not all(problem.domains[result] for result in constraint.results):
-            return constraint.op
-    return None
-
-
-def _grow(problem: _Problem, constraint: _Constraint) -> None:
-    if constraint.op is None:
-        problem.domains.setdefault(constraint.results[0], set()).update(problem.domains.get(constraint.operands[0], ()))
-        return
-    for result in constraint.results:
-        problem.domains.setdefault(result, set())
-    for option in constraint.options:
-        if _operands_fit(problem, constraint, option):
-            for result, placement in zip(constraint.results, option.results, strict=True):
-                problem.domains[result].add(placement)
-
-
-def _narrow(problem: _Problem, start: Iterable[_Constraint]) -> Op | None:
-    """Remove placements and options that fit nothing, until all fit; an op without any left, or None."""
-    for variable, kinds in problem.final.items():
-        problem.domains[variable] = {p for p in problem.domains[variable] if p.kind in kinds}
-    queue = deque(start)
-    queued = {id(constraint) for constraint in queue}
-    while queue:
-        constraint = queue.popleft()
-        queued.discard(id(constraint))
-        changed = _revise(problem, constraint)
-        if changed is None:
-            return constraint.op or _op_of(problem, constraint)
-        for variable in changed:
-            for reader in problem.readers[variable]:
-                if reader is not constraint and id(reader) not in queued:
-                    queue.append(reader)
-                    queued.add(id(reader))
-    return None
-
-
-def _revise(problem: _Problem, constraint: _Constraint) -> set[Variable] | None:
-    """Make one constraint consistent: the variables that it narrowed, or None if nothing is left."""
-    if constraint.op is None:
-        allowed = _crossing_pairs(problem, constraint)
-    else:
-        constraint.options = [option for option in constraint.options if _fits(problem, constraint, option)]
-        allowed = _allowed_by_options(problem, constraint)
-    changed: set[Variable] = set()
-    for variable, placements in allowed.items():
-        kept = problem.domains[variable] & placements
-        if not kept:
-            return None
-        if kept != problem.domains[variable]:
-            problem.domains[variable] = kept
-            changed.add(variable)
-    return changed
-
-
-def _crossing_pairs(problem: _Problem, constraint: _Constraint) -> dict[Variable, set[Placement]]:
-    """A value keeps its placement where it crosses."""
-    source, target = constraint.operands[0], constraint.results[0]
-    both = problem.domains[source] & problem.domains[target]
-    return {source: both, target: both}
-
-
-def _fits(problem: _Problem, constraint: _Constraint, option: Option) -> bool:
-    return _operands_fit(problem, constraint, option) and all(
-        placement in problem.domains[result]
-        for result, placement in zip(constraint.results, option.results, strict=True)
-    )
-
-
-def _allowed_by_options(problem: _Problem, constraint: _Constraint) -> dict[Variable, set[Placement]]:
-    allowed: dict[Variable, set[Placement]] = {}
-    for position, variable in enumerate(constraint.operands):
-        targets = {option.operands[position] for option in constraint.options}
-        fitting = {
-            p for p in problem.domains[variable] if any(_is_free(problem, variable, p, target) for target in targets)
-        }
-        allowed[variable] = allowed.get(variable, fitting) & fitting
-    for position, variable in enumerate(constraint.results):
-        allowed[variable] = {option.results[position] for option in constraint.options}
-    return allowed
-
-
-def _op_of(problem: _Problem, constraint: _Constraint) -> Op | None:
-    for variable in (*constraint.results, *constraint.operands):
-        for other in problem.constraints:
-            if other.op is not None and variable in (*other.results, *other.operands):
-                return other.op
-    return None
-
-
-def _choose(problem: _Problem, constraint: _Constraint) -> bool:
-    """Fix a constraint to the first of its options that leaves the rest solvable."""
-    if constraint.op is None:
-        return True
-    choices = list(constraint.options)
-    domains = dict(problem.domains)
-    options = [list(other.options) for other in problem.constraints] if len(choices) > 1 else []
-    for option in choices:
-        constraint.options = [option]
-        if _narrow(problem, [constraint]) is None:
-            return True
-        problem.domains = dict(domains)
-        for other, before in zip(problem.constraints, options, strict=False):
-            other.options = list(before)
-    return False
+    stuck = propagate_forward(without_whole_batches(build_problem(program, num_microbatches, per_microbatch)))
+    return None if stuck is None else stuck.op
 
 
 def _describe(op: Op | None, num_microbatches: int) -> str:
@@ -408,23 +116,4 @@ def _describe(op: Op | None, num_microbatches: int) -> str:
     return (
         f"{num_microbatches} microbatches would not be exact: {op.target} ({op.name}"
         f"{' at ' + where if where else ''}) needs the whole batch at once, or its batch does not divide; {remedy}"
-    )
-
-
-def option_per_microbatch(op: Op) -> Option | None:
-    """The option in which `op` reads a slice of the batch and uses the statistics of that slice, if it can do so."""
-    kernels = family_of(op.target).kernels
-    for option in op.options:
-        if option.kernel in kernels and kernels[option.kernel].uses_statistics and option.operands[0] == shard(0):
-            return option
-    return None
-
-
-def is_named(op: Op, patterns: Collection[str]) -> bool:
-    """Whether one of `patterns` names the op (``"batch_norm"``), or a module that it is in."""
-    names = (op.target, op.target.partition(".")[2])
-    return any(
-        any(fnmatchcase(name, pattern) for name in names)
-        or bool(op.module and (fnmatchcase(op.module, pattern) or fnmatchcase(op.module, f"{pattern}.*")))
-        for pattern in patterns
     )

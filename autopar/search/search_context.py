@@ -218,7 +218,9 @@ class SearchContext:
         """
         layer, program = self.program.layers[index], self.program
         names = (*layer.inputs, *layer.outputs)
-        returned = tuple((name in program.outputs, name == program.loss, name in program.carried) for name in names)
+        returned = tuple(
+            (name in program.outputs, name in program.loss_terms, name in program.carried) for name in names
+        )
         return self._crossings(index), returned, program.training, bool(program.loss), program.num_trainable_elements
 
 

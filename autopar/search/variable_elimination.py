@@ -189,13 +189,13 @@ def _minimise_out(variable: int, tables: list[Table]) -> Table:
     for start in range(0, shape[0], rows):
         pieces = [part if part.shape[1] == 1 else part[:, start : start + rows] for part in spread]
         total = pieces[0] + pieces[1] if len(pieces) > 1 else pieces[0]
+        whole = (extents[variable], min(rows, shape[0] - start), *shape[1:])
         for piece in pieces[2:]:
-            # In place where the sum has its full shape already.
-            if total.shape == np.broadcast_shapes(total.shape, piece.shape):
+            if total.shape == whole:  # in place
                 total += piece
             else:
                 total = total + piece
-        np.min(total, axis=0, out=result[start : start + rows])
+        np.minimum.reduce(total, axis=0, out=result[start : start + rows])
     return scope, result
 
 

@@ -2,7 +2,8 @@
 folds.
 
 A schedule lists forwards, backwards, sends and receives by stage and microbatch (`autopar.schedules.action_lists`);
-without stages it is a forward and a backward for every microbatch.  `StepActions.of` says what such an action is layer
+without stages it is a forward and a backward for every microbatch, or all forwards first where the loss is made of sums
+over all of them (`Program.tail`).  `StepActions.of` says what such an action is layer
 by layer:
 
 - Forward: the next layer's parameters are unsharded while a layer computes.  What is unsharded once for several
@@ -251,6 +252,13 @@ class StepActions:
                 yield LayerAction("WAIT_REDUCE", index)
 
 
+def _listed_alone(count: int, kinds: str, forwards_first: bool) -> tuple[Action, ...]:
+    """Those without stages: a forward and a backward for every microbatch, in turns unless forwards come first."""
+    if forwards_first:
+        return tuple(Action(0, kind, index) for kind in kinds for index in range(count))
+    return tuple(Action(0, kind, index) for index in range(count) for kind in kinds)
+
+
 def step_actions(
     program: Program, decisions: Decisions, training: TrainingSpec, schedules: ScheduleSource | None
 ) -> StepActions:
@@ -267,8 +275,7 @@ def step_actions(
         assert schedules is not None
         listed = decisions.shape.actions(schedules)
     else:
-        kinds = "FB" if training.is_training else "F"
-        listed = (tuple(Action(0, kind, index) for index in range(count) for kind in kinds),)
+        listed = (_listed_alone(count, "FB" if training.is_training else "F", program.is_loss_late),)
     training = training.by(decisions)
     own = {layer.kind: own_training(program, layer, training) for layer in program.kinds}
     return StepActions(

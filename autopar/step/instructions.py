@@ -13,7 +13,10 @@ from autopar.placement import Layout, Placement, Step
 from autopar.program import Op, TensorType, Value
 from autopar.step.op_states import OpState
 
-__all__ = ["InPieces", "Instruction", "LocalProgram", "LocalValue", "Reshard", "RunOp", "Single", "TakeMicrobatch"]
+__all__ = [
+    "InPieces", "Instruction", "KeepInFirst", "LocalProgram", "LocalValue", "Reshard", "RunOp", "Single",
+    "TakeMicrobatch",
+]  # fmt: skip
 
 
 class LocalValue(NamedTuple):
@@ -31,6 +34,14 @@ class LocalValue(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TakeMicrobatch:
     """Take the running microbatch's slice (a view) of local value `source`, along the dim of `target`'s time."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepInFirst:
+    """Make a term of local value `source`, which all microbatches have: the first one keeps it, others have zeros."""
 
     source: int
     target: int
@@ -104,7 +115,7 @@ class InPieces:
         return (self.move, *self.products) if self.moves_first else (*self.products, self.move)
 
 
-Single = TakeMicrobatch | Reshard | RunOp
+Single = TakeMicrobatch | KeepInFirst | Reshard | RunOp
 Instruction = Single | InPieces
 
 

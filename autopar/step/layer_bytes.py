@@ -164,7 +164,7 @@ class StepTensors:
         outputs: by name, of all layers.
         last_reads: per layer, the names of the values that nobody reads after its forward.
         sent: per stage, the names of the values that it sends to the next one.
-        losses: per stage, the loss if it makes it.
+        losses: per stage, what it makes of the loss.
         returned: the names of the values that the caller gets.
     """
 
@@ -193,9 +193,10 @@ def step_tensors(layers: PlannedLayers, sizes: Sequence[LayerBytes]) -> StepTens
         for index in range(len(layers.program.layers))
     )
     program, ranges = layers.program, layers.decisions.ranges
-    returned = frozenset({*program.outputs, *program.updates.values()})
+    returned = frozenset({*program.outputs, *program.whole_results})
     made_in = {name: index for index, layer in enumerate(program.layers) for name in layer.outputs}
-    losses = tuple((program.loss,) if made_in.get(program.loss) in own else () for own in ranges)
+    trained = [name for name in program.loss_terms if program.values[name].requires_grad]
+    losses = tuple(tuple(name for name in trained if made_in.get(name) in own) for own in ranges)
     return StepTensors(found, outputs, _last_reads(program, returned), _sent(layers), losses, returned)
 
 

@@ -136,7 +136,7 @@ def _reshard_collectives(
 
 def _is_only_returned(program: Program, name: str) -> bool:
     """Whether the caller alone reads a value other than the loss, so that no gradient comes from outside the layer."""
-    if not program.loss or name == program.loss or name not in program.outputs:
+    if not program.loss or name in program.loss_terms or name not in program.outputs:
         return False
     return not any(name in layer.inputs for layer in program.layers)
 

@@ -13,14 +13,17 @@ the layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from autopar.errors import PlanMismatchError
-from autopar.placement import REPLICATE, Layout, Placement, local_shape, reshard
+from autopar.ops import family_of
+from autopar.placement import BROADCAST, PARTIAL, REPLICATE, Layout, Placement, local_shape, reshard
 from autopar.program import Op, TensorType, Value
-from autopar.step.instructions import LocalProgram, LocalValue, Reshard, RunOp, TakeMicrobatch
+from autopar.step.instructions import KeepInFirst, LocalProgram, LocalValue, Reshard, RunOp, Single, TakeMicrobatch
 from autopar.step.local_layer import PlacedLayer
 from autopar.step.pieces import in_pieces
+from autopar.step.value_flows import option_of
 
 __all__ = ["derive", "local_program"]
 
@@ -76,7 +79,7 @@ class _Builder:
         self.local = local
         self.view = local.view
         self.values: list[LocalValue] = []
-        self.instructions: list[TakeMicrobatch | Reshard | RunOp] = []
+        self.instructions: list[Single] = []
         self.produced: dict[str, int] = {}
         self.copies: dict[str, int] = {}
 
@@ -111,7 +114,14 @@ class _Builder:
             )
         ]
         self.produced.update(zip(op.results, results, strict=True))
-        self.instructions.append(RunOp(index, op, state, tuple(operands), tuple(results)))
+        self.instructions.append(RunOp(index, self._counting(index, op), state, tuple(operands), tuple(results)))
+
+    def _counting(self, index: int, op: Op) -> Op:
+        """The op, told of how many microbatches its own is one, where it takes that for the whole batch."""
+        place = family_of(op.target).count_arg
+        if place < 0 or not option_of(op, self.view.factors[index]).kernel:
+            return op
+        return replace(op, args=(*op.args[:place], self.view.num_microbatches, *op.args[place + 1 :]))
 
     def leave(self, name: str, layout: Layout) -> int:
         end = len(self.local.layer.ops)
@@ -141,6 +151,10 @@ class _Builder:
         is_whole = place.time.kind in "RB"
         if is_whole and time.kind in "RB" and (not value.requires_grad or value.role == "parameter"):
             return source
+        if is_whole and time == PARTIAL and (not value.requires_grad or place.time == BROADCAST):
+            target = self._new(value, place.layout, time)
+            self.instructions.append(KeepInFirst(source, target))
+            return target
         if not (is_whole and time.is_shard) or value.requires_grad:
             raise PlanMismatchError(
                 f"layer {self.local.layer.name}: microbatches can't take {value.name} from {place.time} to {time} in "

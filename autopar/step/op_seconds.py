@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import replace
 
 from autopar.cluster import OpTime
 from autopar.program import Op, Ref, TensorType
@@ -41,8 +40,7 @@ def op_seconds(placed: PlacedLayer, prices: Prices, training: TrainingSpec) -> l
     forward_s = _shared_out(fused.forward, joined, [time.forward_s for time in alone], prices)
     backward_s = _shared_out(fused.backward, joined, [time.backward_s for time in alone], prices)
     return [
-        replace(time, forward_s=ahead_s, backward_s=back_s)
-        for time, ahead_s, back_s in zip(alone, forward_s, backward_s, strict=True)
+        OpTime(ahead_s, back_s, time.source) for time, ahead_s, back_s in zip(alone, forward_s, backward_s, strict=True)
     ]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from autopar.errors import PlanMismatchError
-from autopar.placement import Layout, Placement, mesh_axes
+from autopar.placement import Axis, Layout, Placement, mesh_axes
 from autopar.program import Op, Option, Program, TensorType, itemsize_bytes
 from autopar.step.prices import CollectiveCall, Prices
 from autopar.step.value_flows import TimeView, option_of, options_of
@@ -138,7 +138,7 @@ def _extend(
     known: dict[_Types, _Types],
 ) -> _Partial | None:
     """`partial` with this option on the next axis, or None where that is illegal."""
-    if option.kernel and partial.kernel and (option.kernel != partial.kernel or option.travelling):
+    if option.kernel and partial.kernel and (option.kernel != partial.kernel or option.is_on_one_axis):
         return None
     degrees = partial.degrees
     if option.extent:
@@ -197,18 +197,20 @@ def _joined(tensor: TensorType, cut: Placement, size: int) -> TensorType:
 
 
 def kernel_runs(state: OpState, mesh: tuple[int, ...]) -> tuple[CollectiveCall, ...]:
-    """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in
-    turn.
-    """
+    """The collectives that the state's special kernel runs per microbatch: on each axis of its factor in turn."""
     return tuple(call for call, times in kernel_calls(state, mesh) for _ in range(times))
 
 
 def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[CollectiveCall, int]]:
-    """These, and how often each runs in a row."""
+    """These, and how often each runs in a row.
+
+    A ring on an axis runs once for each step of those further out (`autopar.lower.communication.rings`).
+    """
     if not any(option.collectives for option in state.options):
         return
     types = state.operand_types + state.result_types
     together = math.prod(size for option, size in zip(state.options, mesh, strict=True) if option.kernel)
+    rounds = 1
     for option, axis in zip(state.options, mesh_axes(mesh), strict=True):
         for collective in option.collectives if axis.size > 1 else ():
             shape = types[collective.operand].shape
@@ -216,12 +218,15 @@ def kernel_calls(state: OpState, mesh: tuple[int, ...]) -> Iterator[tuple[Collec
             growth = dict(collective.growth).get(together, 1.0)
             element_bytes = itemsize_bytes(collective.dtype) * collective.count * growth
             full, rest = divmod(elements, collective.piece) if collective.piece else (0, elements)
-            beside = axis.size if collective.is_ring and option.travelling else 0
-            times = axis.size - 1 if collective.is_ring else 1
+            beside = rounds * axis.size if collective.is_ring and option.travelling else 0
+            times = rounds * (axis.size - 1) if collective.is_ring else 1
             for size, pieces in ((collective.piece, full), (rest, 1)):
                 if size and pieces:
                     call = CollectiveCall(collective.kind, collective.phase, axis, size * element_bytes, beside)
                     yield call, pieces * times
+                    if collective.returns:
+                        yield replace(call, beside=0), pieces * rounds
+        rounds *= axis.size if option.travelling else 1
 
 
 def kernel_hidden_s(
@@ -230,18 +235,19 @@ def kernel_hidden_s(
     """Seconds of each of `kernel_calls`, one time, that pass beside the kernel's computing, `phase_s` by phase.
 
     Of a ring of n devices, each step sends beside one n-th of the computing; a device is then busy for the longer one
-    of what it sends, and of what it computes and loses by sending (`Prices.interference`).
+    of what it sends, and of what it computes and loses by sending (`Prices.interference`).  Rings on several axes send
+    at the same time, on links of their own.
     """
-    step_bytes: dict[str, float] = {}
-    for call, times in calls:
+    step_bytes: dict[tuple[str, Axis], float] = {}
+    for call, _ in calls:
         if call.beside:
-            step_bytes[call.phase] = step_bytes.get(call.phase, 0.0) + times * call.num_bytes / (call.beside - 1)
+            step_bytes[call.phase, call.axis] = step_bytes.get((call.phase, call.axis), 0.0) + call.num_bytes
     hidden: list[float] = []
     for call, _ in calls:
         if not call.beside:
             hidden.append(0.0)
             continue
-        computing_s = phase_s[call.phase] / call.beside * call.num_bytes / step_bytes[call.phase]
+        computing_s = phase_s[call.phase] / call.beside * call.num_bytes / step_bytes[call.phase, call.axis]
         free = 1.0 - prices.interference(call.kind, call.axis)
         hidden.append(min(computing_s, free * prices.collective_s(call.kind, call.axis, call.num_bytes)))
     return hidden

@@ -82,6 +82,13 @@ def _problems(plan: Plan, program: Program, world_size: int, *, same_shapes: boo
     if plan.piece_tokens != program.piece_tokens:
         yield f"it has logits of {plan.piece_tokens} tokens at a time (0: all), here it is {program.piece_tokens}"
         return
+    late = tuple(op.name for op in program.tail)
+    if (plan.decisions.late_ops, plan.decisions.statistics) != (late, program.statistics):
+        yield (
+            f"it has late_ops and statistics {(plan.decisions.late_ops, plan.decisions.statistics)}, here they are "
+            + (f"{(late, program.statistics)}")
+        )
+        return
     problem = stages_problem(plan.decisions)
     unknown = [problem] if problem else list(decision_problems(plan))
     yield from unknown

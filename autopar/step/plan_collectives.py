@@ -107,19 +107,19 @@ def _arriving(layers: PlannedLayers, training: TrainingSpec) -> tuple[tuple[Pric
 
 def _returning(layers: PlannedLayers, index: int, training: TrainingSpec) -> Iterator[PricedCollective]:
     program, placed = layers.program, layers.placed[index]
-    given, updated = {*program.outputs, *program.updates.values()}, program.updates.values()
+    given = {*program.outputs, *program.whole_results}
     outputs = zip(program.layers[index].outputs, placed.layer.outputs, placed.departures, strict=True)
     for name, first, layout in outputs:
         flow = placed.flows[first]
         if name not in given or flow.source != "op":
             continue
-        is_whole = not program.loss or name == program.loss or name in updated
+        is_whole = name in program.whole_results
         target = (REPLICATE,) * len(layout) if is_whole else tidy(layout)
         tensor, times = placed.view.value_type(flow), placed.view.num_microbatches
         if not is_whole:
             tensor, times = program.type_of(name), 1  # all microbatches at once
         has_gradient = training.is_training and program.values[name].requires_grad
-        is_differentiated = has_gradient and (name == program.loss or not program.loss)
+        is_differentiated = has_gradient and (name in program.loss_terms or not program.loss)
         steps = reshard(layout, target, placed.mesh)
         for call in reshard_calls(steps, tensor.num_bytes, has_gradient=is_differentiated):
             yield priced(call, name, times, "activation")
@@ -131,7 +131,7 @@ def output_gathers(layers: PlannedLayers, index: int) -> Iterator[PricedCollecti
     """What makes the outputs beside the loss, of the layer of this index, whole on every rank once they are values."""
     program, placed, plan = layers.program, layers.placed[index], layers.decisions
     for name, layout in zip(program.layers[index].outputs, placed.departures, strict=True):
-        if not program.loss or name == program.loss or name not in program.outputs:
+        if not program.loss or name in program.whole_results or name not in program.outputs:
             continue
         num_bytes = float(program.type_of(name).num_bytes)
         steps = reshard(tidy(layout), (REPLICATE,) * len(layout), placed.mesh)
@@ -181,5 +181,4 @@ def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
 
 def told_outputs(program: Program) -> tuple[str, ...]:
     """What every device group is told at the end: the loss, or without one all outputs, and new values of buffers."""
-    returned = (program.loss,) if program.loss else tuple(dict.fromkeys(program.outputs))
-    return tuple(name for name in (*returned, *program.updates.values()) if program.values[name].role == "op")
+    return tuple(name for name in program.whole_results if program.values[name].role == "op")

@@ -111,12 +111,13 @@ def derivation_problems(program: Program, plan: Plan) -> Iterator[str]:
             if count > 1 and program.training:
                 yield from _repeated_gradients(program, first, strategy, derived[key], count)
         times.update(zip(layer.outputs, derived[key].output_times, strict=True))
-    loss_time = times.get(program.loss, REPLICATE)
-    if count > 1 and program.training and program.loss in times and loss_time.kind != "P":
-        yield (
-            f"the loss {program.loss} is {loss_time} in time, but each of the {count} microbatches must give a term of "
-            "it (P): choose the batch's factor in time for the ops that make it"
-        )
+    for name in program.loss_terms if count > 1 and program.training else ():
+        time = times.get(name, REPLICATE)
+        if name in times and time.kind != "P" and program.values[name].requires_grad:
+            yield (
+                f"the loss {name} is {time} in time, but each of the {count} microbatches must give a term of it (P): "
+                "choose the batch's factor in time for the ops that make it"
+            )
 
 
 def _repeated_gradients(

@@ -333,16 +333,18 @@ class _Simulation:
         is_forward = action.kind == "RECV_F"
         sender = action.stage - 1 if is_forward else action.stage + 1
         items = (self.work.sends if is_forward else self.work.sends_back)[sender]
-        group = self.work.actions.groups[sender]
+        group, receiver = self.work.actions.groups[sender], self.work.actions.groups[action.stage]
         if by_action and items:
             name = f"stage {sender} to {action.stage}"
             num_bytes = sum(item.num_bytes for item in items)
             yield Event(
-                group, "pipeline", name, "send", start_s, stop_s, -1, action.microbatch, num_bytes, items[0].detail
-            )
+                group, "pipeline", name, "send", start_s, stop_s, -1, action.microbatch, num_bytes, items[0].detail,
+                receiver,
+            )  # fmt: skip
             return
         for item in items:
-            yield _event(group, Ran(item, start_s, start_s + item.seconds), action.microbatch)
+            ran = Ran(item, start_s, start_s + item.seconds)
+            yield _event(group, ran, action.microbatch, to_group=receiver)
             start_s += item.seconds
 
 
@@ -350,7 +352,7 @@ def _seconds(items: Sequence[Item]) -> float:
     return sum(item.seconds for item in items)
 
 
-def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0) -> Event:
+def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0, to_group: int = -1) -> Event:
     item = ran.item
     start_s, stop_s = since_s + ran.start_s, since_s + ran.stop_s
     stream = "compute"
@@ -358,8 +360,9 @@ def _event(group: int, ran: Ran, microbatch: int, since_s: float = 0.0) -> Event
         stream = "pipeline" if item.category in ("send", "broadcast") else "communication"
         stream = "host" if item.category in _COPIES else stream
     return Event(
-        group, stream, item.name, item.category, start_s, stop_s, item.layer, microbatch, item.num_bytes, item.detail
-    )
+        group, stream, item.name, item.category, start_s, stop_s, item.layer, microbatch, item.num_bytes, item.detail,
+        to_group,
+    )  # fmt: skip
 
 
 def _joined(instance: _Instance, action: Action) -> Iterator[Event]:

@@ -148,7 +148,7 @@ class _TensorGraphBuilder:
                 self._add_move(each)
             elif isinstance(each, InPieces):
                 self._add_in_pieces(each)
-            else:  # a view
+            else:  # a view, or a term, whose zeros are no larger
                 self.piece += 1
                 order = in_order(local.values[each.target].type.shape)
                 self.located[each.target] = self.located[each.source]._replace(order=order)
@@ -292,7 +292,7 @@ def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
     program, name = placed.program, flow.value.name
     if not flow.value.requires_grad:
         return False
-    if not program.loss or name == program.loss:
+    if not program.loss or name in program.loss_terms:
         return True
     return name not in program.outputs or any(name in layer.inputs for layer in program.layers)
 

@@ -20,6 +20,7 @@ from autopar.references import redirect
 from autopar.trace import torch_internals, torch_recording
 from autopar.trace.attribute_reads import recorded_reads
 from autopar.trace.counted_ids import counts_of_known_length
+from autopar.trace.covariances import written_covariances
 from autopar.trace.ctc_loss import traced_ctc_losses
 from autopar.trace.custom_functions import call_as_op
 from autopar.trace.decomposition import Functional, decompose
@@ -214,6 +215,7 @@ def _export(wrapper: _Wrapper, inputs: Sequence[Tensor], form: CallForm) -> Func
                 patches.enter_context(_unlogged())
                 patches.enter_context(written_instance_norms())
                 patches.enter_context(counts_of_known_length())
+                patches.enter_context(written_covariances())
                 patches.enter_context(torch_internals.values_to_print(note_item))
                 patches.enter_context(torch_internals.intercept_gradients(traced_gradients))
                 patches.enter_context(torch_internals.intercept_selections(select))

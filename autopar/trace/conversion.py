@@ -23,6 +23,11 @@ from autopar.trace.source_lines import frame_of_text
 __all__ = ["convert", "tensor_type"]
 
 # The runtime decides on which device a tensor is; kernels decide on its memory format.
+_CUTS = frozenset({
+    "split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "tensor_split",
+    "meshgrid", "broadcast_tensors",
+})  # fmt: skip
+"""Ops that give a list of tensors, which is the tensor itself where it is one."""
 _DROPPED_KWARGS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 
 
@@ -77,13 +82,33 @@ class _GraphBuilder:
             self.env[node.name] = self.env[source.name][index]
             return
         self._check_target(node)
-        value: Any = node.meta.get("val")
+        value: Tensor | Sequence[Any] = node.meta["val"]
+        if isinstance(value, list) and len(value) == 1:
+            self._visit_only_part(node, value[0])
+            return
         if isinstance(value, Tensor):
             results = (self.define(node.name, value, _source(node)),)
             self.env[node.name] = Ref(node.name)
         else:
             results = self._define_several(node, value)
         self._append(node, results)
+
+    def _visit_only_part(self, node: fx.Node, value: Tensor) -> None:
+        """An op that gives a list of one tensor: ops of one result give a tensor."""
+        name, target = node.name, str(node.target)
+        source, *rest = map(self.argument, node.args)
+        result = (self.define(name, value, _source(node)),)
+        if target == "aten.unbind.int":
+            self._append_op(node, result, "aten.select.int", (source, *(rest or [0]), 0))
+        elif target.split(".")[1] in _CUTS:
+            only = source[0] if isinstance(source, tuple) else source
+            self._append_op(node, result, "aten.reshape.default", (only, tuple(value.shape)))
+        else:
+            raise TraceError(
+                f"{_source(node) or 'the model'}: {target} gives a list of one tensor, for which there is no rule: "
+                "compute it with other ops"
+            )
+        self.env[name] = [Ref(name)]
 
     def _check_target(self, node: fx.Node) -> None:
         where = _source(node) or "the model"
@@ -115,13 +140,21 @@ class _GraphBuilder:
         return tuple(names)
 
     def _append(self, node: fx.Node, results: tuple[str, ...]) -> None:
+        target, args = str(node.target), tuple(map(self.argument, node.args))
+        kwargs = tuple((k, self.argument(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
+        self._append_op(node, results, target, args, kwargs)
+
+    def _append_op(
+        self,
+        node: fx.Node,
+        results: tuple[str, ...],
+        target: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+    ) -> None:
         source, module = _source(node), _module(node)
         self.place = (source or self.place[0], module if source or module else self.place[1])
-        kwargs = tuple((k, self.argument(v)) for k, v in node.kwargs.items() if k not in _DROPPED_KWARGS)
-        self.ops.append(Op(
-            name=node.name, target=str(node.target), args=tuple(map(self.argument, node.args)), kwargs=kwargs,
-            results=results, source=self.place[0], module=self.place[1],
-        ))  # fmt: skip
+        self.ops.append(Op(node.name, target, args, kwargs, results, source=self.place[0], module=self.place[1]))
 
 
 def _source(node: fx.Node) -> str:

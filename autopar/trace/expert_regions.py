@@ -197,8 +197,7 @@ class _Search:
         lists = {name: tuple(held) for name, held in self.lists.items()}
         ops = (*turned, *ops)
         # What is known from the order alone is computed before the rows that read it.
-        order = {op.name: place for place, op in enumerate(self.graph.ops)}
-        ordered = tuple(sorted(ops, key=lambda op: order[op.name]))
+        ordered = tuple(sorted(ops, key=lambda op: self.graph.places[op.name]))
         return Region(self.sort.operands[0], lists, ordered, body, end, self.num_experts)
 
     def _turn(self) -> list[Op]:

@@ -61,6 +61,8 @@ def dense_flex_attention(report: Callable[[], None] = lambda: None) -> Iterator[
     with contextlib.ExitStack() as patches:
         patches.enter_context(torch.compiler.set_stance("force_eager"))
         for name, replacement in replacements.items():
+            if not hasattr(_flex, name):  # not in every version of torch
+                continue
             patches.enter_context(patch.object(_flex, name, replacement))
         yield
 
@@ -102,6 +104,11 @@ def open_block_mask(value: Any) -> tuple[tuple[Any, ...], BlockMaskForm] | None:
     """What the `mask_mod` of a block mask captures, and the rest of it; None for anything else."""
     if not isinstance(value, BlockMask):
         return None
+    if not hasattr(_flex, "_extract_callable_pytree"):
+        raise TraceError(
+            f"an argument is a BlockMask, which autopar can't open with torch {torch.__version__}: make it in the "
+            "model's forward, or use torch 2.13 or later"
+        )
     captured, structure, mask_mod = _flex._extract_callable_pytree(value.mask_mod)
     return tuple(captured), BlockMaskForm(mask_mod, value.seq_lengths, *value.BLOCK_SIZE, structure)
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from autopar.program import Op, Ref
 from autopar.trace.cleanup import merge_equal_ops
 from autopar.trace.constants import Evaluator, constant_cone, step_cone
-from autopar.trace.graph import Graph, rename
+from autopar.trace.graph import Graph, Names, rename
 
-__all__ = ["fold_constants", "hoist_buffer_ops", "share_equal_constants"]
+__all__ = ["copy_what_leaves", "fold_constants", "hoist_buffer_ops", "share_equal_constants"]
 
 
 def fold_constants(graph: Graph) -> Graph:
@@ -51,6 +52,23 @@ def hoist_buffer_ops(graph: Graph) -> Graph:
         ops=tuple(op for op in merged.ops if groups[op.name]),
         hoisted=hoisted,
         roles={**merged.roles, **dict.fromkeys(results, "constant")},
+    )
+
+
+def copy_what_leaves(graph: Graph) -> Graph:
+    """Have an op put out each constant, parameter and buffer that the model returns, or gives a buffer."""
+    state = {"constant", "parameter", "buffer"}
+    leaving = [name for name in dict.fromkeys(graph.outputs) if graph.roles.get(name) in state]
+    leaving += [name for name in dict.fromkeys(graph.updates.values()) if graph.roles.get(name) in state]
+    names = Names(graph)
+    copies = {name: names.fresh(f"{name}_copy") for name in leaving}
+    ops = [Op(copy, "aten.clone.default", (Ref(name),), (), (copy,)) for name, copy in copies.items()]
+    return replace(
+        graph,
+        ops=(*graph.ops, *ops),
+        types={**graph.types, **{copy: graph.types[name] for name, copy in copies.items()}},
+        outputs=tuple(copies.get(name, name) for name in graph.outputs),
+        updates={buffer: copies.get(name, name) for buffer, name in graph.updates.items()},
     )
 
 

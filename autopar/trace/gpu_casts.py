@@ -19,7 +19,7 @@ from autopar.trace import torch_internals
 
 __all__ = ["IN_FLOAT32", "IN_LOW_PRECISION", "IN_WIDEST", "casts_of"]
 
-IN_FLOAT32 = (
+_FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "reciprocal",
     "rsqrt", "sinh", "softplus", "tan",
     "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "sum", "sum.dim_IntList", "cumsum", "cumprod",
@@ -31,6 +31,8 @@ IN_FLOAT32 = (
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
     "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
+IN_FLOAT32 = tuple(filter(torch_internals.is_cast_on_gpus, _FLOAT32))
+"""Without ``rms_norm`` before torch 2.12."""
 IN_LOW_PRECISION = ("mv", "addmv", "addr")
 IN_WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot",

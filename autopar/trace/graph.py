@@ -6,8 +6,9 @@ A pass is a function from a `Graph` to a `Graph`.  Nothing here is changed in pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -49,10 +50,24 @@ class Graph:
     hoisted: tuple[Op, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def producers(self) -> dict[str, Op]:
+    @cached_property
+    def producers(self) -> Mapping[str, Op]:
         """The op that computes each computed value."""
         return {name: op for op in self.ops for name in op.results}
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Where each op is in `ops`, by name."""
+        return {op.name: place for place, op in enumerate(self.ops)}
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[int]]:
+        """Where the ops are that read each value, in order."""
+        found: dict[str, list[int]] = {}
+        for place, op in enumerate(self.ops):
+            for name in dict.fromkeys(op.operands):
+                found.setdefault(name, []).append(place)
+        return found
 
     @property
     def read_at_end(self) -> frozenset[str]:

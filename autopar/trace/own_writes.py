@@ -5,7 +5,7 @@ An example is an inverse permutation, ``inverse = empty_like(order); inverse[ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
@@ -21,13 +21,14 @@ def group_writes(ops: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]] |
     well, or be read by a write.
     """
     groups: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    places = {op: place for place, op in enumerate(ops)}
     for op in ops:
         if op in groups or not torch_internals.writes(op.target):
             continue
         maker = _maker(op)
         if maker is None or maker in groups:
             return None
-        group = _group(ops, maker)
+        group = _group(places, maker)
         if op not in group or any(each in groups for each in group):
             return None
         groups |= dict.fromkeys(group, group)
@@ -44,18 +45,29 @@ def _maker(op: fx.Node) -> fx.Node | None:
     return None if torch_recording.is_composite(str(op.target)) else op
 
 
-def _group(ops: Sequence[fx.Node], maker: fx.Node) -> tuple[fx.Node, ...]:
+def _group(places: Mapping[fx.Node, int], maker: fx.Node) -> tuple[fx.Node, ...]:
     """`maker`, and all that depends on what it makes until the last write to that; empty if that isn't known."""
-    found, sharing, last = [maker], {maker}, 0
-    depends = {maker}
-    for op in ops[ops.index(maker) + 1 :]:
-        if depends.isdisjoint(op.all_input_nodes):
-            continue
-        found.append(op)
-        depends.add(op)
-        if any(op.args[at : at + 1] and op.args[at] in sharing for at in torch_internals.shared(op.target)):
-            sharing.add(op)
-            last = len(found) - 1 if torch_internals.writes(op.target) else last
-    group = tuple(found[: last + 1])
+
+    def shares(op: fx.Node, source: fx.Node) -> bool:
+        return any(op.args[at : at + 1] == (source,) for at in torch_internals.shared(op.target))
+
+    sharing = _reached(places, maker, shares)
+    last = max([places[op] for op in sharing if torch_internals.writes(op.target)], default=places[maker])
+    depends = _reached(places, maker, lambda op, _: places[op] <= last)
+    group = tuple(sorted(depends, key=places.__getitem__))
     # Who reads one of several results names another node.
     return () if any(isinstance(op.meta["val"], list | tuple) for op in group) else group
+
+
+def _reached(
+    places: Mapping[fx.Node, int], start: fx.Node, is_reached: Callable[[fx.Node, fx.Node], bool]
+) -> set[fx.Node]:
+    """`start`, and the ops that read what is reached where ``is_reached(op, what it reads)``."""
+    found, pending = {start}, [start]
+    while pending:
+        source = pending.pop()
+        for op in source.users:
+            if op in places and op not in found and is_reached(op, source):
+                found.add(op)
+                pending.append(op)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -73,11 +74,11 @@ class RowOrder:
         free = {name: graph.constants[name] for name, role in graph.roles.items() if role == "constant"}
         producers = graph.producers
         ops: list[Op] = []
-        for op in graph.ops[place:]:
-            depends = op is sort or (ops and any(name in values for name in op.operands))
-            if not depends or not all(
-                name in values or name in free or _is_free(producers, name) for name in op.operands
-            ):
+        pending = [place, *(at for at in graph.readers[sort.operands[0]] if at > place)]
+        seen = set(pending)
+        while pending:
+            op = graph.ops[heappop(pending)]
+            if not all(name in values or name in free or _is_free(producers, name) for name in op.operands):
                 continue
             before = [producers[n] for n in op.operands if n not in values and n not in free]
             try:
@@ -87,6 +88,10 @@ class RowOrder:
             except Exception:  # noqa: BLE001  (not computed from the order alone in a way that can be looked at)
                 continue
             ops += [each for each in (*before, op) if each not in ops]
+            for reader in (at for name in op.results for at in graph.readers.get(name, ())):
+                if reader not in seen:
+                    seen.add(reader)
+                    heappush(pending, reader)
         ids = values.pop(sort.operands[0])
         order = values[sort.results[1]]
         return cls(tuple(ops), values, dict(_kinds(values, ids, order, num_experts)), order, fewer)

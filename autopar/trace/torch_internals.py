@@ -51,6 +51,7 @@ __all__ = [
     "intercept_autograd_functions",
     "intercept_gradients",
     "intercept_selections",
+    "is_cast_on_gpus",
     "is_higher_order",
     "is_plain_op",
     "is_wrapped_number",
@@ -315,6 +316,11 @@ _VIEWS = frozenset({
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """`v` with norms `g` over all dims but `dim`, or over all dims if that is -1."""
     return v * (g / torch.linalg.vector_norm(v, 2, [d for d in range(v.ndim) if d != dim], keepdim=True))
+
+
+def is_cast_on_gpus(name: str) -> bool:
+    """Whether this torch's autocast for CUDA has an entry for the op ``aten::name``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
 
 
 @contextlib.contextmanager  # pyright: ignore[reportDeprecated]

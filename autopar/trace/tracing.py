@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from autopar.errors import OutputError
 from autopar.garbage import collected_seldom
+from autopar.plan import Decisions
 from autopar.program import Program, Value
 from autopar.step.logits import in_pieces
+from autopar.step.variants import as_decided
 from autopar.trace import broadcasting, cleanup, documents, expert_regions, folding, heads, masks, rewrites
 from autopar.trace.capture import capture
 from autopar.trace.conversion import convert
@@ -55,6 +57,10 @@ class Traced:
         """The same with logits of so many tokens at a time, where there are any to cut; 0: as it is."""
         return replace(self, program=in_pieces(self.program, tokens))
 
+    def decided_by(self, decisions: Decisions) -> Traced:
+        """The same with the program that a plan of these decisions runs."""
+        return replace(self, program=as_decided(self.program, decisions))
+
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_aliases,
@@ -76,12 +82,14 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     broadcasting.drop_neutral_masks,
     broadcasting.delay_expansions,
     cleanup.drop_dead_ops,
+    cleanup.join_written_slices,
     expert_regions.join_experts,
     cleanup.drop_dead_ops,
     folding.fold_constants,
     folding.share_equal_constants,
     cleanup.drop_dead_ops,
     folding.hoist_buffer_ops,
+    folding.copy_what_leaves,
 )
 
 

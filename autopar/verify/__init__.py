@@ -171,9 +171,11 @@ def verify(  # noqa: PLR0913  (all but three have good defaults)
             "compared; verify it with dropout probabilities of 0"
         )
     if approximate := ops_per_microbatch(traced.program, plan):
+        op = approximate[0]
+        where = f" ({op.module})" if op.module else ""
         raise VerificationError(
-            f"the plan isn't exact: a constraint lets {approximate[0].target} ({approximate[0].module}) use statistics "
-            "of each microbatch instead of the whole batch. Verify a plan without that constraint"
+            f"the plan isn't exact: a constraint lets {op.target}{where} use statistics of each microbatch instead of "
+            "the whole batch. Verify a plan without that constraint"
         )
     plan = plan.with_decisions(fingerprint=traced.program.fingerprint)
     batches = [batch for batch in (inputs, without_target(model, inputs)) if batch is not None]
@@ -217,7 +219,7 @@ def _first_that_fits(
     for inputs in batches:
         try:
             traced = keep_double_program(trace_model(model, inputs, device_type=device_type_of(plan.device)))
-            traced = traced.in_pieces(plan.piece_tokens)
+            traced = traced.decided_by(plan.decisions)
             check_fit(plan, traced.program, plan.world_size, same_shapes=False)
             if inputs is not batches[-1]:
                 run_single(double, _as_double(inputs), 1, in_double=True)

@@ -306,7 +306,7 @@ def measure(case: Case) -> Outcome:
     plan = search_plan(
         False, lambda own, asked: search(own, case.world, prices, asked), traced.program, prices, request, case.world
     )  # fmt: skip
-    traced = traced.in_pieces(plan.piece_tokens)
+    traced = traced.decided_by(plan.decisions)
     with _noting_transport(), _noting_copies(), _noting_sums(), _noting_offloads():
         usages = run_ranks(model, traced, plan, lambda parallel: _watch_step(parallel, inputs))
     fullest = max(range(case.world), key=lambda rank: usages[rank].peak_bytes)

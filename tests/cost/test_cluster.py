@@ -8,6 +8,7 @@ import autopar
 from autopar.cluster import LINKS, Cluster, Device, Link
 from autopar.cost import ClusterPrices
 from autopar.errors import MeshError
+from autopar.placement import Axis
 from tests.models import make_plain_gpt
 
 
@@ -133,6 +134,28 @@ def test_from_mesh_asks_the_module_of_the_devices_type(monkeypatch):
     monkeypatch.setattr(torch, "npu", driver, raising=False)  # as a package with a backend of its own does
     cluster = Cluster.from_mesh(_mesh(16, "npu"))
     assert (cluster.device.name, cluster.devices_per_node, cluster.num_nodes) == ("Ascend-910B-64GB", 8, 2)
+
+
+def test_a_device_without_a_preset_has_its_own_memory_and_says_that_its_speed_is_not_known(monkeypatch):
+    driver = SimpleNamespace(
+        is_available=lambda: True, current_device=lambda: 0, get_device_name=lambda: "RTX 9090", device_count=lambda: 2,
+        get_device_properties=lambda _: SimpleNamespace(total_memory=24 * 2**30),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "npu", driver, raising=False)
+    cluster = Cluster.from_mesh(_mesh(2, "npu"))
+    assert (cluster.device.name, cluster.device.memory_bytes) == ("RTX 9090", 24 * 2**30)
+    prices = ClusterPrices(cluster)
+    assert prices.peak_flops_per_s("bfloat16") == 0.0  # so that no MFU is printed
+    model, inputs = make_plain_gpt()
+    plan = autopar.plan(model, cluster, inputs)
+    assert any("nothing is known of the device 'RTX 9090'" in note for note in plan.notes)
+    assert "MFU" not in str(plan)
+
+
+@pytest.mark.parametrize("name", ["ascend-910b", "mi300x", "gaudi3", "h100"])
+def test_nodes_of_one_device_have_no_link_inside(name):
+    prices = ClusterPrices(Cluster.of(name, nodes=4, devices_per_node=1))
+    assert 0 < prices.collective_s("all_reduce", Axis(4, 1), 2**20) < 1
 
 
 def test_from_mesh_refuses_what_it_can_not_price():

@@ -1,13 +1,11 @@
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar import api
 from autopar.cluster import Cluster
 from autopar.cost import ClusterPrices, Profile, measure
 from autopar.cost.collective_prices import COLLECTIVES
@@ -17,6 +15,7 @@ from autopar.cost.measure.ops import op_probes
 from autopar.cost.measure.ranks import max_over_ranks, share_text
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.placement import Axis
+from autopar.planning.mesh_cluster import mesh_prices
 from tests.cost.ops import LINEAR, op, tensor
 from tests.ranks import run_ranks
 
@@ -119,10 +118,10 @@ def _measure(cache_dir: str) -> tuple[list[str], list[float]]:
     communicator = ProcessGroupCommunicator()
     ops_alone = measure_profile(communicator, "cpu", 0.5, cache_dir, axes=())
     profile = measure_profile(communicator, "cpu", 1.0, cache_dir)
-    api._CACHE = Path(cache_dir)
     mesh = init_device_mesh("cpu", (2,))
-    in_bfloat16 = api.mesh_prices(None, communicator, mesh, torch.bfloat16).profile
-    again = api.mesh_prices(None, communicator, mesh, torch.bfloat16).profile
+    in_bfloat16, again = (
+        mesh_prices(None, communicator, mesh, torch.bfloat16, cache_dir=cache_dir).profile for _ in range(2)
+    )
     axis, x = Axis(2, 1), torch.ones(2**19)
     torch.distributed.barrier()
     measured_s = [_median_s(lambda: communicator.all_reduce(x, axis), time.perf_counter) for _ in range(3)]

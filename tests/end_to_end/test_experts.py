@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from autopar.verify.rehearsal import loss_of
+from tests.end_to_end import pipelines
 from tests.end_to_end.harness import assert_same_step, parallelize
 from tests.models import make_mixtral
 from tests.ranks import run_ranks
@@ -32,3 +33,16 @@ def test_experts_over_gloo(world_size: int, constraints: tuple[str, ...]) -> Non
     assert all(rows == first for rows in others)
     assert first
     assert all(sum(rows) > 0 for rows in first.values())
+
+
+def check_balance_loss(constraints: tuple[str, ...]) -> bool:
+    model, inputs = make_mixtral(layers=2, products="grouped_mm")
+    model.config.output_router_logits = True
+    single = copy.deepcopy(model)
+    parallel = parallelize(model, inputs, constraints=constraints)
+    pipelines.assert_same_step(parallel, single, inputs)
+    return bool(parallel.plan.decisions.late_ops)
+
+
+def test_a_balance_loss_of_the_whole_batch_in_stages_over_gloo() -> None:
+    assert all(run_ranks(check_balance_loss, 4, ("pipeline=2", "expert=2", "microbatches=2")))

@@ -290,3 +290,9 @@ def test_wrong_options_say_what_to_type(
     with pytest.raises(SystemExit, match="2"):
         main([TARGET, "--cluster", "4xh100", *arguments])
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["4x8xh100+4x8xa100", "4x8xh100, 8xh200"])
+def test_clusters_of_unlike_nodes_are_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main([TARGET, "--cluster", text]) == 1
+    assert "clusters of unlike nodes can't be planned for yet" in capsys.readouterr().err

@@ -19,14 +19,17 @@ import pytest
 from autopar.explain.alternatives import Alternative
 from autopar.explain.explanation import explain
 from autopar.explain.findings import Findings
+from autopar.explain.next_steps import next_steps
 from autopar.explain.planner import Planner
 from autopar.explain.question import Question, parse_cluster
 from autopar.explain.report import render_report, write_report
-from autopar.explain.report.layer_strip import layer_strip
+from autopar.explain.report.layer_strip import layer_strip, layer_table
 from autopar.explain.report.page import sections
-from autopar.pages.timelines import condense, shown_groups
+from autopar.pages.shapes import COLOURS, MEMORY_COLOURS
+from autopar.pages.timelines import condense, shown_groups, timeline_figure
 from autopar.plan import PlannedLayer
-from autopar.timeline import MEMORY_KINDS, Event, MemoryPoint, StepTimeline
+from autopar.plan.prediction import SPENT
+from autopar.timeline import CATEGORIES, MEMORY_KINDS, Event, MemoryPoint, StepTimeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -80,7 +83,7 @@ def test_the_numbers_on_the_page_are_the_plans(found: Findings) -> None:
         "throughput": plan.samples_per_step / plan.step_time_s,
         "peak-memory": plan.peak_memory_bytes,
         "gap": plan.optimality_gap,
-        "planning": sum(seconds for _, seconds in plan.planning_s),
+        "mfu": plan.prediction.model_flops / plan.step_time_s / plan.world_size / plan.prediction.peak_flops_per_s,
     }
     for row in found.explanation.links:
         assert {float(row.runs), row.num_bytes, row.seconds} <= set(numbers.all)
@@ -121,11 +124,62 @@ def test_charts_are_what_plotly_knows(found: Findings) -> None:
 def test_the_drawn_step_is_the_simulated_one(found: Findings) -> None:
     timeline = found.timeline
     chart = next(f for section in sections(found) for f in section.figures if f.name == "timeline")
-    drawn = sum(sum(trace["x"]) for trace in chart.data) / 1e3
+    *bars, arrows = chart.data
+    drawn = sum(sum(trace["x"]) for trace in bars) / 1e3
     assert drawn == pytest.approx(sum(event.seconds for event in timeline.events), rel=1e-5)
-    assert max(x + base for trace in chart.data for x, base in zip(trace["x"], trace["base"], strict=True)) / 1e3 == (
+    assert max(x + base for trace in bars for x, base in zip(trace["x"], trace["base"], strict=True)) / 1e3 == (
         pytest.approx(timeline.step_s, rel=1e-5)
     )
+    sends = sum(event.to_group >= 0 for event in timeline.events)
+    assert (len(arrows["x"]), sends) == (3 * sends, len(list(timeline.arrivals())))
+    assert all(sent <= read for sent, read in zip(arrows["x"][::3], arrows["x"][1::3], strict=True))
+
+
+def test_two_steps_are_drawn_on_one_scale(found: Findings) -> None:
+    timeline = found.timeline
+    slower = StepTimeline(2 * timeline.step_s, (replace(timeline.events[0], stop_s=2 * timeline.step_s),))
+    chart = timeline_figure(timeline, slower, ("predicted", "measured"))
+    assert chart.layout["xaxis"]["range"] == [0, pytest.approx(2e3 * timeline.step_s, rel=1e-5)]
+    names = chart.layout["yaxis"]["ticktext"]
+    assert names.count("group 0 compute predicted") == names.count("group 0 compute measured") == 1
+    assert max(x for trace in chart.data if trace["type"] == "bar" for x in trace["x"]) == (
+        pytest.approx(2e3 * timeline.step_s - timeline.events[0].start_s * 1e3, rel=1e-5)
+    )
+
+
+def test_every_part_of_a_step_has_a_colour(found: Findings) -> None:
+    for names, colours in ((SPENT, COLOURS), (CATEGORIES, COLOURS), (MEMORY_KINDS, MEMORY_COLOURS)):
+        assert set(names) <= set(colours)
+    assert {name for kind in found.explanation.kinds for name, _ in kind.num_bytes} <= set(MEMORY_COLOURS)
+
+
+def test_temporary_bytes_count_once(found: Findings) -> None:
+    plan, kinds = found.answer.plan, found.explanation.kinds
+    for kind in kinds:
+        costs = [c for layer, c in zip(plan.layers, plan.costs, strict=True) if layer.name in kind.layers]
+        assert dict(kind.num_bytes)["transient"] == max(cost.transient_bytes for cost in costs)
+        assert dict(kind.num_bytes)["saved"] == pytest.approx(sum(cost.saved_bytes for cost in costs))
+
+
+def test_alternating_layers_share_rows(found: Findings) -> None:
+    plan = found.answer.plan
+    layers = tuple(PlannedLayer(f"layers.{n}", 0, n % 2) for n in range(126))
+    decisions = replace(plan.decisions, layers=layers, stages=(), schedule="")
+    costs = (plan.costs[0], plan.costs[-1]) * 63
+    large = replace(plan, decisions=decisions, prediction=replace(plan.prediction, costs=costs))
+    assert [row[0] for row in layer_table(large).rows] == ["layers.0 .. 124 (63 of 125)",
+                                                           "layers.1 .. 125 (63 of 125)"]  # fmt: skip
+    assert len(str(large).splitlines()) < 40
+
+
+def test_the_page_says_what_to_try_next(found: Findings) -> None:
+    page = render_report(found)
+    steps = list(next_steps(found.answer, found.explanation, found.forced))
+    assert steps
+    assert "What to try next" in page
+    assert all(step.partition("--")[0][:60] in page.replace("&#34;", '"') for step in steps)
+    full = replace(found.explanation, memory_share=0.95)
+    assert any("--what-if memory=" in step for step in next_steps(found.answer, full))
 
 
 @pytest.mark.slow
@@ -234,6 +288,17 @@ def test_the_page_works_in_a_browser(found: Findings, tmp_path: Path) -> None:
         page.keyboard.press("Enter")
         left, right = page.evaluate("document.getElementById('timeline').layout.xaxis.range")
         assert (left, right) == pytest.approx((found.timeline.step_s * 250, found.timeline.step_s * 750), rel=1e-3)
+        whole = right - left
+        # Perfetto's keys, on the chart under the pointer, which a zoom leaves where it is.
+        box = page.locator("#timeline").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] / 2)
+        width = "(([low, high]) => high - low)(document.getElementById('timeline').layout.xaxis.range)"
+        for key, factor in (("w", 0.5), ("s", 1.0), ("d", 1.0), ("a", 1.0)):
+            page.keyboard.press(key)
+            page.wait_for_function(f"Math.abs({width} - {factor * whole}) < {whole / 1e3}")
+        assert page.evaluate("document.getElementById('timeline').layout.xaxis.range") == pytest.approx([left, right])
+        page.keyboard.press("0")
+        page.wait_for_function(f"{width} > {1.9 * whole}")
         page.locator("select[data-figure=memory]").select_option(label="device group 1")
         visible = page.evaluate("document.getElementById('memory').data.map((trace) => trace.visible)")
         assert visible == [False] * len(MEMORY_KINDS) + [True] * len(MEMORY_KINDS)

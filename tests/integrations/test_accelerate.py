@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,16 @@ from tests.integrations.test_transformers_trainer import as_torchrun
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+        self.first = nn.Linear(12, 32)
+        block = (nn.LayerNorm(32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(block)) for _ in range(4))
+        self.head = nn.Linear(32, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.layers(x)
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x)
         return nn.functional.cross_entropy(logits, y), logits
 
 
@@ -73,11 +80,11 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found["state"] == pytest.approx(expected["state"], rel=1e-9)
 
 
-def check_loop(folder: Path, name: str, constraint: str, resume: str | None = None) -> None:
+def check_loop(folder: Path, name: str, constraints: list[str], resume: str | None = None) -> None:
     from autopar.integrations.accelerate import AutoparAccelerator
 
     as_torchrun()
-    options = {"profile": False, "constraints": [constraint]}
+    options = {"profile": False, "constraints": constraints}
     accelerator = accelerator_of(AutoparAccelerator, parallelize_kwargs=options)
     found = train(accelerator, folder / name, None if resume is None else folder / resume)
     expected = json.loads((folder / "expected.json").read_text())
@@ -103,8 +110,8 @@ def check_refusals() -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
-    """Also goes on from two ranks with another plan, and on one process."""
+def test_a_loop_on_two_and_four_ranks(tmp_path: Path) -> None:
+    """Also goes on with another plan, on more ranks, with stages, and on one process."""
     accelerate = pytest.importorskip("accelerate")
     from autopar.integrations.accelerate import AutoparAccelerator
 
@@ -112,8 +119,13 @@ def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "expected.json").write_text(json.dumps(expected))
     launch(
         2,
-        partial(check_loop, tmp_path, "data", "data=2"),
-        partial(check_loop, tmp_path, "tensor", "tensor=2", "data"),
+        partial(check_loop, tmp_path, "data", ["data=2"]),
+        partial(check_loop, tmp_path, "tensor", ["tensor=2"], "data"),
         check_refusals,
     )
-    assert_equal(train(accelerator_of(AutoparAccelerator), tmp_path / "back", tmp_path / "data"), expected)
+    launch(
+        4,
+        partial(check_loop, tmp_path, "four", ["data=2", "tensor=2", "zero=3"]),
+        partial(check_loop, tmp_path, "staged", ["pipeline=2", "data=2"], "data"),
+    )
+    assert_equal(train(accelerator_of(AutoparAccelerator), tmp_path / "back", tmp_path / "four"), expected)

@@ -95,11 +95,13 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["state"] == pytest.approx(expected["state"], rel=1e-9)
 
 
-def check_fit(folder: Path, name: str, constraint: str, resume: str | None = None, expected: str = "expected") -> None:
+def check_fit(
+    folder: Path, name: str, constraints: list[str], resume: str | None = None, expected: str = "expected"
+) -> None:
     from autopar.integrations.lightning import AutoparStrategy
 
     as_torchrun()
-    strategy = AutoparStrategy(parallelize_kwargs={"profile": False, "constraints": [constraint]})
+    strategy = AutoparStrategy(parallelize_kwargs={"profile": False, "constraints": constraints})
     start = None if resume is None else folder / resume / "first.ckpt"
     found = train(folder / name, strategy, dist.get_world_size(), start, expected == "outside")
     assert_equal(found, json.loads((folder / f"{expected}.json").read_text()))
@@ -122,8 +124,8 @@ def check_refusals(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fit_on_two_ranks(tmp_path: Path) -> None:
-    """Also goes on with another plan, and on one process."""
+def test_fit_on_two_and_four_ranks(tmp_path: Path) -> None:
+    """Also goes on with another plan, on more ranks, with stages, and on one process."""
     pytest.importorskip("lightning")
     from autopar.integrations.lightning import AutoparStrategy
 
@@ -136,9 +138,14 @@ def test_fit_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "outside.json").write_text(json.dumps(outside))
     launch(
         2,
-        partial(check_fit, tmp_path, "data", "data=2"),
-        partial(check_fit, tmp_path, "tensor", "tensor=2", "data", "resumed"),
-        partial(check_fit, tmp_path, "outside", "data=2", None, "outside"),
+        partial(check_fit, tmp_path, "data", ["data=2"]),
+        partial(check_fit, tmp_path, "tensor", ["tensor=2"], "data", "resumed"),
+        partial(check_fit, tmp_path, "outside", ["data=2"], None, "outside"),
         partial(check_refusals, tmp_path),
     )
-    assert_equal(train(tmp_path / "back", AutoparStrategy(), 1, tmp_path / "data" / "first.ckpt"), resumed)
+    launch(
+        4,
+        partial(check_fit, tmp_path, "four", ["data=2", "tensor=2", "zero=3"]),
+        partial(check_fit, tmp_path, "staged", ["pipeline=2", "data=2"], "data", "resumed"),
+    )
+    assert_equal(train(tmp_path / "back", AutoparStrategy(), 1, tmp_path / "four" / "first.ckpt"), resumed)

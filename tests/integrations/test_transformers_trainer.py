@@ -128,8 +128,8 @@ def check_loss_outside(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trainer_on_two_ranks(tmp_path: Path) -> None:
-    """Also goes on from one process to two, and back."""
+def test_trainer_on_two_and_four_ranks(tmp_path: Path) -> None:
+    """Also goes on from one process to two, from two to four, and back."""
     pytest.importorskip("accelerate")
     from transformers import Trainer
 
@@ -146,6 +146,13 @@ def test_trainer_on_two_ranks(tmp_path: Path) -> None:
         partial(check_training, tmp_path, "zero", ("data=2", "zero=3")),
         partial(check_training, tmp_path, "staged", ("pipeline=2",), str(tmp_path / "alone" / "checkpoint-3")),
         partial(check_loss_outside, tmp_path),
+    )
+    launch(
+        4,
+        partial(check_training, tmp_path, "four", ("data=2", "tensor=2")),
+        partial(
+            check_training, tmp_path, "four_staged", ("pipeline=2", "data=2"), str(tmp_path / "zero" / "checkpoint-3")
+        ),
     )
     back = trainer(AutoparTrainer, tmp_path / "back", options={})
     assert_equal(run(back, tmp_path / "back", str(tmp_path / "zero" / "checkpoint-3")), expected)

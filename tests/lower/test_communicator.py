@@ -215,6 +215,28 @@ def test_simulated_messages_arrive_in_order(axis: Axis):
     simulate(4, lambda c: exchange(c, axis))
 
 
+def rows_between(source: int, to: int, dtype: torch.dtype) -> torch.Tensor:
+    """What rank `source` gives to rank `to`: 0 to 2 rows, that name both."""
+    return torch.full(((2 * source + to) % 3, 2), 10 * source + to, dtype=dtype)
+
+
+def exchange_rows(c: Communicator, axis: Axis, dtype: torch.dtype) -> None:
+    ranks = axis.group(c.rank)
+    sent, wanted = [rows_between(c.rank, to, dtype) for to in ranks], [rows_between(s, c.rank, dtype) for s in ranks]
+    with c.recording() as record:
+        handle = c.start_exchange_rows(torch.cat(sent), axis, list(map(len, sent)), list(map(len, wanted)))
+    got = handle.wait()
+    assert got.dtype is dtype
+    assert torch.equal(got, torch.cat(wanted))
+    assert record[0] == Collective("all_to_all", axis, torch.cat(sent).nbytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("axis", [PAIR, INNER, OUTER], ids=["world", "inner", "outer"])
+def test_unequal_numbers_of_rows_are_exchanged(axis: Axis, dtype: torch.dtype):
+    simulate(4, lambda c: exchange_rows(c, axis, dtype))
+
+
 def test_a_sender_does_not_wait_and_may_overwrite_what_it_sent_and_waited_for():
     def run(c: Communicator) -> list[float]:
         if c.rank == 0:
@@ -311,6 +333,8 @@ def gloo_run(ranks: tuple[int, ...]) -> int:
         for dtype in (torch.float32, torch.bfloat16, torch.int16):  # beyond what goes directly
             check_all_kinds(c.rank, run_all_kinds(c, axis, dtype, 1 << 16), axis, dtype, 1 << 16)
         exchange(c, axis)
+        exchange_rows(c, axis, torch.bfloat16)
+        exchange_rows(c, axis, torch.float64)
     overlapping = [c.start_all_reduce(torch.full((3,), float(i)), axis) for i, axis in enumerate(axes)]
     assert [handle.wait()[0].item() for handle in overlapping] == [0, 2, 4]
     check_that_buffers_go(c)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autopar
 from autopar.cluster import Cluster
-from autopar.errors import InputShapeError
+from autopar.errors import InputShapeError, LossError
 from autopar.lower import ParallelModule
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
@@ -308,3 +308,12 @@ def test_all_ranks_may_pass_the_whole_batch_for_a_while() -> None:
     for rank, (whole, own) in found:
         torch.testing.assert_close(whole, expected["scores"])
         torch.testing.assert_close(own, expected["scores"].split(4)[rank])
+
+
+def test_gradients_of_a_loss_of_own_rows_are_refused() -> None:
+    def act(made: ParallelModule, inputs: dict[str, Any]) -> None:
+        logits, _ = made(**{name: own_rows(made, x) for name, x in inputs.items()})
+        logits.square().mean().backward()
+
+    with pytest.raises(LossError, match="return the loss, or pass it"):
+        on_ranks("plain_gpt", act)

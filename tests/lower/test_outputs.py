@@ -204,3 +204,45 @@ def test_what_is_read_is_named_with_its_call() -> None:
     assert any(
         re.fullmatch(r"reading output '\w+' of a training step without gradients \({}\)", each) for each in named
     )
+
+
+class ReturnsWhatItHas(nn.Module):
+    """Returns a constant, a parameter, a buffer and a number, and gives one buffer a constant, another a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.ones(4))
+        self.register_buffer("cleared", torch.ones(4))
+        self.register_buffer("copied", torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(self.cleared, Tensor)
+        assert isinstance(self.copied, Tensor)
+        assert isinstance(self.kept, Tensor)
+        y = self.linear(x)
+        self.cleared.zero_()
+        self.copied.copy_(self.linear.bias.detach())
+        return y, torch.zeros(x.shape[0], dtype=torch.long), self.linear.weight, self.kept, torch.tensor(2.5)
+
+
+def test_a_model_returns_what_it_has() -> None:
+    torch.manual_seed(0)
+    model, x = ReturnsWhatItHas(), torch.randn(8, 4)
+    traced = trace(model, (x,), {})
+    expected = copy.deepcopy(model)(x)
+
+    def run(communicator: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+        parallel = build(model, traced, plan, communicator)
+        outputs = parallel(x)
+        outputs[2].sum().backward()
+        gradient = parallel.linear.weight.grad
+        return [y + 0 for y in outputs] + [parallel._whole("linear.weight", gradient)], dict(parallel.named_buffers())
+
+    for seed in range(4):
+        plan = random_plan(traced.program, 2, seed)
+        for found, buffers in simulate(2, run):
+            for a, b in zip(found, (*expected, torch.ones(4, 4)), strict=True):
+                torch.testing.assert_close(a.detach(), b.detach())
+            assert buffers["cleared"].sum() == 0
+            torch.testing.assert_close(buffers["copied"], model.linear.bias.detach())

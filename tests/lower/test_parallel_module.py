@@ -15,8 +15,11 @@ from autopar.errors import AutoparError, InputShapeError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.observe.predictions import Predictions
+from autopar.lower.program.layer_program import layer_program
 from autopar.lower.run.lowering import Executable
-from autopar.plan import Plan
+from autopar.placement import REPLICATE
+from autopar.plan import LayerStrategy, Plan
+from autopar.program import Layer, Op, Program, Ref, TensorType, Value
 from autopar.timeline import StepTimeline
 from autopar.trace import Traced, trace
 from tests.lower.runs import assert_same, build, loss_of, train_parallel, train_single
@@ -378,3 +381,15 @@ def test_dropout_differs_between_shards() -> None:
         assert torch.equal(runs[0], runs[1])
         assert not torch.equal(runs[0][:4], runs[0][4:])
         assert set(runs[0].unique().tolist()) == {0.0, 2.0}
+
+
+def test_inputs_named_as_functions_of_python_are_kept_apart() -> None:
+    names = ("sum_1", "sum", "sum_2")  # fx calls the second one sum_3, and sum_2 if the third comes later
+    values = {name: Value(name, TensorType((), "float32"), "op", requires_grad=False) for name in (*names, "out")}
+    inner = Op("inner", "aten.sub.Tensor", (Ref("sum"), Ref("sum_2")), (), ("out",))
+    layer = Layer("one", 0, (inner,), inputs=names, state=(), outputs=("out",))
+    program = Program(values, (layer,), (), {}, {}, ("out",))
+    strategy = LayerStrategy((1,), (("-",),), (), ((REPLICATE,),) * 3, ((REPLICATE,),), (), ())
+    module = layer_program(program, layer, strategy).module
+    (found,) = module(torch.tensor(1.0), torch.tensor(5.0), torch.tensor(2.0), None)
+    assert found.item() == 3.0

@@ -15,21 +15,26 @@ from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS
 from autopar.lower.kernels.ring_attention import _Ring
 from autopar.placement import Axis
-from tests.lower.test_context_attention import CASES, ROWS, Operands, operands
+from tests.lower.test_context_attention import CASES, ROWS, WORLDS, Operands, operands, place
 from tests.ranks import run_ranks
 
 
 def on_slice(
-    c: Communicator, size: int, inputs: Operands, incoming: Tensor, is_causal: bool, settings: dict
+    c: Communicator, axes: tuple[Axis, ...], inputs: Operands, incoming: Tensor, is_causal: bool, settings: dict
 ) -> tuple[list[Tensor], list[Collective], list[Collective]]:
     """Result and gradients of this device's rows, and what was communicated, forward and backward."""
-    shards = Shards(c, (Axis(size, 1),) if size > 1 else ())
+    shards = Shards(c, axes)
+    size = shards.count
     leaves = [x.chunk(size, 2)[shards.index].clone().requires_grad_() for x in inputs]
     with c.recording() as forward:
         out = KERNELS["ring_attention"](shards, *leaves, None, 0.0, is_causal, **settings)
     with c.recording() as backward:
         out.backward(incoming.chunk(size, 2)[shards.index])
     return [out.detach(), *(x.grad for x in leaves)], forward, backward
+
+
+def ring_of(size: int) -> tuple[Axis, ...]:
+    return (Axis(size, 1),) if size > 1 else ()
 
 
 def assert_same(
@@ -50,7 +55,7 @@ def test_slices_are_one_attention(case: str, size: int, is_causal: bool):
     shape, settings = CASES[case]
     inputs = operands(**shape)
     incoming = torch.randn(2, 4, ROWS, inputs[2].shape[-1], dtype=torch.float64)
-    results = simulate(size, lambda c: on_slice(c, size, inputs, incoming, is_causal, settings))
+    results = simulate(size, lambda c: on_slice(c, ring_of(size), inputs, incoming, is_causal, settings))
     assert_same(results, inputs, incoming, is_causal, settings)
     read, slices, result = (
         n // size for n in (sum(x.nbytes for x in inputs), sum(x.nbytes for x in inputs[1:]), incoming.nbytes)
@@ -63,12 +68,31 @@ def test_slices_are_one_attention(case: str, size: int, is_causal: bool):
         assert (len(forward), len(backward)) == ((size + 3, 2 * size + 3) if is_causal else (size - 1, 2 * size - 1))
 
 
+@pytest.mark.parametrize(("world", "axes"), [WORLDS["2x3"], WORLDS["2x2 swapped"], (8, (Axis(2, 4), Axis(2, 1)))])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_rings_inside_of_rings(world: int, axes: tuple[Axis, ...], is_causal: bool):
+    """The inner ring goes round for each step of the outer one; others may run beside."""
+    inputs, settings = operands(few=2), {"enable_gqa": True}
+    incoming = torch.randn(2, 4, ROWS, 8, dtype=torch.float64)
+    results = simulate(
+        world, lambda c: (place(axes, c.rank), *on_slice(c, axes, inputs, incoming, is_causal, settings))
+    )
+    by_shard = {shard: found for shard, *found in results}
+    assert_same([by_shard[shard] for shard in sorted(by_shard)], inputs, incoming, is_causal, settings)
+    outer, inner = axes
+    for _, forward, backward in by_shard.values():
+        for axis, rounds in ((outer, 1), (inner, outer.size)):
+            ahead, back = (sum(each.axis == axis for each in found) for found in (forward, backward))
+            assert ahead == rounds * (axis.size - 1) + 4 * is_causal
+            assert back == rounds * (2 * axis.size - 1) + 4 * is_causal
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_dtypes(dtype: torch.dtype):
     inputs = operands(few=2, dtype=dtype)
     incoming = torch.randn(2, 4, ROWS, 8, dtype=dtype)
     settings = {"enable_gqa": True}
-    results = simulate(4, lambda c: on_slice(c, 4, inputs, incoming, True, settings))
+    results = simulate(4, lambda c: on_slice(c, ring_of(4), inputs, incoming, True, settings))
     assert {x.dtype for found, *_ in results for x in found} == {dtype}
     assert_same(results, inputs, incoming, True, settings, 4e-2 if dtype is torch.bfloat16 else 1e-5)
 
@@ -79,7 +103,8 @@ def test_every_step_is_the_same_work_on_all_devices(size: int):
 
     def pairs(c: Communicator) -> list[int]:
         ring = _Ring(Shards(c, (Axis(size, 1),)), is_causal=True)
-        steps = (ring.seen(step, 4)[:2] for step in range(size))
+        sources = ((ring.shards.index - step) % size for step in range(size))
+        steps = (ring.seen(source, 4)[:2] for source in sources)
         return [len(range(4)[rows]) * len(range(4)[columns]) for rows, columns in steps]
 
     assert simulate(size, pairs) == [[16, *[8] * (size - 1)]] * size
@@ -87,7 +112,7 @@ def test_every_step_is_the_same_work_on_all_devices(size: int):
 
 def on_gloo() -> tuple:
     incoming = torch.ones(2, 4, ROWS, 8, dtype=torch.float64)
-    return on_slice(ProcessGroupCommunicator(), 2, operands(few=2), incoming, True, {"enable_gqa": True})
+    return on_slice(ProcessGroupCommunicator(), ring_of(2), operands(few=2), incoming, True, {"enable_gqa": True})
 
 
 def test_processes():
@@ -97,6 +122,5 @@ def test_processes():
 
 def test_what_it_cannot_do_is_refused():
     inputs = operands()
-    for axes, dropout in (((Axis(2, 1),), 0.1), ((Axis(2, 2), Axis(2, 1)), 0.0)):
-        with pytest.raises(ValueError, match="no dropout, and runs on one axis"):
-            simulate(4, lambda c, a=axes, p=dropout: KERNELS["ring_attention"](Shards(c, a), *inputs, None, p, True))
+    with pytest.raises(ValueError, match="no mask and no dropout"):
+        simulate(2, lambda c: KERNELS["ring_attention"](Shards(c, (Axis(2, 1),)), *inputs, None, 0.1, True))

@@ -496,6 +496,7 @@ def _joins() -> list[Sample]:
         sample("tile", x(4, 6), [2, 1, 1]),
         sample("repeat_interleave.self_int", y, 3, 1),
         sample("repeat_interleave.self_int", y, 3),
+        sample("repeat_interleave.self_int", x(6), 2),
         sample("repeat_interleave.self_int", y, 2, 1, output_size=12),
         sample("select_scatter", y, x(4, 2), 1, 3),
         sample("slice_scatter", y, x(4, 3, 2), 1, 2, 5),
@@ -526,6 +527,7 @@ def _indexing() -> list[Sample]:
         sample("scatter.value", y, 0, index, 2.0),
         sample("scatter.reduce", y, 1, index, x(4, 6, 2), reduce="add", fixed=(0, 2)),
         sample("scatter_add", y, 1, index, x(4, 6, 2)),
+        sample("scatter_add", x(4), 0, ids(4, 12), x(12)),
         sample("scatter_reduce.two", y, 1, index, x(4, 6, 2), "sum"),
         sample("index_add", y, 1, where, x(4, 4, 2)),
         sample("index_add", x(6), 0, where, x(4)),
@@ -620,6 +622,7 @@ def _creation() -> list[Sample]:
         sample("new_full", x(4, 6), [4, 6], 2.0),
         sample("new_full", x(3), [4, 6], 2.0),
         sample("new_empty", x(3), [4, 6], shapes_only=True),
+        sample("new_empty", x(4, 3), [4, 6], shapes_only=True),
     ]
     return found + [sample(f"new_{name}", x(4, 6), size) for name in ("zeros", "ones") for size in ([4, 6], [4], [])]
 
@@ -639,6 +642,7 @@ def _special() -> list[Sample]:
         sample("autopar.dropout", x(4, 6), 0.5, shapes_only=True),
         sample("autopar.cross_entropy_denominator", target, None, -100, 12),
         sample("autopar.cross_entropy_denominator", target, weight, -100, 12),
+        sample("autopar.batch_statistic", u(4, 6).round(), 1, fixed=(0,)),
         sample("autopar.batch_norm", x(4, 6, 2, 4), x(6), x(6), x(6), u(6), 0.1, 1e-5, fixed=(3, 4)),
         sample("autopar.batch_norm", x(4, 6), None, None, None, None, 0.1, 1e-5),
         sample("autopar.batch_norm", x(4, 6, 2), x(6), None, x(6), u(6), 0.1, 1e-5, fixed=(2, 3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from autopar.api import trace_model
 from autopar.lower.communication.shards import Shards
 from autopar.lower.communication.simulated_ranks import simulate
 from autopar.lower.kernels import KERNELS, resolve_target
+from autopar.lower.kernels.ring_documents import _Places
 from autopar.lower.run.schedule_lists import schedule_actions
 from autopar.ops.attention import DOCUMENTS
 from autopar.placement import Axis
@@ -152,6 +154,45 @@ def test_a_single_row_splits_by_context():
     who = subject("llama", "odd", 1)
     plan = searched(who, 2, "context=2")
     assert_parity(who, plan)
+
+
+def only_with(who: Subject, kernel: str) -> Subject:
+    """Without the other ways to split the rows of attention by documents."""
+
+    def change(op: Op) -> Op:
+        return replace(op, options=tuple(option for option in op.options if option.kernel in ("", kernel)))
+
+    program = who.traced.program
+    layers = tuple(replace(layer, ops=tuple(map(change, layer.ops))) for layer in program.layers)
+    return replace(who, traced=replace(who.traced, program=replace(program, layers=layers)))
+
+
+@pytest.mark.parametrize(
+    ("name", "packing", "rows", "world_size", "constraints"),
+    [
+        ("llama", "odd", 1, 2, ("context=2",)),
+        ("mistral", "some", 8, 2, ("context=2",)),
+        *(pytest.param(name, packing, 8, *split, marks=pytest.mark.slow)
+          for name in ("llama", "mistral")
+          for packing, *split in (
+              ("some", 4, ("context=2", "tensor=2", "microbatches=2")), ("one", 2, ("context=2", "recompute=full")),
+              ("a document a token", 4, ("context=2", "data=2", "zero=3")), ("odd", 4, ("context=2", "sequence=2")),
+          )),
+    ],
+)  # fmt: skip
+def test_slices_of_all_operands_train_as_one_device_does(
+    name: str, packing: str, rows: int, world_size: int, constraints: tuple[str, ...]
+):
+    kernel = "neighbour_documents" if name == "mistral" else "ring_documents"
+    who = only_with(subject(name, packing, rows), kernel)
+    plan = searched(who, world_size, *constraints)
+    kinds = {layer.kind for layer in who.traced.program.layers if any(op.target == DOCUMENTS for op in layer.ops)}
+    used = {
+        factor for planned in plan.layers if planned.kind in kinds
+        for factors in plan.strategies[planned.strategy].assignments for factor in factors
+    }  # fmt: skip
+    assert "r" in used
+    assert_parity(who, plan, priced=kernel == "neighbour_documents")  # what travels in a ring depends on the documents
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -329,3 +370,65 @@ def test_kernels_against_a_mask(axes: tuple[Axis, ...], size: int, scale: float 
         found = [rows, *map(joined, terms, (True, False, False))]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+PACKINGS = {
+    "short ones": [2, 3, 1, 4, 2, 3, 3, 2, 4],
+    "a long one among short ones": [2, 1, 15, 1, 3, 2],
+    "one": [24],
+    "a token each": [1] * 24,
+    "long ones": [11, 13],
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "is_causal"),
+    [("ring_documents", 0, True), ("ring_documents", 0, False), ("neighbour_documents", 1, True),
+     ("neighbour_documents", 4, True), ("neighbour_documents", 7, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_slices_of_all_operands_against_a_mask(
+    world_size: int, packing: str, kernel: str, window: int, is_causal: bool
+):
+    if window - 1 > TOKENS // world_size:
+        pytest.skip("the window reaches over more than a slice")
+    torch.manual_seed(1)
+    shapes = ((2, 4, TOKENS, 4), (2, 2, TOKENS, 4), (2, 2, TOKENS, 6))
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    numbers = torch.repeat_interleave(torch.arange(len(PACKINGS[packing])), torch.tensor(PACKINGS[packing]))
+    ids = torch.stack([numbers, torch.arange(TOKENS) // 9])
+    expected = by_mask(*leaves, ids, 0.3, is_causal, window)
+    incoming = torch.randn_like(expected)
+    wanted = [expected, *torch.autograd.grad(expected, leaves, incoming)]
+
+    def on_rank(c: Any) -> list[Tensor]:
+        shards = Shards(c, (Axis(world_size, 1),))
+        own = [x.detach().chunk(world_size, 2)[shards.index].clone().requires_grad_() for x in leaves]
+        out = KERNELS[kernel](shards, *own, ids, 0.3, is_causal, True, window=window)
+        return [out.detach(), *torch.autograd.grad(out, own, incoming.chunk(world_size, 2)[shards.index])]
+
+    found = [torch.cat(each, 2) for each in zip(*simulate(world_size, on_rank), strict=True)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shared_documents_are_equal_work_and_others_stay(world_size: int):
+    """Pairs of a row and a column that each device computes, of documents that divide; and what is sent of the rest."""
+    rows = 48 // world_size
+    lengths = (24, 1, 1, 2, 2, 2, 12, 1, 3)
+
+    def work(c: Any) -> tuple[int, int]:
+        places = _Places(torch.arange(48), lengths, Shards(c, (Axis(world_size, 1),)), rows, is_causal=True)
+        shared = [length for _, length in places._split[1]]
+        assert 24 in shared
+        assert not {1} & set(shared)
+        tiles = [tile for source in range(world_size) for tile in places.tiles(source)]
+        pairs = [t.rows.numel() * (t.columns.shape[1] + 1) // 2 if t.is_causal else t.rows.numel() * t.columns.shape[1]
+                 for t in tiles]  # fmt: skip
+        return sum(pairs), sum(places.given[1])
+
+    found = simulate(world_size, work)
+    total = sum(pairs for pairs, _ in found)
+    assert max(pairs for pairs, _ in found) <= 1.05 * total / world_size

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import math_attention
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
@@ -103,6 +104,8 @@ def inputs_of(name: str, batch: int = 4) -> dict[str, Any]:
 
 @cache
 def subject_of(name: str) -> Subject:
+    if name == "given" and not hasattr(torch_flex, "_extract_callable_pytree"):
+        pytest.skip("a BlockMask as an argument needs torch 2.13")
     torch.manual_seed(0)
     return trained_alone(Network(CALLS[name]).double(), inputs_of(name))
 
@@ -177,6 +180,12 @@ def test_functions_of_more_than_single_scores_are_refused(name: str) -> None:
     told = rf"{what}.*, which is not computed for all scores at once: .*as in bias\["
     with pytest.raises(TraceError, match=rf"\.py:\d+: the score_mod of flex_attention {told}"):
         trace(Network(call).double(), (), inputs_of(""))
+
+
+def test_a_block_mask_as_an_argument_needs_a_torch_that_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_flex, "_extract_callable_pytree", raising=False)  # as before torch 2.13
+    with pytest.raises(TraceError, match="an argument is a BlockMask, which autopar can't open with torch"):
+        trace(Network(given).double(), (), inputs_of("given"))
 
 
 def test_a_block_mask_needs_its_function() -> None:

@@ -131,7 +131,7 @@ def test_what_compares_samples_can_not_be_named() -> None:
     found = time_assignment(coupled_model(), 2, per_microbatch=["*"])
     assert isinstance(found, str)
     assert "no constraint can allow it" in found
-    with pytest.raises(ConstraintError, match="only batch norm in training can: nowhere in this model"):
+    with pytest.raises(ConstraintError, match="balance losses multiply can: nowhere in this model"):
         demands_on(coupled_model(), parse_constraints(["*: per_microbatch"], 1))
     with pytest.raises(ConstraintError, match=r"'dropout' matches nothing .*: layer1, layer2, layer3"):
         demands_on(normed_model(), parse_constraints(["dropout: per_microbatch"], 1))

@@ -69,6 +69,18 @@ def test_attention_is_priced_by_the_sum_of_squares(tmp_path: Path):
     assert seconds[1] < seconds[2] < seconds[0]
 
 
+def test_a_ring_is_priced_by_the_documents_that_lie_in_several_slices():
+    """For documents of 4 tokens in rows of 24, those at the ends of 2 slices; for documents over half a slice, all."""
+    program = subject("llama").traced.program
+    parts = {}
+    for tokens in (4, 8, 24):
+        priced = with_lengths(program, read_lengths(tokens))
+        op = next(op for layer in priced.layers for op in layer.ops if op.target == DOCUMENTS)
+        (ring,) = (option for option in op.options if option.kernel == "ring_documents")
+        parts[tokens] = {dict(each.growth).get(2, 1.0) for each in ring.collectives}
+    assert parts == {4: {8 / 24}, 8: {1.0}, 24: {1.0}}
+
+
 def test_the_example_inputs_say_how_long_documents_are():
     seen = Expectations().seeing(subject("llama").traced, ((), subject("llama").inputs)).documents
     assert sorted(seen.lengths) == sorted([7, 10, 7, 1, 20, 3] * 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from autopar.search.pipeline.pipeline_search import PipelineSearch
 from autopar.search.pipeline.relaxed_pipelines import relaxed_step_s
 from autopar.search.plan_selection import preferred_s
 from autopar.search.search_context import SearchContext
+from autopar.search.single_stage import SingleStageSearch
 from autopar.step.prices import OpTime
 from tests.search.across_programs import decoder_model
 from tests.search.inner_programs import TablePrices
@@ -99,6 +102,30 @@ def test_pipelines_that_are_passed_over_for_their_compute_alone_are_no_faster(mo
         found = search(PROGRAM, 4, PRICES, forced)
         assert found.step_time_s >= enough_s * (1 - 1e-9)
         assert preferred_s(found) >= preferred_s(free) * (1 - 1e-9)
+
+
+def test_the_number_of_microbatches_is_the_fastest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the search stops before the largest, as the fastest plan that fits has become slower."""
+    stopped: list[int] = []
+    slows_down = SingleStageSearch._slows_down
+
+    def note(self: SingleStageSearch) -> bool:
+        found = slows_down(self)
+        stopped.extend([len(self._fastest_fitting)] * found)
+        return found
+
+    monkeypatch.setattr(SingleStageSearch, "_slows_down", note)
+    program = decoder_model(3, 16, 16, 64, hidden=32, ffn=64, heads=4, kv_heads=2)
+    whole = search(program, 2, PRICES, SearchRequest(constraints=("pipeline=1",), max_microbatches=1))
+    limit = 0.4 * whole.peak_memory_bytes
+    request = SearchRequest(memory_limit_bytes=limit, constraints=("pipeline=1",), max_microbatches=8)
+    free = search(program, 2, PRICES, request)
+    assert free.num_microbatches == 2
+    for count in (1, 2, 4, 8):
+        with suppress(InfeasibleError):
+            forced = replace(request, constraints=("pipeline=1", f"microbatches={count}"))
+            assert preferred_s(search(program, 2, PRICES, forced)) >= preferred_s(free) * (1 - 1e-9)
+    assert stopped, "the search never stopped for that, so this test shows nothing"
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ def test_every_op_that_only_a_gpu_casts_is_listed():
         return {n.removeprefix("aten::") for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)}
 
     only_gpu = cast_on("AutocastCUDA") - cast_on("AutocastCPU") - MADE_OF_OTHERS
+    # Before torch 2.13 some have overloads for named dims, which autopar does not trace.
+    only_gpu -= {name for name in only_gpu if re.search(r"[Dd]imname|\.names_", name)}
     assert {*IN_FLOAT32, *IN_LOW_PRECISION, *IN_WIDEST} == only_gpu
 
 

@@ -438,6 +438,36 @@ def test_an_empty_cache_leaves_nothing():
     assert targets_of(program) == ["aten.linear.default"]
 
 
+def write(h, *slices):
+    made = h.new_zeros(len(h), 12)
+    for start, stop in slices:
+        made[:, start:stop] = h[:, : stop - start]
+    return made
+
+
+@pytest.mark.parametrize("slices", [((0, 4), (4, 12)), ((7, 12), (0, 7))])
+def test_slices_that_fill_a_tensor_are_a_cat(slices):
+    targets = targets_of(run(lambda h, y: write(h, *slices)).program)
+    assert "aten.cat.default" in targets
+    assert not {"aten.slice_scatter.default", "aten.new_zeros.default"} & set(targets)
+
+
+@pytest.mark.parametrize("slices", [((0, 4),), ((0, 4), (5, 12)), ((0, 6), (5, 12))])
+def test_slices_that_leave_a_gap_or_meet_are_written(slices):
+    assert "aten.slice_scatter.default" in targets_of(run(lambda h, y: write(h, *slices)).program)
+
+
+def test_a_slice_over_one_that_was_written_whole_is_written():
+    """Also where the first call leaves out the dim and the bounds."""
+
+    def function(h, y):
+        whole = torch.slice_scatter(h.new_zeros(h.shape), h)
+        whole[:2] = h[2:4]
+        return whole
+
+    assert targets_of(run(function).program).count("aten.slice_scatter.default") == 1
+
+
 def test_several_results():
     def function(h, y):
         a, b = h.split(4, 1)
@@ -445,6 +475,18 @@ def test_several_results():
         return a.max(1).values, b, values, indices, h.unbind(1)[3]
 
     run(function)
+
+
+def test_lists_of_one_tensor():
+    def function(h, y):
+        (whole,), (row,), (grid,) = h.chunk(1, 1), h[:1].unbind(0), torch.meshgrid(h[0], indexing="ij")
+        return whole.sum(1), h.split(8, 1)[0], row * 2, grid + 1
+
+    run(function)
+
+
+def test_covariances():
+    run(lambda h, y: (torch.cov(h), torch.corrcoef(h.T), h[0].cov(), torch.cov(h, correction=0), torch.corrcoef(h[0])))
 
 
 class Norms(nn.Module):

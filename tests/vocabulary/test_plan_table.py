@@ -19,14 +19,29 @@ def test_stages_have_rows_with_their_ranks_and_times():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert lines[0].startswith("ZeRO-3 · DP 2 x TP 2 x PP 2 (1F1B, 2 microbatches) · selective recompute · ")
     assert lines[1] == "Plan for 8 x cpu"
-    assert ["0", "block.0 .. block.1 (2)", "0 .. 3", "250", "0", "0", "0", "0", "0", "1M"] in rows
+    assert ["0", "block.0 .. 1 (2)", "0 .. 3", "250", "0", "0", "0", "0", "0", "1M"] in rows
     assert ["1", "block.2", "4 .. 7", "0", "125", "0", "0", "4", "0", "0"] in rows
-    assert [row[0] for row in rows if row[1].startswith("ZeRO-3")] == [
-        "block.0 .. block.1",
-        "block.2",
-    ]  # "(2)" is folded
+    assert [row[0] for row in rows if row[1].startswith("ZeRO-3")] == ["block.0 .. 1 (2)", "block.2"]
     assert "(compute 50%, waiting in the pipeline 50%)" in next(line for line in lines if "step time" in line)
     assert max(map(len, (line for line in lines if line.startswith(("|", "+"))))) <= 80
+
+
+def test_of_many_stages_the_telling_ones_have_rows():
+    small = small_plan()
+    layers = tuple(PlannedLayer(f"block.{i}", 0, 0) for i in range(60))
+    stages = tuple(Stage(i, i + 1, i) for i in range(60))
+    decisions = replace(small.decisions, world_size=240, layers=layers, stages=stages, schedule="1f1b")
+    costs = tuple(
+        StageCost(forward_s=i + 1.0, step_s=9.0 if i == 7 else 1.0, peak_memory_bytes=9.0 if i == 30 else 1.0)
+        for i in range(60)
+    )
+    plan = replace(small, decisions=decisions, prediction=replace(
+        small.prediction, step_time_s=99.0, costs=small.costs[:1] * 60, stages=costs
+    ))  # fmt: skip
+    lines = str(plan).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert [row[0] for row in rows if len(row) == 10 and row[0].isdigit()] == ["0", "7", "30", "59"]
+    assert "of 60 stages the first, the last, the slowest and the fullest" in lines
 
 
 def test_a_plan_of_which_nothing_is_predicted_says_so():

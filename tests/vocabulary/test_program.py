@@ -24,6 +24,16 @@ def make_layer(name: str, kind: int) -> Layer:
     return Layer(name, kind, (make_op(f"{name}.op"),), ("x",), (), (f"{name}.op",))
 
 
+def test_a_type_that_another_process_made_is_found_by_hash():
+    """Hashes of strings differ between processes, so a cached one must stay where it was made."""
+    kind = TensorType((2, 3), "float32")
+    assert hash(kind) == hash(TensorType((2, 3), "float32")) != hash(TensorType((3, 2), "float32"))
+    copied = pickle.loads(pickle.dumps(kind))
+    assert "_hash" in vars(kind)
+    assert "_hash" not in vars(copied)
+    assert copied == kind
+
+
 def make_program() -> Program:
     values = {"x": Value("x", TensorType((4, 6), "bfloat16"), "input", False)}
     layers = tuple(make_layer(name, kind) for name, kind in [("a", 1), ("b", 0), ("c", 1), ("d", 2)])

@@ -42,3 +42,17 @@ def test_a_trace_has_every_event_in_microseconds_on_a_named_thread():
     assert {e["cat"] for e in complete} <= set(CATEGORIES)
     memory = [e for e in trace if e["ph"] == "C"]
     assert [sum(e["args"].values()) for e in memory] == [8.0, 12.0]
+
+
+def test_arrows_lead_from_sends_to_what_waits_for_them():
+    first = Event(0, "compute", "layers.0", "forward", 0.0, 1.0, microbatch=3)
+    send = Event(0, "pipeline", "hidden", "send", 1.0, 1.5, microbatch=3, to_group=1)
+    earlier = Event(1, "compute", "layers.1", "forward", 0.2, 0.4, microbatch=2)
+    weight = Event(1, "compute", "layers.1", "weight", 1.5, 1.6, microbatch=3)  # waits for nothing that is sent
+    reader = Event(1, "compute", "layers.1", "forward", 1.6, 2.0, microbatch=3)
+    back = Event(1, "pipeline", "hidden", "send", 2.0, 2.5, microbatch=3, to_group=0)  # nothing reads it
+    step = StepTimeline(3.0, (reader, send, weight, first, earlier, back))
+    assert list(step.arrivals()) == [(send, reader)]
+    trace = json.loads(step.to_chrome())["traceEvents"]
+    arrows = [(e["ph"], e["pid"], e["tid"], e["ts"]) for e in trace if e["ph"] in "sf"]
+    assert arrows == [("s", 0, STREAMS.index("pipeline"), 1e6), ("f", 1, STREAMS.index("compute"), 1.6e6)]

@@ -1,8 +1,8 @@
 """Times calls on the clock of the device that runs them.
 
-On a GPU, seconds are measured between two events of the current stream.  On a CPU, a call without communication is
-measured in CPU seconds of its thread (`busy_s`), so that other programs don't count; one that waits for other ranks is
-measured in wall-clock seconds (`elapsed_s`).
+On an accelerator, seconds are measured between two events of the current stream (see `autopar.accelerators`).  On a
+CPU, a call without communication is measured in CPU seconds of its thread (`busy_s`), so that other programs don't
+count; one that waits for other ranks is measured in wall-clock seconds (`elapsed_s`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from autopar.accelerators import DeviceClock
 from autopar.cost.measure.probe import Sample
 
 __all__ = ["MIN_S", "busy_s", "elapsed_s", "median_of", "sample", "synchronize", "warm_up"]
@@ -67,11 +68,11 @@ def sample(run: Callable[[], object], device: torch.device, budget_s: float) -> 
 def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
     """The seconds from the start to the end of the work that `run` starts on `device`.
 
-    On a GPU they are measured between two events of the current stream, so that they include neither the host's wake-up
-    after a wait nor work on other streams, unless `run` waits for it.
+    On an accelerator they are measured between two events of the current stream. They include neither the host's
+    wake-up after a wait nor work on other streams, unless `run` waits for it.
     """
     if device.type != "cpu":
-        return _between_events_s(run, device)
+        return _on_device_s(run, device)
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
@@ -80,17 +81,16 @@ def elapsed_s(run: Callable[[], object], device: torch.device) -> float:
 def busy_s(run: Callable[[], object], device: torch.device) -> float:
     """As `elapsed_s`, but on a CPU the CPU seconds of this thread."""
     if device.type != "cpu":
-        return _between_events_s(run, device)
+        return _on_device_s(run, device)
     started = time.thread_time()
     run()
     return time.thread_time() - started
 
 
-def _between_events_s(run: Callable[[], object], device: torch.device) -> float:
-    before, after = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+def _on_device_s(run: Callable[[], object], device: torch.device) -> float:
     torch.accelerator.synchronize(device)
-    before.record()
+    clock = DeviceClock(device)
     run()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3
+    after = clock.now()
+    clock.finished_s()
+    return after()

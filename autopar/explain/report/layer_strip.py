@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.pages.shapes import PATTERNS, SERIES, Cell, Figure, Table, axis, count, digits, milliseconds, size
 from autopar.plan import LayerStrategy, Plan
+from autopar.plan.layer_tables import layer_names, row_layers
 
 __all__ = ["layer_strip", "layer_table"]
 
 _MOST_TICKS = 26
+_MAX_ROWS = 40
 _FEW_STAGES = 24  # with more, borders without names
 _NOTHING = "no recompute"
 _FAINT = "rgba(143,143,143,0.25)"  # of what is not done: it calls for no look
 
 
 _ROWS: tuple[tuple[str, Callable[[LayerStrategy], str]], ...] = (
-    ("axes", lambda strategy: strategy.axes),
+    ("axes", lambda strategy: strategy.degrees),
     ("storage", lambda strategy: strategy.storage_name),
     (
         "recompute",
-        lambda strategy: f"{strategy.recompute_name} recompute" if strategy.recompute != "none" else _NOTHING,
+        lambda strategy: ", ".join(strategy.keeping) or _NOTHING,
     ),
 )
 
@@ -102,22 +103,19 @@ def _stage_names(plan: Plan) -> list[dict[str, Any]]:
 
 
 def layer_table(plan: Plan) -> Table:
-    """A row per run of layers that do the same in one stage."""
-    columns = ("layers", "number", "axes", "storage", "recompute", "ms per layer", "memory per layer")
-    stages = ("stage",) if plan.stages else ()
-    return Table("Consecutive layers that run alike, per device", (*stages, *columns), tuple(_rows(plan)))
-
-
-def _rows(plan: Plan) -> Iterator[tuple[Cell, ...]]:
+    """A row for consecutive layers of one stage that run alike; if these were too many, for all layers that do."""
+    rows = row_layers(plan.decisions, plan.prediction, [stage.start for stage in plan.stages], _MAX_ROWS)
     stage_of = [number for number, stage in enumerate(plan.stages) for _ in range(stage.start, stage.stop)]
-    stage_of = stage_of or [0] * len(plan.layers)
-    numbered = zip(plan.layers, plan.costs, stage_of, strict=True)
-    for (index, cost, stage), group in itertools.groupby(numbered, lambda each: (each[0].strategy, *each[1:])):
-        names = [layer.name for layer, *_ in group]
-        strategy = plan.strategies[index]
-        yield (
-            *((count(stage),) if plan.stages else ()),
-            names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
-            count(len(names)), strategy.axes, strategy.storage_name, strategy.recompute_name,
-            milliseconds(cost.total_s), size(cost.persistent_bytes),
-        )  # fmt: skip
+    # Layers of several stages that run alike share a row without a stage.
+    has_stages = bool(plan.stages) and all(stage_of[layers[0]] == stage_of[layers[-1]] for layers in rows)
+    columns = ("layers", "number", "axes", "storage", "recompute", "ms per layer", "memory per layer")
+    cells = [((count(stage_of[layers[0]]),) if has_stages else ()) + _cells(plan, layers) for layers in rows]
+    return Table("Layers that run alike, per device", (*(("stage",) if has_stages else ()), *columns), tuple(cells))
+
+
+def _cells(plan: Plan, layers: Sequence[int]) -> tuple[Cell, ...]:
+    strategy, cost = plan.strategies[plan.layers[layers[0]].strategy], plan.costs[layers[0]]
+    return (
+        layer_names(plan.decisions, layers), count(len(layers)), strategy.degrees, strategy.storage_name,
+        strategy.recompute_name, milliseconds(cost.total_s), size(cost.persistent_bytes),
+    )  # fmt: skip

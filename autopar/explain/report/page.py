@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import QuestionError
-from autopar.explain.alternatives import faster
 from autopar.explain.findings import Findings
 from autopar.explain.kind_work import kind_works
+from autopar.explain.next_steps import next_steps
 from autopar.explain.report.choices import front_figure, front_table
 from autopar.explain.report.costs import (
     bytes_figure,
@@ -38,6 +38,7 @@ from autopar.pages.timelines import (
     timeline_figure,
     timeline_table,
 )
+from autopar.plan.headline import describe_gap, throughput
 
 __all__ = ["render_report", "sections", "write_report"]
 
@@ -65,6 +66,7 @@ def render_report(findings: Findings) -> str:
         findings.explanation.binds,
         _conditions(findings),
         tuple(sections(findings)),
+        tuple(next_steps(findings.answer, findings.explanation, findings.forced)),
     )
 
 
@@ -72,15 +74,16 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, Number, str]]:
     """Id, name, number and what stands below it."""
     plan = findings.answer.plan
     rate = plan.samples_per_step / plan.step_time_s
-    yield "step-time", "Step, ms", milliseconds(plan.step_time_s), "predicted"
-    yield "throughput", "Rows per second", Number(rate, digits(rate)), f"{plan.samples_per_step} rows per step"
+    yield "step-time", "Step, ms", milliseconds(plan.step_time_s), f"predicted, for {plan.samples_per_step:,} rows"
+    each, *flops = throughput(plan.prediction, plan.world_size, plan.step_time_s).split(" · ")
+    yield "throughput", "Rows per second", Number(rate, digits(rate)), each
+    if len(flops) > 1:
+        share = plan.prediction.model_flops / plan.step_time_s / plan.world_size / plan.prediction.peak_flops_per_s
+        yield "mfu", "Model FLOPs utilization", percent(share), f"{flops[0]} of each device"
     margin = f", within {plan.memory_error:.0%}" if plan.memory_error else ""
     limit = f"of {size(plan.memory_limit_bytes).text} allowed{margin}"
     yield "peak-memory", "Peak memory", size(plan.peak_memory_bytes), limit
-    yield "gap", "From the optimum, at most", percent(plan.optimality_gap), "of the plans in the search space"
-    spent = sum(seconds for _, seconds in plan.planning_s)
-    each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.planning_s)
-    yield "planning", "Planning, s", Number(spent, f"{spent:.3g}"), each
+    yield "gap", "From the best plan", percent(plan.optimality_gap), "at most, in the search space"
 
 
 def _conditions(findings: Findings) -> tuple[str, ...]:
@@ -118,7 +121,7 @@ def sections(findings: Findings) -> Iterator[Section]:
     yield Section(
         "time-section",
         "Where time and bytes go",
-        (),
+        ("Temporary (transient) bytes are those of one layer, as one runs at a time.",),
         (seconds_figure(explanation), bytes_figure(explanation)),
         (share_table(explanation, plan.step_time_s), kind_table(explanation.kinds)),
     )
@@ -144,15 +147,23 @@ def _step_section(findings: Findings) -> Section:
     groups = sorted({event.group for event in timeline.events})
     shown = shown_groups(timeline)
     text = [
-        "What each stream of a device does when; where a row is empty it waits. Drag to zoom, double-click for all."
+        "What each stream of a device does when; where a row is empty, it waits. Zoom with the keys w and s, move with "
+        "a and d, or drag; 0 or a double click shows the whole step.",
+        "A kernel that runs while the device communicates takes longer, so the compute row is fuller than the share of "
+        "compute at the top, which counts kernels as if they ran alone.",
     ]
+    if any(event.to_group >= 0 for event in timeline.events):
+        text.append(
+            "Arrows lead from what a stage sends to what waits for it, between the device groups that are drawn; the "
+            "legend shows and hides them."
+        )
     if len(shown) < len(groups):
         text.append(f"{len(shown)} of {len(groups)} device groups are drawn; the table has all of them.")
     num_events = sum(event.group in set(shown) for event in timeline.events)
     if len(condense(timeline, shown)) < num_events:
-        text.append(f"{num_events:,} events are drawn joined with their neighbours; --trace has each of them.")
+        text.append(f"{num_events:,} events are joined with their neighbors; --trace writes each of them for Perfetto.")
     return Section(
-        "step-section", "The step as it passes", tuple(text), (timeline_figure(timeline),), (timeline_table(timeline),)
+        "step-section", "The step over time", tuple(text), (timeline_figure(timeline),), (timeline_table(timeline),)
     )
 
 
@@ -165,7 +176,10 @@ def _memory_section(findings: Findings) -> Section:
     return Section(
         "memory-section",
         "Memory over time",
-        ("What a device holds as the step passes.",),
+        (
+            "What a device holds during the step. The dashed line is all of its memory; the peak and the limit at the "
+            "top are without the overhead (context, communicators, fragments).",
+        ),
         (memory_figure(timeline),),
         (memory_table(timeline),),
     )
@@ -176,8 +190,8 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if answer.considered:
         text = (
             f"{len(answer.considered):,} of the plans that the search looked at, the fast ones and a sample of the "
-            "others: as sums of seconds, and where the step was simulated without overlapped communication. Point at "
-            "one to see what it does."
+            "others. Most are sums of seconds; where the step was simulated, overlapped communication does not count, "
+            "so these points (and the plan) may be below the front. Point at one to see what it does."
         )
         tables = (runner_table(findings.explanation.runners_up), front_table(answer))
         yield Section("front-section", "Time against memory", (text,), (front_figure(answer),), tables)
@@ -189,12 +203,8 @@ def _choice_sections(findings: Findings) -> Iterator[Section]:
     if findings.sweep[1]:
         tables += (sweep_table(*findings.sweep),)
     if tables:
-        text = ["Each row is the best plan under that condition, searched for anew."]
-        text += [
-            f"{row.change} is faster than the plan, and the search did not consider it; ask for it as a constraint."
-            for row in faster(findings.forced, plan)
-        ]
-        yield Section("choices-section", "Other choices", tuple(text), (), tables)
+        text = "Each row is the best plan under that condition, searched for anew."
+        yield Section("choices-section", "Other choices", (text,), (), tables)
 
 
 def _certainty_section(findings: Findings) -> Section:
@@ -205,7 +215,7 @@ def _certainty_section(findings: Findings) -> Section:
         "certainty-section",
         "Confidence",
         (
-            f"The plan is within {plan.optimality_gap:.1%} of a lower bound on every plan in the search space.",
+            f"The plan is {describe_gap(plan.optimality_gap)}.",
             *plan.notes,
         ),
         (),

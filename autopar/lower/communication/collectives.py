@@ -6,8 +6,9 @@ is cut out of, or merged into, any dim of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "Watch",
     "merge_stack",
     "reduce_stack",
+    "split_rows",
     "split_stack",
 ]
 
@@ -98,6 +100,12 @@ def split_stack(x: Tensor, size: int, dim: int) -> Tensor:
         raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by {size} devices")
     sizes = (*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
     return torch.movedim(x.reshape(sizes), dim, 0).contiguous()
+
+
+def split_rows(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Consecutive views of `x` with these numbers of rows (dim 0)."""
+    ends = [0, *accumulate(counts)]
+    return [x[start:stop] for start, stop in pairwise(ends)]
 
 
 def merge_stack(stack: Tensor, dim: int) -> Tensor:

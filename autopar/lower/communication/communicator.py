@@ -21,6 +21,7 @@ from autopar.lower.communication.collectives import (
     ReduceOp,
     Watch,
     merge_stack,
+    split_rows,
     split_stack,
 )
 from autopar.placement import Axis
@@ -158,6 +159,19 @@ class Communicator:
         exchanged = self._begin("all_to_all", axis, x.nbytes, lambda: self._start_exchange(stack, axis))
         return exchanged.then(lambda got: merge_stack(got, concat_dim % x.ndim))
 
+    def start_exchange_rows(self, x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Handle:
+        """Start an all-to-all of unequal numbers of rows (dim 0).
+
+        The first ``sent[0]`` rows of `x` go to coordinate 0, the next ``sent[1]`` to coordinate 1 and so on; the result
+        has ``received[0]`` rows from coordinate 0 first.  Each rank must know how many rows the others send to it.
+        """
+        if axis.size == 1:
+            return _unmoved(x)
+        return self._begin(
+            "all_to_all", axis, x.nbytes,
+            lambda: self._start_exchange_rows(x.detach().contiguous(), axis, tuple(sent), tuple(received)),
+        )  # fmt: skip
+
     def start_broadcast(self, x: Tensor, axis: Axis, source: int = 0) -> Handle:
         """`broadcast`, not waited for."""
         if axis.size == 1:
@@ -232,6 +246,28 @@ class Communicator:
     def _start_exchange(self, stack: Tensor, axis: Axis) -> Handle:
         """``[size, ...] -> [size, ...]``, entry c to and from coordinate c."""
         raise NotImplementedError
+
+    def _start_exchange_rows(self, x: Tensor, axis: Axis, sent: tuple[int, ...], received: tuple[int, ...]) -> Handle:
+        """``[sum of sent, ...] -> [sum of received, ...]``; by default a message per pair that exchanges anything."""
+        own = axis.coordinate(self.rank)
+        parts = split_rows(x, sent)
+        others = [coordinate for coordinate in range(axis.size) if coordinate != own]
+        sending = [self._start_send(parts[to], axis, to) for to in others if sent[to]]
+        coming = {
+            source: self._start_receive((received[source], *x.shape[1:]), x.dtype, axis, source)
+            for source in others if received[source]
+        }  # fmt: skip
+
+        def finish() -> Tensor:
+            found = [
+                parts[own] if source == own else coming[source].wait() if source in coming else x[:0]
+                for source in range(axis.size)
+            ]
+            for each in sending:
+                each.wait()
+            return torch.cat(found)
+
+        return Handle(finish)
 
     def _start_broadcast(self, x: Tensor, axis: Axis, source: int) -> Handle:
         """``[...] -> [...]``, the tensor of coordinate `source`; must not write to `x`."""

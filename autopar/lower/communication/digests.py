@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from autopar.accelerators import pins_memory
+
 __all__ = ["digest_generators", "digest_of", "digest_tensors", "start_reading"]
 
 _WORDS = 1 << 16  # number of weights
@@ -41,13 +43,17 @@ def digest_of(x: Tensor) -> Tensor:
 def start_reading(digests: Sequence[Tensor], device: torch.device) -> Callable[[], list[int]]:
     """Copy `digests` to the host, which does not wait; what is returned gives them.
 
-    On an accelerator that waits, if need be, until the device has begun what was started after this.
+    On an accelerator that waits, if need be, until the device has begun what was started after this.  Where the host's
+    memory can't be pinned, the host waits at once.
     """
     if device.type == "cpu" or not digests:
         return lambda: [int(digest) for digest in digests]
     joined = torch.stack([digest.to(device, non_blocking=True) for digest in digests])
+    if not pins_memory(device.type):
+        waited_for = [int(digest) for digest in joined.cpu()]
+        return lambda: waited_for
     host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined, non_blocking=True)
-    event = torch.get_device_module(device).Event()
+    event = torch.Event(device)
     event.record()
 
     def read() -> list[int]:

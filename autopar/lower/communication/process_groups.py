@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, MeshError
 from autopar.lower.communication import torch_groups
 from autopar.lower.communication.call_consensus import POLL_S, CallConsensus
-from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack
+from autopar.lower.communication.collectives import Handle, ReduceOp, reduce_stack, split_rows
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.functional_communicator import FunctionalCommunicator, GroupOrder
 from autopar.placement import Axis
@@ -144,6 +144,20 @@ class ProcessGroupCommunicator(Communicator):
         received = torch.empty_like(sent)
         work = torch_groups.start_all_to_all(received, sent, group.process_group)
         return _Received(work, received, stack, group.from_group, self._look).to_handle()
+
+    def _start_exchange_rows(self, x: Tensor, axis: Axis, sent: tuple[int, ...], received: tuple[int, ...]) -> Handle:
+        group = self._group(axis)
+        buffer = self._carried(x)
+        to, back = (order or list(range(axis.size)) for order in (group.to_group, group.from_group))
+        if group.to_group is not None:
+            buffer = torch.cat([split_rows(buffer, sent)[coordinate] for coordinate in to])
+        given, got = ([counts[coordinate] for coordinate in to] for counts in (sent, received))
+        result = buffer.new_empty((sum(received), *buffer.shape[1:]))
+        work = torch_groups.start_all_to_all(result, buffer, group.process_group, got, given)
+        handle = _Received(work, result, x, None, self._look).to_handle()
+        if group.from_group is None:
+            return handle
+        return handle.then(lambda rows: torch.cat([split_rows(rows, got)[place] for place in back]))
 
     def _start_scatter_sum(self, stack: Tensor, axis: Axis) -> Handle:
         if self._is_gloo:  # its own reduce-scatter is slower, and sums 16-bit floats in 16 bits
@@ -280,7 +294,7 @@ class _Received:
 
     def to_handle(self) -> Handle:
         # nothing here refers to it: a circle would keep the buffers until Python looks for circles
-        return Handle(self._finish, None if self._buffer.is_cuda else self._on_arrival)
+        return Handle(self._finish, self._on_arrival if self._buffer.device.type == "cpu" else None)
 
     def _on_arrival(self, action: Callable[[], None]) -> None:
         torch_groups.on_completion(self._work, action)

@@ -50,9 +50,18 @@ def start_reduce_scatter(result: Tensor, stack: Tensor, group: dist.ProcessGroup
     return scatter(result.view(-1), stack.view(-1), group=group, async_op=True)
 
 
-def start_all_to_all(result: Tensor, stack: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Send entry c of `stack` to coordinate c, and put what comes from c into entry c of `result`."""
-    return _dist.all_to_all_single(result, stack, group=group, async_op=True)
+def start_all_to_all(
+    result: Tensor,
+    stack: Tensor,
+    group: dist.ProcessGroup,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> dist.Work:
+    """Send entry c of `stack` to coordinate c, and put what comes from c into entry c of `result`.
+
+    With `sent` and `received`, coordinate c gets ``sent[c]`` entries, and ``received[c]`` entries come from it.
+    """
+    return _dist.all_to_all_single(result, stack, received, sent, group=group, async_op=True)
 
 
 def start_all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> dist.Work:

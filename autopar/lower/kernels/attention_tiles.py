@@ -16,7 +16,10 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function
 from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks, sum_dtype
 
-__all__ = ["Band", "Tiles", "attend_tiles", "band_parts", "joined_tiles", "takes_varlen", "tokens_of"]
+__all__ = [
+    "Band", "Tiles", "add_tile_gradients", "add_tiles", "attend_tiles", "band_parts", "joined_tiles", "rows_of",
+    "takes_varlen", "tokens_of",
+]  # fmt: skip
 
 _VARLEN_MOST, _VARLEN_UNIT = 256, 8
 """The largest head that torch's attention of variable lengths takes, and what its size divides by."""
@@ -122,6 +125,52 @@ def tokens_of(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
+def rows_of(tokens: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `tokens_of`, for a tensor with the batch and tokens of `like`."""
+    return tokens.view(like.shape[0], like.shape[2], *tokens.shape[1:]).transpose(1, 2)
+
+
+Operands = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, each as `tokens_of` returns it."""
+
+
+def add_tiles(total: Block, operands: Operands, tiles: Iterable[Tiles], scale: float) -> None:
+    """Merge the attention of `tiles` into `total`, with tensors ``[tokens, heads, size]`` and ``[tokens, heads]``."""
+    out, log_sum = total
+    q, k, v = operands
+    for rows, columns, is_causal in tiles:
+        block = attend_block(_picked(q, rows), _picked(k, columns), _picked(v, columns), scale, is_causal=is_causal)
+        before = Block(_picked(out, rows), log_sum[rows].transpose(1, 2))
+        block = join_blocks(before, Block(block.out.to(out.dtype), block.log_sum.to(log_sum.dtype)))
+        out[rows] = block.out.transpose(1, 2)
+        log_sum[rows] = block.log_sum.transpose(1, 2)
+
+
+def add_tile_gradients(
+    totals: Operands, gradient: Tensor, operands: Operands, whole: Block, tiles: Iterable[Tiles], scale: float
+) -> None:
+    """Add the terms of `tiles` to the gradients of queries, keys and values.
+
+    Args:
+        totals: the gradients that are added to.
+        gradient: of the result, ``[tokens, heads, size]``.
+        operands: queries, keys and values.
+        whole: the result over all columns and the logarithm of its sum of exponentials, as in `add_tiles`.
+        tiles: the tiles to add, not necessarily with all columns.
+        scale: of the scores.
+    """
+    q, k, v = operands
+    for rows, columns, is_causal in tiles:
+        parts = block_gradients(
+            _picked(gradient, rows), _picked(q, rows), _picked(k, columns), _picked(v, columns),
+            Block(_picked(whole.out, rows), whole.log_sum[rows].transpose(1, 2).contiguous()), scale,
+            is_causal=is_causal,
+        )  # fmt: skip
+        for total, tokens, part in zip(totals, (rows, columns, columns), parts, strict=True):
+            terms = part.transpose(1, 2).reshape(-1, *total.shape[1:])
+            total.index_add_(0, tokens.reshape(-1), terms.to(total.dtype))
+
+
 def _picked(x: Tensor, tokens: Tensor) -> Tensor:
     """Of ``[all tokens, heads, size]`` those of tiles ``[tiles, tokens]``, as ``[tiles, heads, tokens, size]``."""
     return x[tokens].transpose(1, 2)
@@ -135,16 +184,10 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tiles], scale: float) -> Tensor:
         q, k, v = map(tokens_of, (query, key, value))
-        wide = sum_dtype(query)
         out = q.new_zeros(*q.shape[:2], v.shape[2])
-        log_sum = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-        for rows, columns, is_causal in tiles:
-            block = attend_block(_picked(q, rows), _picked(k, columns), _picked(v, columns), scale, is_causal=is_causal)
-            before = Block(_picked(out, rows), log_sum[rows].transpose(1, 2))
-            block = join_blocks(before, Block(block.out, block.log_sum.to(wide)))
-            out[rows] = block.out.transpose(1, 2)
-            log_sum[rows] = block.log_sum.transpose(1, 2)
-        result = out.view(query.shape[0], query.shape[2], *out.shape[1:]).transpose(1, 2)
+        log_sum = q.new_full(q.shape[:2], -torch.inf, dtype=sum_dtype(query))
+        add_tiles(Block(out, log_sum), (q, k, v), tiles, scale)
+        result = rows_of(out, query)
         ctx.save_for_backward(query, key, value, result, log_sum)
         ctx.tiles, ctx.scale = tiles, scale
         return result
@@ -156,17 +199,7 @@ class _TiledAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         *operands, out, log_sum = ctx.saved_tensors
         q, k, v, whole, incoming = map(tokens_of, (*operands, out, gradients[0]))
-        found = tuple(map(torch.zeros_like, (q, k, v)))
-        for rows, columns, is_causal in ctx.tiles:
-            parts = block_gradients(
-                _picked(incoming, rows), _picked(q, rows), _picked(k, columns), _picked(v, columns),
-                Block(_picked(whole, rows), log_sum[rows].transpose(1, 2).contiguous()), ctx.scale, is_causal=is_causal,
-            )  # fmt: skip
-            for total, tokens, part in zip(found, (rows, columns, columns), parts, strict=True):
-                total.index_add_(0, tokens.reshape(-1), part.transpose(1, 2).reshape(-1, *total.shape[1:]))
-        shaped = (
-            x.view(like.shape[0], like.shape[2], *x.shape[1:]).transpose(1, 2)
-            for x, like in zip(found, operands, strict=True)
-        )
-        for_query, for_key, for_value = shaped
+        found = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        add_tile_gradients(found, incoming, (q, k, v), Block(whole, log_sum), ctx.tiles, ctx.scale)
+        for_query, for_key, for_value = map(rows_of, found, operands)
         return for_query, for_key, for_value, None, None

@@ -28,7 +28,7 @@ from autopar.lower.kernels.attention_tiles import (
     tokens_of,
 )
 
-__all__ = ["context_documents", "document_attention"]
+__all__ = ["context_documents", "document_attention", "document_order"]
 
 
 def document_attention(  # noqa: PLR0913  (its arguments)
@@ -59,7 +59,7 @@ def document_attention(  # noqa: PLR0913  (its arguments)
     """
     del length
     scale = score_scale(query, scale)
-    order, lengths = _documents(ids, query, is_sorted=is_sorted)
+    order, lengths = document_order(ids, query.shape[0], query.shape[2], is_sorted=is_sorted)
     if takes_varlen(query, value):
         moved = None if is_sorted else order
         return _varlen(query, key, value, moved, lengths, scale, is_causal=is_causal, window=window)
@@ -98,7 +98,7 @@ def context_documents(  # noqa: PLR0913  (its arguments)
     """
     del length
     scale = score_scale(query, scale)
-    order, lengths = _documents(ids, key, is_sorted=is_sorted)
+    order, lengths = document_order(ids, key.shape[0], key.shape[2], is_sorted=is_sorted)
     head, tail = query.chunk(2, 2)
     half, mirrored = head.shape[2], shards.count - 1 - shards.index
     firsts = (2 * shards.index * half, (2 * mirrored + 1) * half)
@@ -132,9 +132,8 @@ class _Mirrored(torch.autograd.Function):
 # ---------------------------------------------------------------- which tokens are a document
 
 
-def _documents(ids: Tensor, like: Tensor, *, is_sorted: bool) -> tuple[Tensor, list[int]]:
+def document_order(ids: Tensor, batch: int, tokens: int, *, is_sorted: bool) -> tuple[Tensor, list[int]]:
     """The tokens ``[batch * tokens]`` by document, in their order in each, by number; and how many each one has."""
-    batch, tokens = like.shape[0], like.shape[2]
     ids = ids.expand(batch, tokens)
     numbers = torch.arange(batch * tokens, device=ids.device).view(batch, tokens)
     if not is_sorted:
@@ -245,7 +244,7 @@ def _varlen(
     is_causal: bool,
     window: int,
 ) -> Tensor:
-    """All documents in one call; `order` as in `_documents`, None if that is how they are."""
+    """All documents in one call; `order` as in `document_order`, None if that is how they are."""
     batch, heads, tokens, _ = query.shape
     ends = torch.tensor([0, *lengths]).cumsum(0).to(query.device, torch.int32)
     q, k, v = (tokens_of(x) if order is None else tokens_of(x).index_select(0, order) for x in (query, key, value))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "follow_first_rank",
     "generator_state",
     "generators_kept",
+    "makes_generators",
     "random_scope",
     "resume_generator",
 ]
@@ -145,8 +147,36 @@ def resume_generator(state: Tensor, device: torch.device | str) -> Generator[Non
                 generator.set_state(before)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+@cache
+def makes_generators(device: torch.device) -> bool:
+    """Whether there can be other generators of `device` than its default one; not every plug-in has them."""
+    try:
+        torch.Generator(device)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+class _DefaultGenerator:
+    """torch's default generator of a device whose module has functions for it, as torch asks of a plug-in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def get_state(self) -> Tensor:
+        return self._module.get_rng_state(self._device)
+
+    def set_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+    def manual_seed(self, seed: int) -> None:
+        self._module.manual_seed_all(seed)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | _DefaultGenerator:
     if device.type == "cpu":
         return torch.default_generator
     index = torch.empty(0, device=device).device.index  # first of all: this is what makes the generators
-    return torch.get_device_module(device).default_generators[index]
+    generators = getattr(torch.get_device_module(device), "default_generators", None)
+    return generators[index] if generators else _DefaultGenerator(device)

@@ -1,8 +1,9 @@
 """Attention whose queries, keys and values are all cut into slices of rows, one per device (ring attention).
 
 Keys and values travel round a ring: every device computes with the slice that it holds while the next one is under way,
-and joins the results by their sums of exponentials.  So a device never has more than two slices of keys and values.
-Backward they travel again, and their gradients with them, one device behind, each adding its terms.
+and joins the results by their sums of exponentials.  So a device never has more than two slices of keys and values, on
+several axes one more for each.  Backward they travel again, and their gradients with them, one device behind, each
+adding its terms (`autopar.lower.communication.rings`).
 
 Causal rows see the columns up to their own, so the last rows are the most work.  As in `context_attention`, every
 device has the first half of its own rows and the second half of the mirrored device's: of 2 n halves the numbers j and
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
+from autopar.lower.communication.rings import passing, terms_of_passing
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels.attention_blocks import (
     Block,
@@ -48,10 +50,10 @@ def ring_attention(
 ) -> Tensor:
     """``aten.scaled_dot_product_attention`` of this device's rows to all columns, of which it has as many.
 
-    Communicates with its neighbours on the one axis of `shards`: forward `key` and `value`, once for each other device;
-    backward these, and the gradients of both in float32 at least, which take one step more.  Causal, also halves with
-    the mirrored device: forward of all operands and of the result, backward of the result with its gradient, and of
-    the gradients of all operands.
+    Communicates with its neighbours on the axes of `shards`: forward `key` and `value`, once for each other device;
+    backward these, and the gradients of both in float32 at least, which take one step more on each axis.  Causal, also
+    halves with the mirrored device: forward of all operands and of the result, backward of the result with its
+    gradient, and of the gradients of all operands.
 
     Args:
         shards: of the rows and columns.
@@ -64,15 +66,15 @@ def ring_attention(
         settings: ``scale`` of the scores, by default one over the root of the size of a head; ``enable_gqa``, without
             which `key` and `value` have as many heads as `query`.
     """
-    if attn_mask is not None or dropout_p or len(shards.axes) > 1:
-        raise ValueError("ring_attention has no mask and no dropout, and runs on one axis")
+    if attn_mask is not None or dropout_p:
+        raise ValueError("ring_attention has no mask and no dropout")
     scale = score_scale(query, settings.get("scale"))
     return call_function(_RingAttention, query, key, value, _Ring(shards, is_causal), scale)
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The devices in their order on one axis, and which rows they have."""
+    """The devices in their order, and which rows they have."""
 
     shards: Shards
     is_causal: bool
@@ -98,13 +100,12 @@ class _Ring:
         head, other = halves if self.has_own_head_first else halves[::-1]
         return torch.cat([head, self.shards.exchange_mirrored(other)], 2)
 
-    def seen(self, step: int, rows: int) -> tuple[slice, slice, bool]:
-        """What is computed after so many steps of `rows` rows and as many columns: which rows, to which columns, and
+    def seen(self, source: int, rows: int) -> tuple[slice, slice, bool]:
+        """What is computed of `rows` rows and the columns of the device `source`: which rows, to which columns, and
         whether each row sees those up to its own only.
         """
         whole, half = slice(0, rows), rows // 2
-        source = (self.shards.index - step) % self.shards.count
-        if not self.is_causal or not step:
+        if not self.is_causal or source == self.shards.index:
             return whole, whole, self.is_causal
         if self._first_half(source) < self._first_half(self.shards.index):
             return whole, slice(0, half), False
@@ -119,21 +120,18 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, scale: float) -> Tensor:
         q, k, v = map(ring.balanced, (query, key, value))
-        count, rows = ring.shards.count, q.shape[2]
+        rows = q.shape[2]
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q))
         log_sum = q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
-        held = packed(k, v)
-        for step in range(count):
-            coming = ring.shards.start_passing(held) if step + 1 < count else None
+        for source, held in passing(ring.shards, packed(k, v)):
             keys, values = unpacked(held, k, v)
-            own, columns, is_causal = ring.seen(step, rows)
+            own, columns, is_causal = ring.seen(source, rows)
             block = attend_block(
                 q[:, :, own], keys[:, :, columns], values[:, :, columns], scale, is_causal=is_causal
             )  # fmt: skip
             before = Block(out[:, :, own], log_sum[:, :, own])
             joined = join_blocks(before, Block(block.out.to(out.dtype), block.log_sum.to(out.dtype)))
             out[:, :, own], log_sum[:, :, own] = joined.out, joined.log_sum
-            held = held if coming is None else coming.wait()
         result = ring.restored(out.to(query.dtype))
         ctx.save_for_backward(q, k, v, result, log_sum)
         ctx.ring, ctx.scale = ring, scale
@@ -147,13 +145,12 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, result, log_sum = ctx.saved_tensors
         ring: _Ring = ctx.ring
         out, incoming = ring.balanced(torch.cat([result, gradients[0]], -1)).chunk(2, -1)
-        count, rows = ring.shards.count, q.shape[2]
+        rows = q.shape[2]
         for_q = torch.zeros_like(q, dtype=sum_dtype(q))
-        held, carried = packed(k, v), None
-        for step in range(count):
-            coming = ring.shards.start_passing(held) if step + 1 < count else None
+
+        def terms_of(source: int, held: Tensor) -> Tensor:
             keys, values = unpacked(held, k, v)
-            own, columns, is_causal = ring.seen(step, rows)
+            own, columns, is_causal = ring.seen(source, rows)
             terms = block_gradients(
                 incoming[:, :, own], q[:, :, own], keys[:, :, columns], values[:, :, columns],
                 Block(out[:, :, own], log_sum[:, :, own]), ctx.scale, is_causal=is_causal,
@@ -162,10 +159,8 @@ class _RingAttention(torch.autograd.Function):
             totals = [torch.zeros_like(x, dtype=sum_dtype(q)) for x in (k, v)]
             for total, term in zip(totals, terms[1:], strict=True):
                 total[:, :, columns] = term
-            added = packed(*totals)
-            carried = ring.shards.start_passing(added if carried is None else added + carried.wait())
-            held = held if coming is None else coming.wait()
-        assert carried is not None
-        for_k, for_v = unpacked(carried.wait(), k, v)
+            return packed(*totals)
+
+        for_k, for_v = unpacked(terms_of_passing(ring.shards, packed(k, v), terms_of), k, v)
         for_query, for_key, for_value = (ring.restored(x.to(q.dtype)) for x in (for_q, for_k, for_v))
         return for_query, for_key, for_value, None, None

@@ -28,7 +28,7 @@ from autopar.lower.kernels.attention_tiles import (
     tokens_of,
 )
 
-__all__ = ["context_windows", "neighbour_windows", "window_attention"]
+__all__ = ["context_windows", "neighbour_windows", "window_attention", "with_previous"]
 
 
 def window_attention(
@@ -92,15 +92,22 @@ def neighbour_windows(
     if len(shards.axes) > 1 or not is_causal or window - 1 > rows:
         raise ValueError("neighbour_windows is causal, on one axis, with a window that reaches no further than a slice")
     first = shards.index * rows
-    if shards.axes and window > 1:
-        key, value = call_function(_FromPrevious, key, value, shards, window - 1)
+    key, value = with_previous(shards, key, value, window - 1)
     low = first + rows - key.shape[2]
     return _attend(query, key, value, scale, Band(shards.count * rows, window, is_causal, first, low))
 
 
-class _FromPrevious(torch.autograd.Function):
-    """Keys and values behind the last rows of those of the previous device; the first device gets none."""
+def with_previous(shards: Shards, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Prepend the last `count` rows of the previous device's slices of `key` and `value`; the first device gets none.
 
+    Communicates a send to the next device, and in backward a send of gradients to the previous one.
+    """
+    if not shards.axes or not count:
+        return key, value
+    return call_function(_FromPrevious, key, value, shards, count)
+
+
+class _FromPrevious(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, shards: Shards, count: int) -> tuple[Tensor, Tensor]:
         ctx.shards, ctx.count = shards, count

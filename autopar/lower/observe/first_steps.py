@@ -1,8 +1,9 @@
 """The first training steps of a parallel module, compared with what its plan predicts.
 
 A step lasts from one training call of the module to the next, optimizer and data included.  The first one warms up; the
-second and third are timed, and on a GPU their peak memory is what its allocator says.  Nothing communicates, nothing
-waits for a device: on GPUs events are recorded, and read when they have passed.
+second and third are timed, and on an accelerator their peak memory is what its allocator says.  Nothing communicates,
+nothing waits for a device: events are recorded, and read when they have passed (`autopar.accelerators`: devices without
+timed events are timed by the host).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.accelerators import peak_bytes, reset_peak_bytes, times_events
+from autopar.pages.shapes import digits, size
 from autopar.plan import Plan
 
 __all__ = ["FirstSteps", "StepComparison"]
@@ -31,7 +34,7 @@ class StepComparison:
         measured_s: seconds from one call to the next, the mean of two steps.
         spread: difference of the two over their mean.
         predicted_bytes: peak that the plan predicts for this rank's device group.
-        measured_bytes: peak that was allocated on this device; 0 on a CPU, whose allocator counts nothing.
+        measured_bytes: peak that was allocated on this device; 0 where nobody counts it, as on a CPU.
         memory_error: how far the plan says that its peak can be off, relative to it; 0: it does not say.
     """
 
@@ -49,9 +52,9 @@ class StepComparison:
 
     def __str__(self) -> str:
         """One line, and one more with what to do if the peak is above its error bar."""
-        text = f"step: {self.measured_s * 1e3:.4g} ms, predicted {self.predicted_s * 1e3:.4g} ms"
+        text = f"step: {digits(self.measured_s * 1e3)} ms, predicted {digits(self.predicted_s * 1e3)} ms"
         if self.measured_bytes:
-            text += f"; peak: {self.measured_bytes / 2**30:.4g} GiB, predicted {self.predicted_bytes / 2**30:.4g} GiB"
+            text += f"; peak: {size(self.measured_bytes).text}, predicted {size(self.predicted_bytes).text}"
             text += f" +- {self.memory_error:.0%}" if self.memory_error else ""
         if self.is_large:
             text += (
@@ -82,25 +85,25 @@ class FirstSteps:
         """A training call begins."""
         if self.seen is not None:
             return
-        if self._device.type != "cpu":
-            self._begin_on_accelerator()
+        if self._device.type != "cpu" and len(self._times_s) + len(self._events) == 1:
+            reset_peak_bytes(self._device)
+        if times_events(self._device.type):
+            self._begin_with_event()
             return
         self._times_s.append(time.perf_counter())
         if len(self._times_s) == _MARKS:
-            self._compare([after - before for before, after in itertools.pairwise(self._times_s)], 0.0)
+            self._compare([after - before for before, after in itertools.pairwise(self._times_s)])
 
-    def _begin_on_accelerator(self) -> None:
+    def _begin_with_event(self) -> None:
         if len(self._events) < _MARKS:
-            if len(self._events) == 1:
-                torch.accelerator.reset_peak_memory_stats(self._device)
             event = torch.Event(self._device, enable_timing=True)
             event.record()
             self._events.append(event)
         elif self._events[-1].query():
             steps_s = [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(self._events)]
-            self._compare(steps_s, float(torch.accelerator.max_memory_allocated(self._device)))
+            self._compare(steps_s)
 
-    def _compare(self, steps_s: list[float], measured_bytes: float) -> None:
+    def _compare(self, steps_s: list[float]) -> None:
         self.interrupt()
         plan = self._plan
         _, second, third = steps_s
@@ -110,7 +113,7 @@ class FirstSteps:
             measured_s=mean,
             spread=abs(second - third) / mean if mean else 0.0,
             predicted_bytes=plan.group_peak_bytes(self._rank // plan.group_size),
-            measured_bytes=measured_bytes,
+            measured_bytes=peak_bytes(self._device) if self._device.type != "cpu" else 0.0,
             memory_error=plan.memory_error,
         )
         if self._rank == 0:

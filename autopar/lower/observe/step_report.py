@@ -217,14 +217,20 @@ def _sections(report: StepReport) -> Iterator[Section]:
     if report.kernels:
         text = "Of one more step, under torch.profiler, which takes time itself: the shares are what counts."
         yield Section("kernels-section", "Kernels", (text,), (), tuple(_kernel_tables(report)))
-    yield _step_section("measured", "The step as it passed", report.measured)
-    if report.predicted is not None:
-        yield _step_section("predicted", "The step as it was predicted", report.predicted)
+    yield _step_section(report)
 
 
-def _step_section(name: str, title: str, timeline: StepTimeline) -> Section:
-    figure = replace(timeline_figure(timeline), name=name)
-    return Section(f"{name}-section", title, (), (figure,), (timeline_table(timeline),))
+def _step_section(report: StepReport) -> Section:
+    """Both steps on one scale."""
+    text = "Zoom with the keys w and s, move with a and d, or drag; 0 or a double click shows the whole step."
+    measured = timeline_table(report.measured)
+    if report.predicted is None:
+        return Section("step-section", "The step over time", (text,), (timeline_figure(report.measured),), (measured,))
+    own = tuple(event for event in report.predicted.events if event.group == report.group)
+    predicted = replace(report.predicted, events=own)
+    figure = timeline_figure(report.measured, predicted, ("measured", "predicted"))
+    tables = (replace(measured, caption="Measured"), replace(timeline_table(predicted), caption="Predicted"))
+    return Section("step-section", "The step over time, measured and predicted", (text,), (figure,), tables)
 
 
 def _stream_table(report: StepReport) -> Table:

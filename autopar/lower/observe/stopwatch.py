@@ -1,18 +1,18 @@
 """Measures a step as it runs: when each layer computes forward and backward, when each collective is under way.
 
-Layers run one after the other, so a layer's time lasts until something else begins.  On a GPU the marks are events on
-the stream, read when the step is over; nothing waits for them.
+Layers run one after the other, so a layer's time lasts until something else begins.  On an accelerator the marks are
+events on the stream, read when the step is over; nothing waits for them (but see `autopar.accelerators.DeviceClock`).
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from autopar.accelerators import DeviceClock
 from autopar.lower.communication.collectives import Collective, Handle
 from autopar.timeline import Event, StepTimeline
 
@@ -57,11 +57,9 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         """It begins now."""
-        self._device = device
         self._count = 0
         self.collectives: list[_TimedCollective] = []
-        self._began_s = time.perf_counter()
-        self._first = self._record() if device.type != "cpu" else None
+        self._clock = DeviceClock(device)
 
     def watch(self, collective: Collective, purpose: tuple[str, str]) -> Callable[[Handle], Handle]:
         """Measure a collective from now on, until it has arrived as far as the backend tells, else is waited for."""
@@ -86,22 +84,11 @@ class StepClock:
 
     def now(self) -> Seconds:
         """This moment."""
-        if self._first is None:
-            now_s = time.perf_counter() - self._began_s
-            return lambda: now_s
-        first, event = self._first, self._record()
-        return lambda: first.elapsed_time(event) / 1e3
+        return self._clock.now()
 
     def elapsed_s(self) -> float:
         """Seconds until everything that was begun has ended."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter() - self._began_s
-
-    def _record(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        return self._clock.finished_s()
 
 
 class Stopwatch:

@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from autopar.accelerators import pins_memory
+
 __all__ = ["HostCopies"]
 
 _HOST = torch.device("cpu")
@@ -42,8 +44,8 @@ class HostCopies:
         return [torch.empty_like(x, device=self.device).copy_(x, non_blocking=True) for x in xs]
 
     def room(self, x: Tensor) -> Tensor:
-        """Room in the host's memory for a copy of `x`, pinned if the device copies by itself."""
-        return torch.empty_like(x, device=_HOST, pin_memory=self.device.type != "cpu")
+        """Room in the host's memory for a copy of `x`, pinned if it can be."""
+        return torch.empty_like(x, device=_HOST, pin_memory=pins_memory(self.device.type))
 
     def beside(self) -> AbstractContextManager[object]:
         """Inside, what the device does runs behind all that was computed so far, and beside what follows.

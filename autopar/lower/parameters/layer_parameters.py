@@ -77,10 +77,20 @@ class LayerParameters:
         self.moves_forward = any(step.forward != "none" for steps in self.steps for step in steps)
         self.moves_backward = any(step.backward != "none" for steps in self.steps for step in steps)
         self._slots = [store.slot(name) for name in self.names]
+        self._checked: list[nn.Parameter | None] = []
 
     def current(self) -> list[nn.Parameter]:
-        """The parameters as they are registered now."""
+        """The parameters as they are registered now.
+
+        Raises:
+            ModelError: one was replaced by a tensor that is not laid out as it is.
+        """
         found = [table[name] for table, name in self._slots]
+        if self.store.has_parts and not _are_same(found, self._checked):
+            for name, parameter in zip(self.names, found, strict=True):
+                if parameter is not None:
+                    self.store.check(name, parameter)
+            self._checked = found
         return [parameter for parameter in found if parameter is not None]
 
     def start_gather(self, parameters: Sequence[Tensor]) -> BucketHandle | None:
@@ -120,6 +130,10 @@ class LayerParameters:
         return [local_part_of(p).to(dtype) for p, dtype in zip(parameters, self.dtypes, strict=True)]
 
 
+def _are_same(xs: Sequence[object], ys: Sequence[object]) -> bool:
+    return len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
+
+
 @dataclass(frozen=True)
 class Reduction:
     """Gradients on their way to where parameters are stored; those of `present` come by `handle`.
@@ -147,6 +161,8 @@ class StepParameters:
 
     Attributes:
         layer: how they move.
+        stored: the parameters that were registered when the step began; its backward reads them again, whatever
+            is registered then (``torch.func.functional_call``).
         frees: whether the copies are freed between forward and backward.
     """
 
@@ -159,6 +175,7 @@ class StepParameters:
             adds_up: whether several backwards add up before one reduction; that is done in the dtype of the latter.
         """
         self.layer = layer
+        self.stored = layer.current()
         self.frees = frees
         self._adds_up = adds_up
         self._handle: BucketHandle | None = None
@@ -172,7 +189,7 @@ class StepParameters:
     def unshard(self) -> None:
         """Start to gather the compute copies, unless they are there or under way."""
         if self._copies is None and self.layer.kept is None and not self._is_under_way:
-            self._handle = self.layer.start_gather(self.layer.current())
+            self._handle = self.layer.start_gather(self.stored)
             self._is_under_way = True
 
     def copies(self) -> list[Tensor]:
@@ -181,7 +198,7 @@ class StepParameters:
             self._copies = self.layer.kept
         if self._copies is None:
             self.unshard()
-            self._copies = self.layer.finish_gather(self.layer.current(), self._handle)
+            self._copies = self.layer.finish_gather(self.stored, self._handle)
             self._handle, self._is_under_way = None, False
             self.layer.kept = self._copies if self.layer.keeps else None
         return self._copies
@@ -205,7 +222,7 @@ class StepParameters:
     def leaves(self) -> list[Tensor]:
         """The copies as leaves of autograd's graph, which all microbatches share."""
         if self._leaves is None:
-            pairs = zip(self.copies(), self.layer.current(), strict=True)
+            pairs = zip(self.copies(), self.stored, strict=True)
             self._leaves = [copy.detach().requires_grad_(p.requires_grad) for copy, p in pairs]
         return self._leaves
 
@@ -236,7 +253,7 @@ class StepParameters:
         """Wait for that: the gradients of the stored parts, in the parameters' order and dtypes."""
         assert self._reduction is not None
         terms, self._reduction = self._reduction.wait(), None
-        for index, parameter in enumerate(self.layer.current()):
+        for index, parameter in enumerate(self.stored):
             term = terms[index]
             # One after the other, to hold few twice; in the parameter's order, which fused optimizers take for granted.
             terms[index] = None if term is None else term.to(parameter.dtype).contiguous()
@@ -269,7 +286,7 @@ class _Copies(torch.autograd.Function):
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         copies = tuple(copy.detach() for copy in parameters.copies())
-        stored = parameters.layer.current()
+        stored = parameters.stored
         ctx.mark_non_differentiable(*(c for c, p in zip(copies, stored, strict=True) if not p.requires_grad))
         return copies
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ModelError, PlanMismatchError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.process_groups import ProcessGroupCommunicator
 from autopar.lower.communication.reshard_ops import apply_forward
-from autopar.lower.compat import make_dtensor, make_mesh, module_tables
+from autopar.lower.compat import make_dtensor, make_mesh, module_tables, to_torch_placements
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import canonical_names, copy_skeleton
@@ -52,7 +53,8 @@ class ParameterStore:
     ranks of this device group.  `stored` has the parameters of all groups; those of other groups are ``None`` in
     `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
     `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's; `host` copies parameters that
-    are stored in the host's memory, None: they are on the device.
+    are stored in the host's memory, None: they are on the device.  `has_parts`: every parameter is a DTensor of its
+    layout; elsewhere (`torch.compile`) the caller's own parameters are used as they are.
     """
 
     mesh: tuple[int, ...]
@@ -62,6 +64,7 @@ class ParameterStore:
     first_name: Mapping[str, str]
     gradient_dtype: torch.dtype | None = None
     host: HostCopies | None = None
+    has_parts: bool = False
 
     def slot(self, name: str) -> tuple[dict[str, nn.Parameter | None], str]:
         """Where the parameter is registered: to look it up each step without walking the module's tree."""
@@ -76,6 +79,22 @@ class ParameterStore:
         """The DTensor laid out as parameter `name` whose part on this rank is `local`."""
         stored = self.stored[name]
         return make_dtensor(local, self.device_mesh, stored.layout, stored.shape, stored.stride)
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise ModelError unless `tensor` can take the place of parameter `name`."""
+        stored = self.stored[name]
+        untyped: Any = tensor
+        if (
+            isinstance(tensor, DTensor)
+            and tuple(tensor.shape) == stored.shape
+            and tuple(untyped.placements) == to_torch_placements(stored.layout)
+        ):
+            return
+        raise ModelError(
+            f"the parameter {name!r} of a parallelized model was replaced by a tensor of shape {list(tensor.shape)} "
+            "that is not shared out over the devices as it was. Give the parameter other values in place of another "
+            "parameter: with torch.no_grad(): p.copy_(values), or p.data = values"
+        )
 
     def home(self, local: Tensor) -> Tensor:
         """A part of a parameter, which is on the device, where parameters are stored."""
@@ -157,7 +176,7 @@ def make_store(
         draws.play(communicator.device, keep_drawn)
     copy_skeleton(module, target, make_parameter, make_buffer)
     dtype = getattr(torch, plan.decisions.gradients) if plan.decisions.gradients else None
-    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype, host)
+    return ParameterStore(sizes, device_mesh, target, stored, canonical_names(module), dtype, host, has_parts=True)
 
 
 def _stored(

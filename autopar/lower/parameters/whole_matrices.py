@@ -27,8 +27,12 @@ from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import apply_forward
 from autopar.lower.compat import local_part_of, make_dtensor
 from autopar.lower.kernels.random import generators_kept
+from autopar.lower.parameters.dtensor_functions import begin_native_step, end_native_step
 from autopar.lower.parameters.host_storage import HostCopies
+from autopar.lower.parameters.known_meshes import is_on_all_ranks
+from autopar.lower.parameters.optimizer_state import fit_loaded_state
 from autopar.lower.parameters.store import ParameterStore, local_part
+from autopar.lower.parameters.view_writes import note_write
 from autopar.placement import REPLICATE, Layout, reshard
 
 __all__ = ["OptimizerService", "works_on_slices"]
@@ -37,6 +41,7 @@ _BY_ELEMENT = frozenset({
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 })  # fmt: skip
 """Those of torch that need no trial."""
+_BY_MASKS = frozenset({"Rprop"})  # ``sign[sign.gt(0)] = ...``, which torch's DTensor has no rule for
 _TRIAL_SIZE = 256  # of a dim at most: optimizers treat dims below 128 in other ways than large ones
 _TRIAL_STEPS = 3  # the first step often divides a gradient by its own size
 
@@ -121,7 +126,11 @@ def _watch_steps() -> None:
 
 
 def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    fit_loaded_state(optimizer)
+    has_closure = any(callable(x) for x in (*args[1:], *kwargs.values()))
     if type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_ELEMENT:
+        if not has_closure and type(optimizer).__name__ not in _BY_MASKS:
+            begin_native_step()
         return
     _keep_parts(optimizer, args, kwargs)  # of a step that failed
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
@@ -134,10 +143,13 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
             slices = shared.get(id(parameter))
             if slices is None or parameter.grad is None or _works_on(optimizer, group, parameter, slices.dims):
                 continue
-            if any(callable(x) for x in (*args[1:], *kwargs.values())):
+            if has_closure and is_on_all_ranks(parameter):
+                continue  # it runs the model on its own parameters: functions of these are right, only slower
+            if has_closure:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} needs whole parameters, which are gathered before a step, so that a "
-                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure"
+                    "closure can't run in it: call loss.backward() first, then optimizer.step() without a closure, or, "
+                    "with pipeline stages, plan without them ('pipeline=1')"
                 )
             whole = nn.Parameter(slices.whole(parameter))
             whole.grad = slices.whole(parameter.grad)
@@ -149,9 +161,11 @@ def _make_whole(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _keep_parts(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    end_native_step()
     for swap in _SWAPS.pop(optimizer, ()):
         swap.params[swap.place] = swap.parameter
         local_part_of(swap.parameter).copy_(swap.slices.part(swap.whole))
+        note_write()
         _move_state(optimizer, swap.whole, swap.parameter, partial(_cut, swap))
 
 

@@ -23,6 +23,7 @@ from autopar.lower.program.layer_ops import (
     LayerContext,
     draw,
     microbatch_slice,
+    microbatch_term,
     moved_product,
     products_of_moved,
     redistribute,
@@ -58,7 +59,7 @@ def _stays_outside(node: fx.Node) -> bool:
     if node.target is redistribute:
         return any(_stays_outside(user) for user in node.users)
     kernel = KERNELS.get(str(node.args[0])) if node.target is run_kernel else node.target
-    is_own = node.target in (draw, microbatch_slice, moved_product, products_of_moved)
+    is_own = node.target in (draw, microbatch_slice, microbatch_term, moved_product, products_of_moved)
     return is_own or kernel in APART or family_of(str(node.target)).runs_apart
 
 

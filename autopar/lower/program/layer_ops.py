@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.reshard_ops import reshard_tensor, time_slice
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels import KERNELS, resolve_target
-from autopar.lower.kernels.random import RandomState, random_scope
+from autopar.lower.kernels.random import RandomState, makes_generators, random_scope
 from autopar.lower.kernels.row_pieces import RowPieces, moved_row_product, row_products_of_moved
 from autopar.ops import family_of
 from autopar.placement import Axis, Step, parse_layout, reshard
 
 __all__ = [
-    "LayerContext", "draw", "layout_steps", "microbatch_slice", "moved_product", "products_of_moved", "redistribute",
-    "run_kernel",
+    "LayerContext", "draw", "layout_steps", "microbatch_slice", "microbatch_term", "moved_product",
+    "products_of_moved", "redistribute", "run_kernel",
 ]  # fmt: skip
 
 AxisText = tuple[int, int]
@@ -99,6 +100,13 @@ def microbatch_slice(x: Tensor, dim: int, count: int, context: LayerContext) -> 
     return time_slice(x, dim, context.microbatch, count)
 
 
+def microbatch_term(x: Tensor, context: LayerContext) -> Tensor:
+    """`x` in the first microbatch, zeros in the others: terms that add up to `x`."""
+    # Not zeros_like: every microbatch is to give what x is made from a gradient, of zeros if need be.
+    is_first = torch.full((), context.microbatch == 0, device=x.device)
+    return torch.where(is_first, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def run_kernel(name: str, axes: tuple[AxisText, ...], context: LayerContext, *args: Any, **kwargs: Any) -> Any:
     """Run a special kernel that communicates on `axes`, outermost first."""
     return KERNELS[name](_shards(axes, context), *args, **kwargs)
@@ -127,7 +135,7 @@ def draw(
         raise ValueError(f"{target} draws random numbers, but this program was run without a source of them")
     shard = _shards(axes, context).index
     number = context.first_op + op_index
-    if family_of(target).takes_generator:
+    if family_of(target).takes_generator and makes_generators(random.device):
         return resolve_target(target)(*args, **kwargs, generator=random.generator(number, shard))
     with random_scope(random.seed(number, shard), random.device):
         return resolve_target(target)(*args, **kwargs)

@@ -19,6 +19,7 @@ from autopar.lower.kernels import resolve_target, torch_argument
 from autopar.lower.program.layer_ops import (
     draw,
     microbatch_slice,
+    microbatch_term,
     moved_product,
     products_of_moved,
     redistribute,
@@ -29,7 +30,7 @@ from autopar.placement import LOCAL, Axis, Placement, format_layout, mesh_axes
 from autopar.plan import LayerStrategy
 from autopar.program import Layer, Program
 from autopar.step.activation_policies import ActivationPolicy, activation_policy
-from autopar.step.instructions import InPieces, Instruction, LocalProgram, Reshard, RunOp, TakeMicrobatch
+from autopar.step.instructions import InPieces, Instruction, KeepInFirst, LocalProgram, Reshard, RunOp, TakeMicrobatch
 from autopar.step.local_layer import place
 from autopar.step.local_program import derive
 from autopar.step.op_states import kernel_runs
@@ -111,7 +112,10 @@ class _Emitter:
     def add_placeholders(self) -> None:
         """Inputs, state (in their copy layouts), and the context."""
         for index in (*self.local.inputs, *self.local.state):
-            self._keep(index, self.graph.placeholder(node_name(self.local.values[index].value.name)))
+            node = self.graph.placeholder(node_name(self.local.values[index].value.name))
+            # fx renames what is named as a builtin ("sum" to "sum_1"), and would write over an argument of that name.
+            node.target = node.name
+            self._keep(index, node)
         self.context = self.graph.placeholder("context")
         self.places = {op.index: (op.op.module, op.op.source) for op in self._ops()}
 
@@ -129,6 +133,8 @@ class _Emitter:
         elif isinstance(instruction, InPieces):
             self.place = self.places[instruction.products[0].index]
             self._in_pieces(instruction)
+        elif isinstance(instruction, KeepInFirst):
+            self._keep_in_first(instruction)
         else:
             self._take_microbatch(instruction)
 
@@ -147,6 +153,12 @@ class _Emitter:
         target = self.local.values[instruction.target]
         args = (self.nodes[instruction.source], target.time.dim, self.num_microbatches, self.context)
         node = self._call(microbatch_slice, args, f"{node_name(target.value.name)}_microbatch")
+        self.rerun.add(node.name)
+        self._keep(instruction.target, node)
+
+    def _keep_in_first(self, instruction: KeepInFirst) -> None:
+        name = f"{node_name(self.local.values[instruction.target].value.name)}_term"
+        node = self._call(microbatch_term, (self.nodes[instruction.source], self.context), name)
         self.rerun.add(node.name)
         self._keep(instruction.target, node)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopar.accelerators import pins_memory
 from autopar.lower.compat import storage_key
 from autopar.lower.parameters.host_storage import HostCopies
 from autopar.lower.program.saved_tensors import SavedTensor
@@ -45,8 +46,8 @@ class _Storage:
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Room in the host's memory, pinned if `device` copies by itself."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    """Room in the host's memory, pinned if it can be for `device`."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins_memory(device.type))
 
 
 class OffloadedTensors:

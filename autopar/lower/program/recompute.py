@@ -174,7 +174,7 @@ def run_keeping_less(
 
 def _drop_copies(boxes: Sequence[SavedTensor], parameters: StepParameters) -> dict[int, Recipe]:
     """Let go of saved compute copies that were gathered; storage -> how to have the copy in backward."""
-    own = {storage_key(local_part_of(p)) for p in parameters.layer.current()}
+    own = {storage_key(local_part_of(p)) for p in parameters.stored}
     recipes: dict[int, Recipe] = {}
     for index, value in enumerate(parameters.copies()):
         if storage_key(value) not in own:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputShapeError
+from autopar.errors import InputShapeError, LossError
+from autopar.lower.autograd import on_gradient
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.digests import digest_of
 from autopar.lower.communication.held_rows import HeldRows, Spans, dtensor_spans
@@ -177,7 +178,10 @@ class CallInputs:
         start, length = sum(self._counts[:rank]), self._counts[rank]
 
         def cut(x: Tensor) -> Tensor:
-            return x.narrow(dim, start, length)
+            own = x.narrow(dim, start, length)
+            if own.requires_grad:
+                on_gradient(own, _refuse_gradient)
+            return own
 
         return output.then(cut) if isinstance(output, LateTensor) else cut(output)
 
@@ -276,3 +280,13 @@ class CallInputs:
 
 def _full(x: DTensor) -> Callable[[Tensor], Tensor]:
     return lambda _: x.full_tensor()
+
+
+def _refuse_gradient(_: Tensor) -> NoReturn:
+    """Raise LossError: gradients of each rank's own loss would add up to those of no loss that one device computes."""
+    raise LossError(
+        "backward() came from a loss that this rank computed of its own rows (inputs='local'). The loss of one device "
+        "is that of the rows of all data ranks, which only the model's program knows: let forward() return the loss, "
+        "or pass it to autopar.parallelize(..., loss_fn=criterion, example_target=target) and call "
+        "loss = model(x, target=target)"
+    )

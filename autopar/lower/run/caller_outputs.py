@@ -76,6 +76,8 @@ def do_outputs_fit(executable: Executable) -> bool:
 
 def _output(executor: Executor, name: str, value: Tensor | None, later: Later, is_later: bool) -> Tensor | None:
     program = executor.executable.program
+    if executor.tail is not None and name in executor.tail.results:
+        return value
     if name in program.carried and value is not None:
         return _carried(executor, name, value, later)
     is_loss = name == program.loss

@@ -69,7 +69,9 @@ class Executor:
         self.cut_outputs = frozenset[str]()  # those of the next call that are longer than what the caller gets
         self.stopwatch: Stopwatch | None = None  # while somebody measures
         # In an order that all ranks share: what is made whole is so one value after the other.
-        self.kept = tuple(dict.fromkeys((*program.outputs, *program.updates.values())))
+        late = {name for op in program.tail for name in op.results}
+        kept = dict.fromkeys((*program.outputs, *program.updates.values(), *program.tail_reads))
+        self.kept = tuple(name for name in kept if name not in late)
         self.stages = StageMap(program, plan, communicator.rank % num_devices)
         lowering = Lowering(executable, store, communicator, self.num_microbatches, self.stages, compile_layers)
         self.runners = lowering.lower_layers(frozenset(self.kept))
@@ -78,6 +80,7 @@ class Executor:
         self.value_layouts = lowering.value_layouts
         self.boundary_values = lowering.boundary_values
         self.hoisted = lowering.hoisted
+        self.tail = lowering.lower_tail()
         self.begin_step = lowering.hoisted.begin_step
         if self.stages.is_pipeline:
             communicator.prepare([self.stages.axis])
@@ -121,7 +124,7 @@ class Executor:
         if self.stages.is_pipeline and not program.loss:
             return tuple(dict.fromkeys(program.outputs))
         is_whole = self.stages.is_pipeline or self.num_microbatches > 1
-        return (program.loss,) if is_whole and program.loss else ()
+        return tuple(dict.fromkeys((*program.loss_terms, *program.tail_reads))) if is_whole else ()
 
     @torch.no_grad()
     def update_buffers_of_microbatch(self, values: Mapping[str, Tensor]) -> None:
@@ -135,8 +138,24 @@ class Executor:
         """Give the buffers that a whole step updates their new values, on the ranks of all stages."""
         for buffer, new in self.executable.program.updates.items():
             own = values.get(new)
-            whole = self.share_across_groups(new, None if own is None else self.make_whole(new, own.detach()))
+            if self.tail is not None and new in self.tail.results:
+                whole = values[new].detach()
+            else:
+                whole = self.share_across_groups(new, None if own is None else self.make_whole(new, own.detach()))
             self.store.buffer(self.executable.program.parameters[buffer]).copy_(whole)
+
+    def with_tail(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A step's values and what the tail makes of them."""
+        if self.tail is None:
+            return dict(values)
+        is_whole = self.returned_whole
+        sums = {n: values[n] if n in is_whole else self.make_whole(n, values[n]) for n in self.tail_reads}
+        return {**values, **self.tail.run(sums)}
+
+    @property
+    def tail_reads(self) -> tuple[str, ...]:
+        """What the tail reads of layers."""
+        return self.executable.program.tail_reads
 
     def forget_copies(self) -> None:
         """Parameters may change now."""

@@ -22,6 +22,7 @@ from autopar.lower.run.attributes import Settings
 from autopar.lower.run.hoisted import HoistedValues
 from autopar.lower.run.layer_runner import LayerRunner
 from autopar.lower.run.stage_map import StageMap
+from autopar.lower.run.tail import Tail
 from autopar.placement import REPLICATE, Layout, Placement, Step, local_shape, refine_layout, refine_mesh, reshard
 from autopar.plan import LayerStrategy, Plan
 from autopar.program import Layer, Program
@@ -144,7 +145,10 @@ class Lowering:
         self.boundary_values: list[dict[str, ValueLayout]] = []
         self.programs: dict[tuple[int, int, tuple[Placement, ...]], tuple[LayerProgram, KeepingProgram | None]] = {}
         self.parts: dict[tuple[str, tuple[Step, ...]], Tensor] = {}
-        read = dict.fromkeys(name for index in stages.own_layers for name in self.program.layers[index].state)
+        tail = (name for op in self.program.tail for name in op.operands)
+        read = dict.fromkeys(
+            (*(name for index in stages.own_layers for name in self.program.layers[index].state), *tail)
+        )
         self.hoisted = HoistedValues(self.program, executable.constants, store, LayerContext(communicator), read)
 
     def lower_layers(self, kept: frozenset[str]) -> dict[int, LayerRunner]:
@@ -172,6 +176,12 @@ class Lowering:
         if missing:
             raise PlanMismatchError(f"no layer puts out {missing}, which the model returns or keeps")
         return runners
+
+    def lower_tail(self) -> Tail | None:
+        """What runs behind all layers, if there is anything."""
+        if not self.program.tail:
+            return None
+        return Tail(self.program, self.store, LayerContext(self.communicator), lambda name: self._constant(name, ()))
 
     def _place_carried(self, index: int, layer: Layer) -> None:
         """Inputs that go from call to call lie as the first layer that reads them wants them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.ops import family_of
 from autopar.plan import Plan
 from autopar.program import Op, Program
 from autopar.step.value_flows import option_of
@@ -28,6 +29,7 @@ def ops_per_microbatch(program: Program, plan: Plan) -> tuple[Op, ...]:
 
 def updates_per_microbatch(program: Program, plan: Plan) -> Mapping[str, str]:
     """Name in the module of each such buffer -> the value that replaces it after a microbatch."""
-    modules = {op.module for op in ops_per_microbatch(program, plan)}
+    own = (op for op in ops_per_microbatch(program, plan) if family_of(op.target).count_arg < 0)
+    modules = {op.module for op in own}
     module_of = {name: op.module for layer in program.layers for op in layer.ops for name in op.results}
     return {program.parameters[buffer]: new for buffer, new in program.updates.items() if module_of.get(new) in modules}

@@ -10,12 +10,14 @@ from typing import Any, NoReturn, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from autopar.errors import ModelError, SubmoduleError
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.compat import after_backward, make_dtensor
 from autopar.lower.parameters.full_state import SAVE_INSTEAD, SliceMetadata, StateDict, fit_to_store, whole_tensor
 from autopar.lower.parameters.gradient_norm import GradientNorm, clip_gradients
+from autopar.lower.parameters.optimizer_state import whole_optimizer_state
 from autopar.lower.parameters.skeleton import check_conversion, state_names
 from autopar.lower.parameters.stage_gradient import StageGradient
 from autopar.lower.parameters.store import ParameterStore
@@ -78,6 +80,33 @@ class ModuleState(nn.Module):
                 found[first] = whole if rank is None else whole.cpu() if rank == self._communicator.rank else None
             found[name] = found[first]
         return {name: whole for name, whole in found.items() if whole is not None}
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer, rank: int | None = None) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with whole plain tensors, on every rank.  Every rank must call it.
+
+        ``optimizer.load_state_dict`` takes it, of this model's optimizer by any plan and of one of the original model.
+
+        Args:
+            optimizer: of this model's parameters.
+            rank: only this rank gets it, on the CPU, and others an empty dict.
+
+        Raises:
+            ModelError: there are pipeline stages, on each of which an optimizer numbers its own parameters.
+
+        Example:
+            >>> state = {"model": model.full_state_dict(0), "optimizer": model.full_optimizer_state_dict(optimizer, 0)}
+            >>> if dist.get_rank() == 0:
+            ...     torch.save(state, "checkpoint.pt")
+        """
+        if self._executor.stages.is_pipeline:
+            raise ModelError(
+                "with pipeline stages an optimizer numbers the parameters of its own stages, so that its state has no "
+                "form that one device knows: save get_optimizer_state_dict(model, optimizer) with "
+                "torch.distributed.checkpoint, which goes by names"
+            )
+        self._enter("full_optimizer_state_dict {}", lambda: (None, ()))
+        keeps = rank is None or rank == self._communicator.rank
+        return whole_optimizer_state(optimizer, keeps=keeps, on_host=rank is not None)
 
     @contextmanager
     def _saving_whole(self) -> Generator[bool]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from autopar.errors import ModelError
+from autopar.lower.compat import not_compiled
 from autopar.lower.run.generation import generation_methods
 
 __all__ = ["make_instance", "original_class"]
@@ -86,9 +87,10 @@ def _forward(runtime: Any, signature: inspect.Signature) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return runtime.forward(self, *args, **kwargs)
 
-    forward.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    forward.__doc__ = runtime.forward.__doc__
-    return forward
+    made: Any = not_compiled(forward)
+    made.__signature__ = signature
+    made.__doc__ = runtime.forward.__doc__
+    return made
 
 
 def _make_original(original: type[nn.Module], _: object, *args: Any, **kwargs: Any) -> nn.Module:

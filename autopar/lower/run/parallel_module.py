@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import ConstraintError, PlanMismatchError, SubmoduleError
-from autopar.lower.autograd import on_gradient
+from autopar.lower.autograd import call_function, on_gradient
 from autopar.lower.communication.call_consensus import PLANNING
 from autopar.lower.communication.communicator import Communicator
 from autopar.lower.communication.consensus import attempt
@@ -25,12 +25,13 @@ from autopar.lower.groups.group_steps import GroupSteps
 from autopar.lower.kernels.random import agree_base_seed
 from autopar.lower.observe.first_steps import FirstSteps
 from autopar.lower.observe.predictions import Predictions
+from autopar.lower.parameters.dtensor_functions import end_native_step, watch_functions
 from autopar.lower.parameters.gradient_norm import GradientNorm
+from autopar.lower.parameters.known_meshes import know_mesh, laid_as
 from autopar.lower.parameters.materialize import Draws
 from autopar.lower.parameters.skeleton import carry_attributes, copy_skeleton
 from autopar.lower.parameters.store import ParameterStore, make_store
 from autopar.lower.parameters.whole_matrices import OptimizerService
-from autopar.lower.parameters.whole_numbers import give_whole_numbers
 from autopar.lower.program.program_text import LoweredProgram
 from autopar.lower.run.attributes import Attributes, settings_text
 from autopar.lower.run.call_executors import CallExecutors, ExecutablePlanner, PlannedCall
@@ -144,9 +145,10 @@ class ParallelModule(ModuleInspection):
         self._executor = Executor(executable, store, communicator, compile_layers)
         self._executors = CallExecutors(self._executor, planner, compile_layers, self._attributes)
         self._make_nothing()
-        if communicator.calls is not None:
+        if communicator.calls is not None or communicator.world_size == 1:
             is_whole = not self._executor.stages.is_pipeline
-            give_whole_numbers(store.device_mesh, communicator.calls, is_whole_world=is_whole)
+            know_mesh(store.device_mesh, self, communicator.calls, is_whole_world=is_whole)
+            watch_functions()
         self._gradient_norm = GradientNorm(self._store, self._executor.stages, communicator)
         self.whole_outputs = None
         self.call_inputs = None
@@ -179,6 +181,7 @@ class ParallelModule(ModuleInspection):
             MeshError: ranks got different batches; on an accelerator of the step before.
             RankError: another rank does something else, failed or ended.
         """
+        end_native_step()  # of an optimizer that raised in it
         if not self.training or not torch.is_grad_enabled():
             self._first_steps.interrupt()
             return self._run(args, kwargs)
@@ -192,13 +195,15 @@ class ParallelModule(ModuleInspection):
     def _run_part(self, part: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The forward of a submodule, on inputs that every rank passes whole, also with local inputs.
 
-        With pipeline stages and without gradients every rank runs it on whole parameters, gathered for the call.
+        Every rank runs it on whole parameters, gathered for the call, if it gets no tensors (the parametrization that
+        computes a weight), and with pipeline stages without gradients.
         """
         self._first_steps.interrupt()
         args, kwargs = map_leaves(_plain, (tuple(args), dict(kwargs)))
         with self.global_inputs():
             if not self._executor.stages.is_pipeline:
-                return self._run(args, kwargs, part)
+                run = self._run if named_tensors(args, kwargs) else self._run_on_whole
+                return run(args, kwargs, part)
             if not torch.is_grad_enabled():
                 return self._run_on_whole(args, kwargs, part)
             try:
@@ -209,6 +214,13 @@ class ParallelModule(ModuleInspection):
                     "torch.no_grad(), let forward() return what it gives, or plan without stages ('pipeline=1')"
                 ) from error
 
+    def _differentiable(self, name: str, whole: Tensor) -> Tensor:
+        """The whole parameter of this name, with gradients that reach it."""
+        part = self._own_part(name)
+        if part is None or not (part.requires_grad and torch.is_grad_enabled()):
+            return whole
+        return call_function(_Whole, part, whole)
+
     def _own_part(self, name: str) -> Tensor | None:
         table, last = self._store.slot(name)
         return table[last]
@@ -217,7 +229,7 @@ class ParallelModule(ModuleInspection):
         self._check_modes()
         self._enter(f"{part!r}{_ALIKE} {{}}", lambda: (None, named_tensors(args, kwargs)))
         names = [name for name in self._store.stored if name.startswith(f"{part}.")]
-        whole = {name: self._whole(name, self._own_part(name)) for name in names}
+        whole = {name: self._differentiable(name, self._whole(name, self._own_part(name))) for name in names}
         like = self.get_submodule(part)
         made = self._executors.submodule(part, whole | {f"{part}.{n}": x for n, x in like.named_buffers()})
         for module, own in zip(made.modules(), like.modules(), strict=True):
@@ -371,6 +383,19 @@ class ParallelModule(ModuleInspection):
         """One line about the plan."""
         plan = self.plan
         return f"world_size={plan.world_size}, num_microbatches={plan.num_microbatches}, mesh={self._store.mesh}"
+
+
+class _Whole(torch.autograd.Function):
+    """A whole tensor as if computed of the parameter of which it is; every rank has the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: DTensor, whole: Tensor) -> Tensor:
+        ctx.like = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return laid_as(gradient, ctx.like), None
 
 
 def _plain(x: Any) -> Any:

@@ -39,7 +39,8 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
             step.run(FORWARD)
         if executor.store.host is not None:
             executor.store.host.finish()  # the caller may change parameters now
-        return step.values.results()
+        with torch.no_grad():
+            return executor.with_tail(step.values.results())
     step = StepRunner(executor, executor.training_actions, tensors, base_seed)
     step.begin()
     loss = executor.executable.program.loss
@@ -54,7 +55,7 @@ def run_step(executor: Executor, tensors: Sequence[Tensor], base_seed: int) -> d
     names = [name for name in found if name in (agreed if executor.stages.is_pipeline else step.values.differentiable)]
     later = _BackwardHalf(step, names)
     outputs = _as_outputs([found[name] for name in names], later, list(later.sources.values()))
-    return found | dict(zip(names, outputs, strict=True))
+    return executor.with_tail(found | dict(zip(names, outputs, strict=True)))
 
 
 def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
@@ -66,11 +67,7 @@ def _is_differentiable(executor: Executor, tensors: Sequence[Tensor]) -> bool:
 
 def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
     executor = step.executor
-    like = executor.executable.program.type_of(loss)
-    dtype: torch.dtype = getattr(torch, like.dtype)
-    step.values.expect({loss: torch.ones(like.shape, dtype=dtype, device=executor.communicator.device)})
-    step.run(FORWARD | BACKWARD)
-    found = step.values.results()
+    found = _run_with_tail(step) if executor.executable.program.is_loss_late else _run_all(step, loss)
     step.end()
     gradients = step.gradients()
     if executor.stages.is_pipeline:
@@ -84,6 +81,29 @@ def _run_to_the_end(step: StepRunner, loss: str) -> dict[str, Tensor]:
         found[loss], [gradients.get(name) for name in sources], list(sources.values()), spread, is_scaled=is_half
     )
     return found
+
+
+def _run_all(step: StepRunner, loss: str) -> dict[str, Tensor]:
+    """Forward and backward of all microbatches, whose losses add up."""
+    executor = step.executor
+    like = executor.executable.program.type_of(loss)
+    dtype: torch.dtype = getattr(torch, like.dtype)
+    step.values.expect({loss: torch.ones(like.shape, dtype=dtype, device=executor.communicator.device)})
+    step.run(FORWARD | BACKWARD)
+    with torch.no_grad():
+        return executor.with_tail(step.values.results())
+
+
+def _run_with_tail(step: StepRunner) -> dict[str, Tensor]:
+    """The forwards of all microbatches, the tail on their sums, and all backwards with the gradients of these."""
+    tail = step.executor.tail
+    assert tail is not None
+    step.run(FORWARD)
+    found = step.values.results()
+    made, gradients = tail.run_with_gradients(found)
+    step.values.expect(gradients)
+    step.run(BACKWARD)
+    return found | made
 
 
 def _sources(step: StepRunner) -> dict[str, Tensor]:

@@ -140,7 +140,7 @@ class StepRunner:
     def _add_gradients(self, layer: int) -> None:
         """What a layer's reduction gives, to what other layers and microbatches have given."""
         parameters = self._parameters[layer]
-        for parameter, term in zip(parameters.layer.current(), parameters.finish_reduce(), strict=True):
+        for parameter, term in zip(parameters.stored, parameters.finish_reduce(), strict=True):
             name = self._names.get(id(parameter))
             if name is not None and term is not None:
                 total = self._gradients.get(name)

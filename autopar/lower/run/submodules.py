@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from autopar.errors import SubmoduleError
+from autopar.lower.compat import not_compiled
 from autopar.lower.run.generation import generation_methods
 
 __all__ = ["bind_submodules"]
@@ -39,5 +40,6 @@ def _forward(name: str, kind: Any) -> Callable[..., Any]:
             )
         return root._run_part(name, args, kwargs)
 
-    forward.__signature__ = inspect.signature(kind.forward)  # pyright: ignore[reportFunctionMemberAccess]
-    return forward
+    made: Any = not_compiled(forward)
+    made.__signature__ = inspect.signature(kind.forward)
+    return made

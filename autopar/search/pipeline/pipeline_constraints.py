@@ -72,7 +72,7 @@ def pipeline_demands(
     if cuts and stages and len(cuts) + 1 != stages:
         raise ConstraintError(f"cuts={len(cuts)} cuts make {len(cuts) + 1} stages, not stages={stages}")
     demands = PipelineDemands(groups, len(cuts) + 1 if cuts else stages, cuts, schedule)
-    _check(demands, program, world_size, has_loss=bool(program.loss) or not is_training)
+    _check(demands, program, world_size, has_loss=program.has_loss_in_layers or not is_training)
     return demands
 
 

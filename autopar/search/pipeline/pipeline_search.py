@@ -136,7 +136,7 @@ class PipelineSearch:
 
     def _shapes(self, groups: int, count: int) -> Iterator[Shape]:
         num_layers = len(self.context.program.layers)
-        has_loss = bool(self.context.program.loss) or not self.context.request.training.is_training
+        has_loss = self.context.program.has_loss_in_layers or not self.context.request.training.is_training
         return self.demands.shapes(groups, num_layers, count, has_loss=has_loss)
 
     def _group_counts(self) -> Iterator[int]:

@@ -1,0 +1,193 @@
+"""Functions of torch on parameters and gradients do what they do on one device.
+
+torch's own DTensor refuses a plain tensor as another operand, gives each rank random numbers of its own for its part,
+loses what is written to a view that had to be gathered, and ignores ``p.data = x``.  Scripts do all of this:
+``h @ model.head.weight.T``, ``nn.init.normal_(p)``, ``p[0] = 0``, an average of weights put in place.  So for DTensors
+of parallel modules (`known_meshes`)
+
+- a function of them and plain tensors gets whole tensors, and gives what it gives of those;
+- a change in place by plain tensors changes this rank's part by its part of them, or the whole tensor where it is not
+  one for each element (`dtensor_writes`);
+- random numbers are those that one device draws (`dtensor_draws`);
+- views that were gathered follow the tensor that they are of, and it follows them (`view_writes`);
+- what torch has no rule for runs on whole tensors.
+
+Plain tensors are the same on every rank, as everything is that a script computes alike on all ranks.  Every rank calls
+the same functions, as some communicate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.errors import MeshError
+from autopar.lower.compat import functions_by, map_leaves, native_functions
+from autopar.lower.parameters.dtensor_draws import draw_in_place, draw_like, draws_in_place, draws_like
+from autopar.lower.parameters.dtensor_writes import copy_deeply, is_write, set_data, set_grad, write, write_out
+from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, plain
+from autopar.lower.parameters.known_meshes import has_local_inputs, is_known, read_whole
+from autopar.lower.parameters.optimizer_state import refuse_file
+from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_views, note_write, refresh
+from autopar.tensor_questions import QUESTIONS
+
+__all__ = ["begin_native_step", "end_native_step", "watch_functions"]
+
+_tensor: Any = Tensor
+_torch: Any = torch
+_FACTS = QUESTIONS | {
+    _tensor.grad.__get__, _tensor.requires_grad.__set__, _tensor.is_leaf.__get__, _tensor.grad_fn.__get__,
+    _tensor.requires_grad_, _tensor.is_contiguous, _tensor.register_hook, _tensor.__hash__, _tensor.__repr__,
+    _tensor.register_post_accumulate_grad_hook, _tensor.retain_grad,
+}  # fmt: skip
+"""What asks or sets facts that are alike for a part and for the whole; optimizers call these most often."""
+_WHOLE = frozenset({
+    "numpy", "__array__", "tolist", "equal", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
+    "dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "normal", "poisson", "multinomial",
+})  # fmt: skip
+"""They want the whole tensor: all of it on the host, memory of any shape, or random numbers for it."""
+_VIEWS = frozenset({
+    "view", "reshape", "flatten", "ravel", "unflatten", "select", "narrow", "t", "transpose", "permute", "movedim",
+    "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "expand", "expand_as", "view_as", "reshape_as",
+    "diagonal", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "unbind", "detach",
+    "__getitem__", "__iter__", "as_strided", "unfold", "broadcast_to", "adjoint", "contiguous",
+})  # fmt: skip
+_VIEW_GETTERS = frozenset(
+    getter.__get__ for getter in (_tensor.data, _tensor.T, _tensor.mT, _tensor.H, _tensor.mH, _tensor.real)
+)
+_SET_GRAD = _tensor.grad.__set__
+_FOR_SHAPE = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "is_same_size", "to"})
+"""Of their other operand they read the shape or the type only."""
+
+
+def watch_functions() -> None:
+    """From now on functions of torch on DTensors of parallel modules go through this module."""
+    functions_by(_run)
+
+
+class _NativeStep(threading.local):
+    """The context of the optimizer step that this thread is in, if its functions are torch's own."""
+
+    context: Any = None
+
+
+_STEP = _NativeStep()
+
+
+def begin_native_step() -> None:
+    """An optimizer of torch begins a step, all of whose functions torch's DTensor does right: to do them here takes as
+    long again.
+    """
+    end_native_step()
+    note_write()
+    _STEP.context = native_functions()
+    _STEP.context.__enter__()
+
+
+def end_native_step() -> None:
+    """The step has ended, or failed."""
+    context, _STEP.context = _STEP.context, None
+    if context is not None:
+        context.__exit__(None, None, None)
+
+
+def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if function in _FACTS or (function == _SET_GRAD and args[1] is None):
+        return function(*args, **kwargs)
+    tensors = find_tensors((*args, *kwargs.values()) if kwargs else args)
+    known = [x for x in tensors if isinstance(x, DTensor) and is_known(x)]
+    if not known:
+        return function(*args, **kwargs)
+    for x in known:
+        if GATHERED_VIEW in vars(x):
+            refresh(x)
+    call = FunctionCall(function, args, kwargs, tensors, known)
+    rule = _RULES.get(function)
+    if rule is not None:
+        return rule(call)
+    if is_write(call.name):
+        return draw_in_place(call) if draws_in_place(call) else write(call)
+    if kwargs.get("out") is not None:
+        return write_out(call)
+    if draws_like(call):
+        return draw_like(call)
+    if call.name in _WHOLE or (call.name not in _FOR_SHAPE and call.is_mixed()):
+        return _on_whole(call)
+    return _natively(call)
+
+
+def _on_whole(call: FunctionCall) -> Any:
+    """The function of whole plain tensors.
+
+    Raises:
+        MeshError: a parameter would get the gradient of this rank's rows only.
+    """
+    if torch.is_grad_enabled() and len(call.known) < len(call.tensors):
+        local = [x for x in call.known if x.requires_grad and has_local_inputs(x)]
+        if local and call.plain_tensors():
+            raise MeshError(
+                f"{call.name} got a parameter of shape {list(local[0].shape)} and a plain tensor, and each rank has "
+                "other rows (inputs='local'), so that the parameter's gradient would be that of this rank's rows only: "
+                "compute it in forward() or in the loss_fn of autopar.parallelize"
+            )
+    result = call.with_leaves(plain)
+    if call.name == "numpy":
+        result.setflags(write=False)  # it is a copy, and who writes to it means the parameter
+    return result
+
+
+def _natively(call: FunctionCall) -> Any:
+    """What torch's DTensor does, or, where it has no rule, the function of whole tensors."""
+    is_view = call.name in _VIEWS or call.function in _VIEW_GETTERS
+    try:
+        result = call.natively()
+    except (NotImplementedError, RuntimeError) as error:
+        if not has_no_rule(error):
+            raise
+        if not is_view:
+            return _on_whole(call)
+        result = call.with_leaves(_replicated)
+    if is_view and call.args and call.args[0] is call.known[0] and len(call.tensors) == 1:
+        function, rest, kwargs = call.function, call.args[1:], call.kwargs
+        note_views(call.known[0], lambda whole: function(whole, *rest, **kwargs), result)
+    return result
+
+
+def _replicated(x: Any) -> Any:
+    if not (isinstance(x, DTensor) and is_known(x)):
+        return x
+    untyped: Any = x
+    return untyped.redistribute(untyped.device_mesh, [Replicate()] * untyped.device_mesh.ndim)
+
+
+def _format(call: FunctionCall) -> str:
+    x, spec = call.args
+    return format(x.item(), spec) if x.dim() == 0 else call.natively()
+
+
+def _backward(call: FunctionCall) -> None:
+    """Of a loss that is made of parameters only."""
+    call.function(read_whole(call.known[0]), *call.args[1:], **call.kwargs)
+
+
+def _gradients(call: FunctionCall) -> Any:
+    """``torch.autograd.grad(outputs, inputs)``, which also gets parameters among inputs."""
+    if call.args:
+        return call.function(map_leaves(plain, call.args[0]), *call.args[1:], **call.kwargs)
+    return call.function(**{**call.kwargs, "outputs": map_leaves(plain, call.kwargs["outputs"])})
+
+
+_RULES: Mapping[Any, Callable[[FunctionCall], Any]] = {
+    _tensor.data.__set__: set_data,
+    _SET_GRAD: set_grad,
+    _tensor.__format__: _format,
+    _tensor.__reduce_ex__: refuse_file,
+    _tensor.__deepcopy__: copy_deeply,
+    _tensor.backward: _backward,
+    _torch.autograd.grad: _gradients,
+}

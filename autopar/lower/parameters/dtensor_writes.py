@@ -1,0 +1,182 @@
+"""Functions that change a parameter or gradient in place change it as on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ModelError
+from autopar.lower.communication.late_tensor import LateTensor
+from autopar.lower.compat import local_tensor, map_leaves, set_local_tensor
+from autopar.lower.parameters.function_calls import FunctionCall, find_tensors, has_no_rule, is_known_dtensor, plain
+from autopar.lower.parameters.known_meshes import compare_plain, laid_as, placements_of, read_whole
+from autopar.lower.parameters.view_writes import GATHERED_VIEW, note_write, refresh, write_through
+
+__all__ = ["copy_deeply", "is_write", "set_data", "set_grad", "write", "write_out"]
+
+_AUGMENTED = frozenset({
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+})  # fmt: skip
+_NO_WRITES = frozenset({"requires_grad_", "share_memory_", "detach_", "rename_"})
+_BY_ELEMENT = frozenset({
+    "copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_", "pow_", "clamp_",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "logical_and_", "logical_or_",
+})  # fmt: skip
+"""An entry of their result follows from the same entries of operands of the same shape."""
+
+
+def is_write(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED)
+    return name.endswith("_") and name not in _NO_WRITES
+
+
+def write(call: FunctionCall) -> Any:
+    """A call of a function that changes its first argument, or each of a list."""
+    target: Any = call.args[0] if call.args else call.tensors[0]
+    if isinstance(target, list | tuple):
+        return _write_each(call)
+    if not is_known_dtensor(target):
+        return call.with_leaves(plain, first=1)
+    is_mixed = call.is_mixed()
+    if target.requires_grad and torch.is_grad_enabled():
+        if is_mixed and not target.is_leaf:
+            raise ModelError(
+                f"{call.name} changes what was computed of a parameter by a plain tensor, in place and with gradients: "
+                "write to x.full_tensor() instead"
+            )
+        return call.natively()  # torch says that a parameter that requires grad can't be written to
+    result = _write_mixed(call, target) if is_mixed else _write_dtensors(call, target)
+    write_through(target)
+    return result
+
+
+def _write_dtensors(call: FunctionCall, target: DTensor) -> Any:
+    """All operands are on one mesh."""
+    if call.name == "__setitem__":
+        return _write_whole(call, target)
+    if any(placements_of(x) != placements_of(target) for x in call.known if x.dim()):
+        return _write_laid(call, target)
+    try:
+        return call.natively()
+    except (NotImplementedError, RuntimeError) as error:
+        if not has_no_rule(error):
+            raise
+        return _write_whole(call, target)
+
+
+def _write_mixed(call: FunctionCall, target: DTensor) -> Any:
+    """Plain tensors, or DTensors on other meshes, are among the operands."""
+    compare_plain(target, call.plain_tensors())
+    return _write_laid(call, target)
+
+
+def _write_laid(call: FunctionCall, target: DTensor) -> Any:
+    if call.name in _BY_ELEMENT and all(x.shape == target.shape for x in call.tensors if x.dim()):
+        return call.with_leaves(lambda x: _laid(x, target))
+    return _write_whole(call, target)
+
+
+def _laid(x: Any, target: DTensor) -> Any:
+    if x is target or not isinstance(x, Tensor) or not x.dim():
+        return x
+    return laid_as(x.whole() if isinstance(x, LateTensor) else x, target)
+
+
+def _write_whole(call: FunctionCall, target: DTensor) -> Any:
+    """Change the whole tensor, and keep this rank's part."""
+    with torch.no_grad():
+        whole = read_whole(target).clone()
+        result = call.with_leaves(lambda x: whole if x is target else plain(x))
+        local_tensor(target).copy_(local_tensor(laid_as(whole, target)))
+    return target if result is whole else result
+
+
+def _write_each(call: FunctionCall) -> None:
+    """``torch._foreach_...``: each tensor of the list by its own operands."""
+    if not call.is_mixed():
+        try:
+            call.natively()
+        except NotImplementedError:
+            pass
+        else:
+            note_write()
+            return
+    targets: list[Any] = call.args[0]
+    for place, target in enumerate(targets):
+        own: list[Any] = [[x[place]] if type(x) in (list, tuple) and len(x) == len(targets) else x for x in call.args]
+        if not is_known_dtensor(target):
+            call.function(own[0], *map_leaves(plain, own[1:]), **call.kwargs)
+            continue
+        if GATHERED_VIEW in vars(target):
+            refresh(target)
+        compare_plain(target, [x for x in find_tensors(own) if not isinstance(x, DTensor)])
+        laid = map_leaves(lambda x, target=target: _local(_laid(x, target) if x is not target else x, target), own)
+        call.function(*laid, **call.kwargs)
+        write_through(target)
+
+
+def _local(x: Any, target: DTensor) -> Any:
+    """An operand of `target`, laid out as that is or a number, for this rank's part of it."""
+    return local_tensor(x) if isinstance(x, DTensor) and (x is target or x.dim()) else plain(x)
+
+
+def write_out(call: FunctionCall) -> Any:
+    """A call with ``out=``."""
+    out = call.kwargs["out"]
+    kwargs = {name: plain(x) for name, x in call.kwargs.items() if name != "out"}
+    result = call.function(*map_leaves(plain, call.args), **kwargs)
+    with torch.no_grad():
+        tensors = [x for x in (out, result) if isinstance(x, Tensor)]
+        known = [x for x in tensors if isinstance(x, DTensor)]
+        if known:
+            write(FunctionCall(Tensor.copy_, (out, result), {}, tensors, known))
+        else:
+            out.copy_(result)
+    return out
+
+
+def set_data(call: FunctionCall) -> None:
+    """``p.data = x``: torch changes the wrapper, and leaves the part that functions read as it was.
+
+    Raises:
+        ModelError: `x` is of another shape or dtype.
+    """
+    target, value = call.args
+    if not is_known_dtensor(target):
+        call.function(target, plain(value).detach())
+        return
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise ModelError(
+            f"a parameter of shape {list(target.shape)} and dtype {target.dtype} was given data of shape "
+            f"{list(value.shape)} and dtype {value.dtype}: the program of a parallelized model has the shapes of its "
+            "parameters. Change the original model, and call autopar.parallelize after it"
+        )
+    set_local_tensor(target, local_tensor(_laid(value, target)).detach())
+    write_through(target)
+
+
+def set_grad(call: FunctionCall) -> None:
+    """``p.grad = x``."""
+    target, value = call.args
+    if isinstance(value, Tensor) and value.shape == target.shape:  # else torch names both shapes
+        value = _laid(value, target) if is_known_dtensor(target) else plain(value).detach()
+    call.function(target, value)
+
+
+def copy_deeply(call: FunctionCall) -> Any:
+    """``copy.deepcopy``, also where the part begins within other memory: torch takes its place there for a pointer."""
+    x, memo = call.args
+    if id(x) in memo or type(x) is not DTensor or not x.is_leaf:
+        return call.natively()
+    made = x.detach().clone().requires_grad_(x.requires_grad)
+    memo[id(x)] = made
+    if x.grad is not None:
+        made.grad = copy.deepcopy(x.grad, memo)
+    vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(x).items() if name != GATHERED_VIEW})
+    return made

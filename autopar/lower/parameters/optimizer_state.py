@@ -1,0 +1,63 @@
+"""An optimizer's state between whole tensors, as it is on one device and in files, and this rank's parts."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.errors import ModelError
+from autopar.lower.compat import map_leaves
+from autopar.lower.parameters.full_state import SAVE_INSTEAD
+from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole
+
+__all__ = ["fit_loaded_state", "refuse_file", "whole_optimizer_state"]
+
+_FITTED: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # the id of the state that was looked at
+
+
+def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole plain tensors; every rank calls it.
+
+    Args:
+        optimizer: any.
+        keeps: this rank gets it, others an empty dict.
+        on_host: its tensors are copied to the CPU, one after the other.
+    """
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, DTensor) and is_known(x):
+            x = read_whole(x)
+        if not isinstance(x, Tensor) or not keeps:
+            return None if isinstance(x, Tensor) else x
+        return x.detach().to("cpu" if on_host else x.device, copy=True)
+
+    with torch.no_grad():
+        state = map_leaves(whole, optimizer.state_dict())
+    return state if keeps else {}
+
+
+def fit_loaded_state(optimizer: Optimizer) -> None:
+    """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has put beside cut parameters."""
+    if _FITTED.get(optimizer) == id(optimizer.state):
+        return
+    _FITTED[optimizer] = id(optimizer.state)
+    for parameter, own in optimizer.state.items():
+        if isinstance(parameter, DTensor) and is_known(parameter):
+            for name, x in own.items():
+                if type(x) is Tensor and x.dim() and x.shape == parameter.shape:
+                    own[name] = laid_as(x, parameter)
+
+
+def refuse_file(*_: Any) -> NoReturn:
+    """Raise ModelError: a part of a tensor is about to be pickled."""
+    raise ModelError(
+        "a parameter, gradient or optimizer state of a parallelized model is this rank's part of a whole tensor, so "
+        f"that a file of it is no checkpoint. Of weights, {SAVE_INSTEAD}. Of an optimizer, save "
+        "model.full_optimizer_state_dict(optimizer), which every rank calls; optimizer.load_state_dict takes it. Of "
+        "other tensors save x.full_tensor(). torch.distributed.checkpoint saves the parts themselves, from all ranks"
+    )

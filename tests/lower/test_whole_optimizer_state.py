@@ -1,0 +1,106 @@
+"""An optimizer's state is saved whole, that of one device is loaded, and a part alone is no file; closures run."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ModelError
+from tests import models
+from tests.end_to_end.harness import launch, parallelize
+from tests.lower.test_whole_matrices import Lamb
+
+pytestmark = pytest.mark.slow
+
+
+def make() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double(), torch.randn(4, 8, dtype=torch.float64)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def assert_equal_values(model: Any, alone: nn.Module) -> None:
+    found = model.full_state_dict()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def check_states(kind: Any) -> None:
+    model, x = make()
+    alone = copy.deepcopy(model)
+    expected = kind(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        step(alone, expected, x)
+
+    parallel: Any = parallelize(model, (x,), constraints=("data=2", "zero=3"))
+    optimizer = kind(parallel.parameters(), lr=0.1)
+    for _ in range(2):
+        step(parallel, optimizer, x)
+    with pytest.raises(ModelError, match=r"this rank's part of a whole tensor.*full_optimizer_state_dict"):
+        torch.save(optimizer.state_dict(), io.BytesIO())
+    state = parallel.full_optimizer_state_dict(optimizer)
+    torch.testing.assert_close(state, expected.state_dict(), rtol=1e-9, atol=1e-12)
+    torch.save(state, io.BytesIO())
+
+    # A run goes on from the file of one device, and one device from the file of a run.
+    further: Any = parallelize(copy.deepcopy(alone), (x,), constraints=("data=2", "zero=3"))
+    loaded = kind(further.parameters(), lr=0.1)
+    loaded.load_state_dict(copy.deepcopy(expected.state_dict()))  # load_state_dict shares tensors
+    back = copy.deepcopy(alone)
+    taken = kind(back.parameters(), lr=0.1)
+    taken.load_state_dict(state)
+    for net, own in ((alone, expected), (further, loaded), (back, taken)):
+        step(net, own, x)
+    assert_equal_values(further, alone)
+    torch.testing.assert_close(back.state_dict(), alone.state_dict(), rtol=1e-9, atol=1e-12)
+    cut = [entry for own in loaded.state.values() for entry in own.values() if isinstance(entry, DTensor)]
+    assert cut
+    assert all(entry.to_local().shape != entry.shape for entry in cut)
+
+
+def check_closure(make_optimizer: Any) -> None:
+    """The closure runs the model several times (L-BFGS), or once (one that needs whole parameters)."""
+    model, x = make()
+    alone = copy.deepcopy(model)
+    parallel: Any = parallelize(model, (x,), constraints=("data=2", "zero=3"))
+    for net in (alone, parallel):
+        optimizer = make_optimizer(net.parameters())
+
+        def closure(net: Any = net, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert_equal_values(parallel, alone)
+
+
+def check_stages() -> None:
+    model, inputs = models.make("plain_gpt")
+    parallel: Any = parallelize(model, inputs, constraints=("pipeline=2",))
+    with pytest.raises(ModelError, match=r"has no form that one device knows.*get_optimizer_state_dict"):
+        parallel.full_optimizer_state_dict(torch.optim.SGD(parallel.parameters()))
+
+
+def test_states_and_closures() -> None:
+    launch(
+        2,
+        *(partial(check_states, kind) for kind in (torch.optim.AdamW, torch.optim.RMSprop)),
+        partial(check_closure, partial(torch.optim.LBFGS, max_iter=4)),
+        partial(check_closure, Lamb),
+        check_stages,
+    )
