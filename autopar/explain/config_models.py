@@ -68,8 +68,20 @@ def model_of_config(
             f"{str(path)!r}: {type(model).__name__} has no position_ids to tell documents of a row apart"
         )
     inputs = dict((_transformer_inputs if library == "transformers" else _denoiser_inputs)(asked))
-    said = ", ".join(f"{name!r}: {list(x.shape) if isinstance(x, Tensor) else x}" for name, x in inputs.items())
-    return model, inputs, f"{recipe}; inputs = {{...}}  # {said}"
+    written = ", ".join(f'"{name}": {_literal(value)}' for name, value in inputs.items())
+    return model, inputs, f"{recipe}; inputs = {{{written}}}"
+
+
+def _literal(value: Any) -> str:
+    """Python code for an example input; of a tensor only shape and dtype matter."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    sizes = ", ".join(map(str, value.shape))
+    return (
+        f"torch.zeros({sizes}, dtype={value.dtype})"
+        if value.dtype != torch.get_default_dtype()
+        else f"torch.zeros({sizes})"
+    )
 
 
 def _transformer(transformers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any, str]:

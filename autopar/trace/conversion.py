@@ -17,7 +17,7 @@ from autopar.program import Arg, Op, Ref, TensorType
 from autopar.trace import torch_internals
 from autopar.trace.capture import WRAPPED, Captured
 from autopar.trace.decomposition import CHECKS, Functional
-from autopar.trace.graph import Graph, Names, rename
+from autopar.trace.graph import Graph, Names, call_by
 from autopar.trace.source_lines import frame_of_text
 
 __all__ = ["convert", "tensor_type"]
@@ -253,19 +253,7 @@ def _rename_roots(graph: Graph, input_names: Sequence[str]) -> Graph:
     names = Names(graph)
     wanted = dict(zip(graph.inputs, input_names, strict=True))
     wanted |= {value: re.sub(r"\W", "_", member) for value, member in graph.parameters.items()}
-    fresh = {old: old if old == new else names.fresh(new) for old, new in wanted.items()}
-
-    def moved(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {fresh.get(name, name): value for name, value in values.items()}
-
-    graph = rename(graph, {old: new for old, new in fresh.items() if old != new})
-    return replace(
-        graph, types=moved(graph.types), roles=moved(graph.roles),
-        inputs=tuple(fresh[n] for n in graph.inputs),
-        updates=moved(graph.updates), parameters=moved(graph.parameters),
-        trainable=frozenset(fresh[n] for n in graph.trainable),
-        strided=frozenset(fresh.get(n, n) for n in graph.strided),
-    )  # fmt: skip
+    return call_by(graph, {old: names.fresh(new) for old, new in wanted.items() if old != new})
 
 
 def _add_unused(graph: Graph, captured: Captured) -> Graph:

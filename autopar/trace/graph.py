@@ -6,15 +6,20 @@ A pass is a function from a `Graph` to a `Graph`.  Nothing here is changed in pl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from torch import Tensor
 
 from autopar.program import Op, TensorType
 
-__all__ = ["Graph", "Names", "check", "rename"]
+__all__ = ["Graph", "Names", "call_by", "check", "number_names", "rename"]
+
+_V = TypeVar("_V")
+_NUMBER = re.compile(r"(?<=.)_\d+(?=_|$)")
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,56 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
         outputs=tuple(final.get(name, name) for name in graph.outputs),
         updates={buffer: final.get(name, name) for buffer, name in graph.updates.items()},
     )
+
+
+def call_by(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """The graph with ``names[n]`` as the name of each value and op n that is a key; where it is defined, and read."""
+
+    def new(name: str) -> str:
+        return names.get(name, name)
+
+    def moved(values: Mapping[str, _V]) -> dict[str, _V]:
+        return {new(name): value for name, value in values.items()}
+
+    def named(op: Op) -> Op:
+        return replace(op.reading(names), name=new(op.name), results=tuple(map(new, op.results)))
+
+    return replace(
+        graph,
+        ops=tuple(map(named, graph.ops)),
+        hoisted=tuple(map(named, graph.hoisted)),
+        types=moved(graph.types),
+        roles=moved(graph.roles),
+        inputs=tuple(map(new, graph.inputs)),
+        outputs=tuple(map(new, graph.outputs)),
+        updates={new(buffer): new(name) for buffer, name in graph.updates.items()},
+        parameters=moved(graph.parameters),
+        trainable=frozenset(map(new, graph.trainable)),
+        constants=moved(graph.constants),
+        strided=frozenset(map(new, graph.strided)),
+    )
+
+
+def number_names(graph: Graph) -> Graph:
+    """Number constants, ops and values of one stem in order: ``mul``, ``mul_1``, ...
+
+    Ops that were dropped leave gaps, by which a program would have other names where the model makes a cache of keys
+    and values that nothing reads, and a plan, which goes by names, would not fit.  Inputs, parameters and buffers keep
+    their names, which are those of the call and of the module.
+    """
+    fixed = {*graph.inputs, *graph.parameters}
+    defined = [*graph.roles, *(name for op in (*graph.hoisted, *graph.ops) for name in (op.name, *op.results))]
+    counts: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for old in dict.fromkeys(defined):
+        if old in fixed:
+            continue
+        stem, name = _NUMBER.sub("", old), ""
+        while not name or name in fixed:
+            count = counts[stem] = counts.get(stem, -1) + 1
+            name = f"{stem}_{count}" if count else stem
+        names[old] = name
+    return call_by(graph, names)
 
 
 def check(graph: Graph) -> None:

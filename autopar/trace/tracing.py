@@ -22,7 +22,7 @@ from autopar.trace.conversion import convert
 from autopar.trace.factors import attach_factors
 from autopar.trace.gpu_casts import casts_of
 from autopar.trace.gradients import differentiable
-from autopar.trace.graph import Graph, check
+from autopar.trace.graph import Graph, check, number_names
 from autopar.trace.kinds import assign_kinds, build_layers, fingerprint
 from autopar.trace.layers import cut_layers
 from autopar.trace.repetition import OpSpan
@@ -90,6 +90,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     cleanup.drop_dead_ops,
     folding.hoist_buffer_ops,
     folding.copy_what_leaves,
+    number_names,
 )
 
 

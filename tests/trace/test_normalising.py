@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from autopar.ops.attention import WINDOWS
-from autopar.trace import constants
+from autopar.trace import constants, trace
+from tests.models import make_llama
 from tests.trace.interpreter import check_equals_model
 
 
@@ -599,3 +600,14 @@ def test_masks_that_the_model_makes_are_not_compared_with_a_causal_one():
 
     inputs = {"x": torch.randn(2, 5, 8), "y": torch.randn(2, 4, 8), "padding": torch.arange(10).view(2, 5) > 8}
     check_equals_model(Translator(), inputs, training=True)
+
+
+def test_a_cache_that_nothing_reads_changes_no_name() -> None:
+    """A plan, which goes by names, then fits the model with and without ``use_cache``."""
+
+    def names(*, use_cache: bool) -> list[str]:
+        model, inputs = make_llama()
+        model.config.use_cache = use_cache
+        return [name for layer in trace(model, (), inputs).program.layers for op in layer.ops for name in op.results]
+
+    assert names(use_cache=True) == names(use_cache=False)

@@ -53,7 +53,8 @@ class GroupProgram:
         copy_skeleton(store.module, self._module, _empty, lambda buffer: buffer)
         stored = {name: replace(x, layout=layouts.get(store.first_name.get(name, name), x.layout), groups=(0,))
                   for name, x in store.stored.items()}  # fmt: skip
-        self._store = replace(store, mesh=mesh, module=self._module, stored=stored)
+        # Parameters of a group are plain tensors.
+        self._store = replace(store, mesh=mesh, module=self._module, stored=stored, has_parts=False)
         self.executor = Executor(executable, self._store, communicator, compile_layers, plan.world_size)
         self._names: dict[str, list[str]] = {}
         for name, first in store.first_name.items():

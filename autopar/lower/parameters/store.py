@@ -54,7 +54,7 @@ class ParameterStore:
     `module`.  `first_name` leads from each name of a tied parameter to its first.  Buffers are whole on every rank.
     `gradient_dtype` is that of sums and reductions of gradients, None: each parameter's; `host` copies parameters that
     are stored in the host's memory, None: they are on the device.  `has_parts`: every parameter is a DTensor of its
-    layout; elsewhere (`torch.compile`) the caller's own parameters are used as they are.
+    layout; elsewhere they are plain tensors, used as they are: the caller's own (`torch.compile`), or a group's.
     """
 
     mesh: tuple[int, ...]
