@@ -116,7 +116,7 @@ def _what_helps(advice: Advice) -> str:
         if row.plan is None:
             problems.setdefault(row.problem, []).append(row.change)
     found += [f"{', '.join(changes)}: {problem}" for problem, changes in problems.items()]
-    return " · ".join(found) or "not asked"
+    return " · ".join(found) or "not searched"
 
 
 def _script(advice: Advice, saved: str | None) -> Iterator[str]:

@@ -204,7 +204,7 @@ class AutoparStrategy(_ParallelStrategy):
             "pass AutoparStrategy(parallelize_kwargs={'example_inputs': ...})"
         )
 
-    # --- checkpoints: Lightning's file with whole weights, and beside it a folder for each optimizer
+    # --- checkpoints: Lightning's file with whole weights, and next to it a folder for each optimizer
 
     def _parallel(self) -> dict[str, ParallelModule]:
         own: Any = self
@@ -233,7 +233,7 @@ class AutoparStrategy(_ParallelStrategy):
         own.lightning_module.load_state_dict(rest, strict=strict and not parallel)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: it lies in folders, by names of parameters, so that any number of ranks can load it."""
+        """Nothing: the state is in folders, by names of parameters, so that any number of ranks can load it."""
         return {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

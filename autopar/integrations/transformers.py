@@ -2,7 +2,7 @@
 
 To the Trainer there is one device: every rank goes through the same whole batches, so its own way of counting tokens,
 accumulating, logging, evaluating and skipping batches when it resumes is right as it is.  Left to do are the model, the
-files that rank 0 writes, and the optimizer's state, which lies on all ranks.
+files that rank 0 writes, and the optimizer's state, which is sharded over all ranks.
 """
 
 from __future__ import annotations

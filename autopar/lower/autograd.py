@@ -51,7 +51,7 @@ def run_backward(loss: Tensor) -> None:
 
 
 def run_twice(run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``run(*inputs)``, run again in backward, all of it; generators of random numbers are left alone."""
+    """``run(*inputs)``, run again in backward as a whole; random number generators are not restored."""
     untyped: Any = checkpoint
     return untyped.checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 

@@ -199,7 +199,7 @@ def local_tensor(x: DTensor) -> Tensor:
 
 
 def set_local_tensor(x: DTensor, local: Tensor) -> None:
-    """Have `x` be the DTensor of this part, which lies as the one that it has."""
+    """Make `x` the DTensor of this local tensor, which is placed like the one that it has."""
     x._local_tensor = local  # pyright: ignore[reportPrivateUsage]
 
 

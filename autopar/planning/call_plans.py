@@ -286,7 +286,7 @@ class CallPlanner:
         return replace(self._request, training=training, constraints=(), max_microbatches=1)
 
     def _have_room(self, plan: Plan) -> bool:
-        """Whether parameters fit as `plan` reads them beside all that training needs."""
+        """Whether parameters, as `plan` reads them, fit in memory next to all that training needs."""
         first = self._first[1]
         needed = (plan.peak_memory_bytes + first.peak_memory_bytes) * (1 + first.memory_error)
         return not first.stages and needed <= first.memory_limit_bytes

@@ -1,4 +1,4 @@
-"""Plans for groups of devices of unlike size, which take part in one step beside each other (`Plan.groups`).
+"""Plans for groups of devices of unlike size, which run at the same time in one step (`Plan.groups`).
 
 A group of d devices computes rows of t tokens, one after the other, and adds their gradients up; half as many devices
 have rows half as long, down to one device.  The largest group holds the longest sequence.  Each plan is found by the
@@ -44,7 +44,7 @@ _MOST_SEARCHES = 6  # from groups of 32 devices down to one; other lengths of ro
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """What groups run, what their rows cost, and what a step of them takes beside."""
+    """What groups run, what their rows cost, and what else a step with groups costs."""
 
     plans: tuple[GroupPlan, ...] = ()
     rows: tuple[GroupRow, ...] = ()
@@ -73,7 +73,7 @@ def plan_groups(
     request: SearchRequest,
     time_layers: Callable[[Program, Plan], Prices] | None = None,
 ) -> PlannedGroups:
-    """Plans for groups beside `plan`, by which all devices run `program`; none where they have no room.
+    """Plans for groups in addition to `plan`, by which all devices run `program`; none if they don't fit in memory.
 
     Args:
         program: of the longest rows.

@@ -14,7 +14,7 @@ text                               meaning
 ``offload=optimizer``              parameters as they are stored, and the optimizer's state, are in the host's memory
 ``gradients=bf16``                 gradients are added up over microbatches and reduced over devices in this dtype:
                                    ``fp32`` or ``bf16``
-``pieces=4``                       collectives beside products of their rows run in 4 pieces; 1: whole
+``pieces=4``                       collectives overlap with products of their rows in 4 pieces; 1: whole
 ``logits=pieces``                  the product before the loss and the loss run for 2048 tokens of a device at a time
                                    (``logits=512``: for 512), forward and backward; ``whole``: for all
 ``microbatches=8``                 the batch runs in 8 microbatches
@@ -116,7 +116,7 @@ class LayerDemands:
         recompute: how to recompute, or ``""`` for any.
         offload: what is offloaded: one of ``"activations"`` and ``"none"``, or ``""`` for any.
         whole: positions in `Layer.state` of parameters that must not be cut.
-        pieces: in how many pieces collectives run beside products, as far as they can; 0 for any.
+        pieces: in how many pieces collectives overlap with products, where possible; 0 for any.
     """
 
     degrees: tuple[tuple[str, int], ...] = ()

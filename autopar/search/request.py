@@ -78,9 +78,9 @@ class SearchRequest:
             passed over, and the gap of a plan that is slower is not sought.
         known: what searches with the same prices share, such as one of compiled layers and one of eager ones.
         gaps: where gaps are left to be sought later; None: each search seeks its own.
-        on_final: is told of plans whose step was simulated: the one that is chosen, and those that came near; of
+        on_final: is called with plans whose step was simulated: the chosen one, and those that came near; of
             pipelines with equal numbers of device groups and microbatches those that were the best so far.
-        on_considered: is told of plans that the search looked at, the fast ones and a sample of the others.
+        on_considered: is called with plans that the search considered: the fast ones, and a sample of the others.
     """
 
     memory_limit_bytes: float | None = None

@@ -141,7 +141,7 @@ class LayerTensors:
     Args:
         outputs: by name.
         saved: what it saves for backward and other layers may keep as well, with bytes.
-        inside_bytes: what it saves besides.
+        inside_bytes: what else it saves.
         own_saved_bytes: what it saves, its inputs apart.
         resharded_bytes: of its inputs, those that are resharded for it.
         trained_inputs: the inputs that get gradients from its backward.

@@ -83,7 +83,7 @@ def running_collectives(
 ) -> Iterator[PricedCollective]:
     """All the others, also those of a forward that runs again (None: if the layer's does); `training` is its own.
 
-    With `prices` they say what of their seconds passes beside compute.
+    With `prices` they say how many of their seconds overlap with compute.
     """
     reruns = is_layer_rerun(placed.recompute, training) if reruns is None else reruns
     count = placed.view.num_microbatches
@@ -111,7 +111,7 @@ def running_collectives(
 def _kernel_calls(
     placed: PlacedLayer, run: RunOp, prices: Prices | None, training: TrainingSpec
 ) -> Iterable[tuple[CollectiveCall, float]]:
-    """The collectives of an op's kernel, with the seconds of each that pass beside what it computes."""
+    """The collectives of an op's kernel, with the seconds of each that overlap with the kernel's compute."""
     calls = tuple(kernel_calls(run.state, placed.mesh))
     hidden_s = [0.0] * len(calls)
     if prices is not None and any(call.beside for call, _ in calls):

@@ -30,7 +30,7 @@ class RunningMemory:
 
     Args:
         saved: what it saves from its forward to its backward, tensor by tensor; `input_key` of an input.
-        extra_bytes: what its ops save besides (statistics, masks).
+        extra_bytes: what else its ops save (statistics, masks).
         forward_bytes: the most in its forward, inputs and what it saves included.
         backward_bytes: the most in its backward, what it saved and the gradients of its outputs included.
         weight_bytes: the same, with the gradients of parameters that are there at that moment.
@@ -151,7 +151,7 @@ class _Liveness:
     # --- what is saved
 
     def _saved_by(self, policy: ActivationPolicy) -> tuple[dict[TensorKey, float], float]:
-        """What stays on the device from forward to backward, and bytes besides."""
+        """What stays on the device from forward to backward, and other bytes."""
         if policy.keeps_inputs_only:
             read = {key for node in self.graph.nodes for key in node.reads}
             return self._sized(key for key in self.graph.inputs.values() if key in read), 0.0
@@ -230,7 +230,7 @@ class _Liveness:
         return tally
 
     def _rerun_most(self, dropped: Mapping[TensorKey, float], policy: ActivationPolicy) -> float:
-        """The most while `dropped` is computed again, besides what that begins with."""
+        """The most while `dropped` is computed again, in addition to what is there at its start."""
         kept = self._without_rerun(dropped, policy)
         needed = set(dropped)
         nodes: list[TensorNode] = []
@@ -353,6 +353,6 @@ class GradientTally:
                 self.now -= self.size[gradient]
 
     def note(self, extra_bytes: float) -> None:
-        """At this moment there are so many bytes besides gradients."""
+        """At this moment there are so many bytes in addition to gradients."""
         self.most = max(self.most, self.now + extra_bytes)
         self.most_with_weights = max(self.most_with_weights, self.now + self.weights + extra_bytes)

@@ -12,7 +12,7 @@ action allocates and frees.  A device holds
   buffers in which they arrive.
 - **gradients** where parameters are stored, from the backward of their layer on; with several microbatches also the
   sums of what is not yet reduced.
-- **transients**: the most that a layer allocates while it runs besides what it saves (`liveness`), gradients that wait
+- **transients**: the most that a layer allocates while it runs, without what it saves (`liveness`), gradients that wait
   for a backward or a reduction, buffers of reductions, and at the end what the optimizer allocates, and what is
   gathered for it.
 - **pipeline buffers**: what is being sent.
@@ -284,7 +284,7 @@ class _GroupMemory:
         host: float = 0.0,
         is_after: bool = False,
     ) -> None:
-        """Note what there is, and what besides at this moment alone."""
+        """Note what there is, and what is there at this moment alone."""
         activations, parameters = self.activations, self.parameters
         num_bytes = (
             self.group.parameter_bytes,

@@ -1,4 +1,4 @@
-"""Seconds of collectives in pieces beside their products, and the number of pieces that takes the least.
+"""Seconds of collectives that overlap with products in pieces, and the best number of pieces.
 
 Of n pieces, each c seconds of the collective and k of the products alone, with interference a (the part of its speed
 that compute loses meanwhile), a gather ahead of its products takes

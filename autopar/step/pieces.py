@@ -1,4 +1,4 @@
-"""Which collectives of a layer can run in pieces beside products, and the local program in which they do.
+"""Which collectives of a layer can overlap with products in pieces, and the local program in which they do.
 
 A gather of rows (along a sequence that tensor parallelism shards between products, say) and the products that read what
 it gives, or a product of a summed factor and the reduction of its terms, can be cut along rows: each row of a product

@@ -68,7 +68,7 @@ class StepCollectives:
         sent: what stages send to stages on other device groups, by the sender; purpose ``"stage"``.
         tied: gradients of parameters that several device groups hold: the groups, and what each of them sends; purpose
             ``"tied"``.
-        told: what all device groups are told at the end; purpose ``"output"``.
+        told: what is broadcast to all device groups at the end; purpose ``"output"``.
     """
 
     arriving: tuple[tuple[PricedCollective, ...], ...]
@@ -128,7 +128,7 @@ def _returning(layers: PlannedLayers, index: int, training: TrainingSpec) -> Ite
 
 
 def output_gathers(layers: PlannedLayers, index: int) -> Iterator[PricedCollective]:
-    """What makes the outputs beside the loss, of the layer of this index, whole on every rank once they are values."""
+    """What makes the outputs of the layer of this index, other than the loss, whole on every rank."""
     program, placed, plan = layers.program, layers.placed[index], layers.decisions
     for name, layout in zip(program.layers[index].outputs, placed.departures, strict=True):
         if not program.loss or name in program.whole_results or name not in program.outputs:
@@ -180,5 +180,5 @@ def broadcast_s(program: Program, prices: Prices, pipeline_axis: Axis) -> float:
 
 
 def told_outputs(program: Program) -> tuple[str, ...]:
-    """What every device group is told at the end: the loss, or without one all outputs, and new values of buffers."""
+    """What all device groups get at the end: the loss, or without one all outputs, and new values of buffers."""
     return tuple(name for name in program.whole_results if program.values[name].role == "op")

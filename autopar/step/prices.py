@@ -100,7 +100,7 @@ class CollectiveCall:
         phase: ``"forward"`` or ``"backward"``.
         axis: on which.
         num_bytes: of the larger side of one device's buffer.
-        beside: it runs beside one of so many equal parts of what its kernel computes; 0: beside nothing.
+        beside: it overlaps with one of so many equal parts of its kernel's compute; 0: with nothing.
     """
 
     kind: str
@@ -151,7 +151,7 @@ class PricedCollective:
 
 
 def run_s(run: PricedCollective, prices: Prices) -> float:
-    """Seconds that one run of a collective adds to the computing beside it.
+    """Seconds that one run of a collective adds to the compute that it overlaps with.
 
     Raises:
         MissingPriceError: this kind has no price.

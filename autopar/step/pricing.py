@@ -122,7 +122,7 @@ def layer_costs(layers: PlannedLayers, prices: Prices, training: TrainingSpec) -
 
 
 def _output_seconds(layers: PlannedLayers, prices: Prices) -> list[float]:
-    """Per layer, seconds to make what the caller gets of it besides the loss whole on every rank."""
+    """Per layer, seconds to make the caller's outputs of it, other than the loss, whole on every rank."""
     runs = (output_gathers(layers, index) for index in range(len(layers.placed)))
     return [sum(prices.collective_s(run.kind, run.axis, run.num_bytes) for run in own) for own in runs]
 

@@ -53,7 +53,7 @@ class TensorNode:
         targets: where the gradients of its results arrive.
         sources: where it sends the gradients of its operands.
         saves: what autograd saves.
-        saved_extra: bytes that autograd saves besides.
+        saved_extra: other bytes that autograd saves.
         forward_extra: bytes that it allocates while it runs.
         backward_extra: the same of its backward.
         passes_gradient: whether its operands get the very gradient that arrives, not one of their own.
@@ -62,7 +62,7 @@ class TensorNode:
         is_local: of a move, whether it has no collective.
         index: of the op in its layer; -1 of a move.
         types: of its operands, then of its results, as one device has them.
-        fuses: whether a compiler makes one kernel of it and of ops like it beside it.
+        fuses: whether a compiler fuses it with neighboring ops like it.
         piece: counts what a compiler leaves out up to here; what is compiled in one go has the same number.
         kept_extra: of `saved_extra`, what is kept in place of the first operand.
         passes: how often its forward reads its operands, in between of collectives.
@@ -253,7 +253,7 @@ class _TensorGraphBuilder:
         return makes
 
     def _saved(self, op: Op) -> tuple[Sequence[int], float]:
-        """Positions of what autograd saves, among operands and results, and bytes besides."""
+        """Positions of what autograd saves, among operands and results, and other bytes."""
         is_plain = bool(op.plain_saves or op.plain_saved_extra_bytes) and not self.fuses_attention
         return (op.plain_saves, op.plain_saved_extra_bytes) if is_plain else (op.saves, op.saved_extra_bytes)
 
@@ -288,7 +288,7 @@ class _TensorGraphBuilder:
 
 
 def _gets_gradient(placed: PlacedLayer, flow: Flow) -> bool:
-    """Whether a gradient comes from outside the layer: not for outputs besides the loss that only the caller reads."""
+    """Whether a gradient comes from outside the layer: not for outputs that only the caller reads, but the loss."""
     program, name = placed.program, flow.value.name
     if not flow.value.requires_grad:
         return False

@@ -27,7 +27,7 @@ class TrainingSpec:
         fuses_attention: whether a fast kernel runs every attention, also with dropout or a trained mask, as on GPUs.
         whole_states: for vectors and for matrices, how many states of a parameter's shape the optimizer gathers, with
             the parameter and its gradient, as its step on slices would be another; -1: it gathers none of these.
-        gathers_outputs: whether the outputs beside the loss are made whole in every step.
+        gathers_outputs: whether the outputs other than the loss are made whole in every step.
         compiled: whether a compiler makes kernels of each layer's ops, and decides what is kept for backward.
         gradient_dtype: in which gradients of the copies are added up and reduced (`Decisions.gradients`).
         host_storage: whether what the optimizer reads is in the host's memory (`Decisions.host_storage`).

@@ -21,7 +21,10 @@ __all__ = ["find_batched"]
 
 _REPEAT = "aten.repeat_interleave.self_int"
 _SCALINGS = ("aten.mul.Tensor", "aten.add.Tensor")  # of results, by weights and biases: terms of a sum stay terms
-_ROW_DIMS = {0: -1, 1: 1}  # place of the matrices in a batched product -> the dim of 1 in the rows beside them
+_ROW_DIMS = {
+    0: -1,
+    1: 1,
+}  # place of the matrices in a batched product -> the dim of size 1 of the rows that they multiply
 
 
 def find_batched(graph: Graph, place: int) -> Region | None:

@@ -137,7 +137,7 @@ def _make_trial(op: Op, operand_types: Types, result_types: Types, seed: int, *,
         operands = tuple(_draw(kind, generator, wide=wide) for kind in operand_types)
         results = call(_leaves(operands, requires_grad=False))
         again = call(_leaves(operands, requires_grad=False))
-    except Exception:  # noqa: BLE001  (an op of somebody else's may raise anything; it then runs whole)
+    except Exception:  # noqa: BLE001  (a foreign op may raise anything; it then runs whole)
         return None
     if [tuple(result.shape) for result in results] != [kind.shape for kind in result_types]:
         return None

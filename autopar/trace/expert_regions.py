@@ -3,7 +3,7 @@
 A region is recognised by what it computes.  It begins where the experts of all rows are sorted.  What is computed from
 that alone is looked at on random ids: places of tokens, the order and its inverse, where groups end.  From there on
 every op must work row by row, by its factor rule, or multiply groups of rows by one matrix each, until the rows are put
-back in their order.  Then the new op is run beside the model's own ops, both in float64 and on skewed random numbers:
+back in their order.  Then the new op and the model's own ops are run, both in float64 and on skewed random numbers:
 results and gradients must agree, or the region stays as it is.  So is found whether it can be cut in the inner width.
 """
 

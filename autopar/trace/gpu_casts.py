@@ -38,7 +38,7 @@ IN_WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "scatter_add", "tensordot",
 )  # fmt: skip
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # float64 is left alone
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # float64 stays as it is
 _LOCK = threading.RLock()  # what an op does under autocast is a fact of the process
 
 

@@ -78,7 +78,7 @@ def rewrite_dropout(graph: Graph) -> Graph:
         if op.target not in ("aten.native_dropout.default", "aten.dropout.default"):
             return
         if any(readers[mask] for mask in op.results[1:]):
-            return  # somebody reads the mask; then the op stays as it is
+            return  # the mask is read; then the op stays as it is
         trains = argument(op, 2, "train", True) is not False and op.args[1] != 0
         target, args = ("autopar.dropout", op.args[:2]) if trains else ("aten.alias.default", op.args[:1])
         writer.add(target, args, op.results[0])
@@ -99,7 +99,7 @@ def rewrite_batch_norm(graph: Graph) -> Graph:
 
     def step(op: Op) -> list[Op] | None:
         if any(readers[name] for name in op.results[1:3]):
-            return None  # somebody reads the saved statistics
+            return None  # the saved statistics are read
         if op.target == "aten._native_batch_norm_legit_no_training.default":
             x, weight, bias, mean, var, momentum, eps = op.args
             args = (x, weight, bias, mean, var, False, momentum, eps, True)

@@ -52,7 +52,7 @@ def test_ten_lines_say_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_time_is_kept_and_a_sweep_says_how_it_scales(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--cluster", "1x1xh100", "--constraint", "pipeline=1", "--seconds", "0")
     lines = ask(capsys, TARGET, *asked, "--optimizer", "sgd", "--sweep", "nodes=1,2", "--weak")
-    assert "would help not asked" in lines
+    assert "would help not searched" in lines
     assert "optimizer='sgd', constraints=['pipeline=1'])" in lines[lines.index("") - 1]
     assert "Sweep over nodes=1,2: weak scaling, 8 rows per device" in lines
 

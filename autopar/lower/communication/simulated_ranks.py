@@ -2,7 +2,7 @@
 
 Used to rehearse programs without a cluster.  Results are deterministic: sums run in coordinate order, and no rank sees
 another's tensor after the meeting.  Messages wait in mailboxes until they are received, so no sender waits.  What would
-hang a cluster raises here: members that come to a meeting with different collectives, ranks that all wait for somebody
+hang a cluster raises here: members that come to a meeting with different collectives, ranks that all wait for one
 who never comes or sends, and messages that nobody receives.
 """
 

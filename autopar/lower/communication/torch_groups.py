@@ -151,7 +151,7 @@ def open_host_store(store: Any) -> Any:
 
 
 def store_answers(store: Any) -> bool:
-    """Whether there is still somebody who keeps `store`; asking it would fill the log if not."""
+    """Whether the server of `store` still runs; if not, a request would fill the log."""
     while isinstance(store, _dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, _dist.TCPStore):

@@ -1,4 +1,4 @@
-"""How even the work of ranks was, beside what was assigned; how long steps took, beside what lengths were priced at."""
+"""How even the work of ranks was, against what was assigned; how long steps took, against the prices of lengths."""
 
 from __future__ import annotations
 

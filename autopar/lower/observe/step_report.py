@@ -39,7 +39,7 @@ class StepReport:
         layers: names of this rank's layers, by index in the program.
         alike: indices of layers that run alike, in the order of the first.
         group: the device group of this rank.
-        kernels: what layers spent their time on in a step of its own, the longest first; () if that was not asked.
+        kernels: what layers spent their time on in a step of its own, the longest first; () if that was not requested.
         expert_rows: rows of each expert in one step of the whole batch, by the name of the layer: of mixtures of
             experts that run as one op, and of the layers that this rank's device group runs.  ``imbalance=`` takes it.
         headline: the plan and its measured rate in one line (`autopar.plan.headline`).

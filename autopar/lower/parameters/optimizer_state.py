@@ -42,7 +42,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -
 
 
 def fit_loaded_state(optimizer: Optimizer) -> None:
-    """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has put beside cut parameters."""
+    """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has loaded for sharded parameters."""
     if _FITTED.get(optimizer) == id(optimizer.state):
         return
     _FITTED[optimizer] = id(optimizer.state)

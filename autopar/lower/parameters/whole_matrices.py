@@ -222,7 +222,7 @@ def _takes_dtensors(make: Callable[[nn.Parameter], Optimizer], like: Tensor, par
         trained.grad = wrap(ones.clone())
         try:
             make(trained).step()
-        except Exception:  # noqa: BLE001  (somebody else's optimizer, which may also want a closure)
+        except Exception:  # noqa: BLE001  (a foreign optimizer, which may also require a closure)
             return False
         return True
 
@@ -245,7 +245,7 @@ def works_on_slices(make: Callable[[nn.Parameter], Optimizer], like: Tensor, dim
         try:
             with generators_kept(like.device):
                 return all(_agrees(make, like.to(dtype), dim, tolerance) for dim in dims)
-        except Exception:  # noqa: BLE001  (somebody else's optimizer; whole is always right)
+        except Exception:  # noqa: BLE001  (a foreign optimizer; whole parameters are always right)
             continue
     return False
 

@@ -2,7 +2,7 @@
 
 A program is traced as it runs, collectives and special kernels included, so a kind of layer is one graph without
 breaks.  What must be new in every call stays outside: random draws and slices of the running microbatch; and so do
-collectives that run beside products, which stand in the order that makes them overlap, and ops that run backward inside
+collectives that overlap with products, which stand in the order in which they overlap, and ops that run backward inside
 their forward.  Those cut a program into pieces.
 """
 

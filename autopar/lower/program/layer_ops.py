@@ -1,8 +1,8 @@
-"""What the code of a layer program calls besides ops: moves between layouts, microbatch slices, kernels,
+"""What the code of a layer program calls in addition to ops: moves between layouts, microbatch slices, kernels,
 random draws.
 
 Their arguments are literals that read well in printed code: layouts as text, axes as ``(size, stride)``.  In a
-compiled layer program, what lies between calls of them is compiled, and they run as they are.
+compiled layer program, the code between calls of them is compiled, and they run as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MatrixText = tuple[Tensor, Tensor | None, bool]
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What one run of a layer program needs to know besides tensors.
+    """What one run of a layer program needs to know in addition to tensors.
 
     Args:
         communicator: of this rank.

@@ -178,7 +178,7 @@ class _Emitter:
         self._keep(instruction.target, node)
 
     def _in_pieces(self, each: InPieces) -> None:
-        """One node for a collective and the products beside it: a result for each product, or what is moved."""
+        """One node for a collective and its products: a result for each product, or what is moved."""
         source, target = (self.local.values[index] for index in (each.move.source, each.move.target))
         forms = [form for run in each.products if (form := row_product(run))]
         first = each.move.source if each.moves_first else each.products[0].operands[forms[0].rows]

@@ -64,7 +64,7 @@ def cut_outputs(names: Sequence[str], outputs: Sequence[Tensor | None], cuts: Cu
 
 
 def do_outputs_fit(executable: Executable) -> bool:
-    """Whether all outputs beside the loss fit whole into a device's memory, next to what the plan needs.
+    """Whether all outputs other than the loss fit whole in a device's memory, next to what the plan needs.
 
     The same on all ranks.
     """

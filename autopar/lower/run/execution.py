@@ -67,7 +67,7 @@ class Executor:
         self.is_random = any(op.is_random for layer in program.layers for op in layer.ops)
         self.whole_outputs = False
         self.cut_outputs = frozenset[str]()  # those of the next call that are longer than what the caller gets
-        self.stopwatch: Stopwatch | None = None  # while somebody measures
+        self.stopwatch: Stopwatch | None = None  # while a step is measured
         # In an order that all ranks share: what is made whole is so one value after the other.
         late = {name for op in program.tail for name in op.results}
         kept = dict.fromkeys((*program.outputs, *program.updates.values(), *program.tail_reads))

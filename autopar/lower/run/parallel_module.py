@@ -97,7 +97,7 @@ class ParallelModule(ModuleInspection):
     Attributes:
         whole_outputs: True: all outputs are whole plain tensors on every rank.  False: those but the loss are DTensors
             that stay cut where the devices hold them cut, and with pipeline stages None on the ranks of other stages.
-            None, the default: whole in eval mode, if they fit beside what the plan needs; else, and in training, they
+            None, the default: whole in eval mode, if they fit next to what the plan needs; else, and in training, they
             are gathered when they are first read, which every rank must do.
         call_inputs: makes the inputs of calls whole, where ranks pass their own rows or DTensors.
     """

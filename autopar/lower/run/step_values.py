@@ -25,7 +25,7 @@ class StageValues:
     """What one microbatch has in one stage.
 
     Args:
-        tensors: value name -> this device's part, outside autograd, while somebody will read it.
+        tensors: value name -> this device's part, outside autograd, until its last reader.
         differentiable: the values that a gradient can flow to.
         gradients: value name -> the gradient of that part, as far as its readers have added to it.
     """
