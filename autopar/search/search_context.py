@@ -32,7 +32,7 @@ Array = npt.NDArray[np.float64]
 _ENOUGH_MESHES = 9
 _WIDEST_INNER_NODES = 4
 # All of a device's memory at the usual price, as a share of the ideal step time.  It only decides which strategies of a
-# layer are candidates in addition to the fastest: a higher price finds more that save memory, and fewer that trade a little.
+# layer are candidates in addition to the fastest: a higher price finds more that save memory, fewer that trade little.
 _MEMORY_PRICE_SHARE = 0.5
 
 

@@ -6,7 +6,7 @@ that is under way has ended; what it does not wait for runs in the order in whic
 long as it does alone; overlapped compute goes on at ``1 - taken`` of its speed (`benchmarks.published.overlap.both_s`
 is the closed form of one pair).
 
-At the end the loss is broadcast to all groups, which reduce what is left, exchange gradients of tied parameters, and run
+At the end the loss is broadcast to all groups, which reduce what is left, exchange tied gradients, and run
 the optimizer.
 """
 

@@ -53,8 +53,9 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     count_work: Callable[[int], Counter[str]],
 ) -> None:
     work = count_work(3)
-    # Memory is no limit here, so two microbatches are not tried; paths are looked for with and without what is hidden.
-    assert work["fastest_paths"] == 2
+    # Memory is no limit here, so two microbatches are not tried; paths are looked for by what is visible of them by
+    # estimate, by their sums, and by what they take at least, which the printed gap needs.
+    assert work["fastest_paths"] == 3
     kinds, meshes, variants = 3, 2, 3
     assert work["LayerProblem"] == kinds * meshes
     assert work["solve_problem"] == kinds * meshes * variants
@@ -63,7 +64,7 @@ def test_a_problem_is_built_and_solved_once_for_all_its_uses(
     assert work["running_costs"] <= 220
     assert work["storage_cost"] <= 180
     # A sweep is one run of dynamic programming: no value of this program skips a layer at a cost.
-    assert work["_shortest"] <= 230
+    assert work["_shortest"] <= 320
 
 
 @pytest.mark.slow
