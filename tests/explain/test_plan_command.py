@@ -99,7 +99,8 @@ def test_what_is_printed_to_paste_runs(capsys: pytest.CaptureFixture[str], tmp_p
         "import torch.distributed as dist", "from torch.distributed.device_mesh import init_device_mesh",
         "import autopar", "from tests.explain.targets import make_real",
     )  # fmt: skip
-    (tmp_path / "train.py").write_text("\n".join((*imports, mesh, made, call, "print('ran', model.plan.headline)")))
+    # One text, written at once: two processes write to one pipe.
+    (tmp_path / "train.py").write_text("\n".join((*imports, mesh, made, call, "print(f'ran {model.plan.headline}')")))
     command = shlex.split(run.partition("#")[0].removeprefix("run").replace("train.py", str(tmp_path / "train.py")))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1:]],
