@@ -136,13 +136,18 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 def call_by(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """The graph with ``names[n]`` as the name of each value and op n that is a key; where it is defined, and read."""
+    """The graph with ``names[n]`` as the name of each value and op n that is a key; where it is defined, and read.
+
+    Raises AssertionError where two values would get one name.
+    """
 
     def new(name: str) -> str:
         return names.get(name, name)
 
     def moved(values: Mapping[str, _V]) -> dict[str, _V]:
-        return {new(name): value for name, value in values.items()}
+        renamed = {new(name): value for name, value in values.items()}
+        assert len(renamed) == len(values), f"two of {sorted(values)} get one name"
+        return renamed
 
     def named(op: Op) -> Op:
         return replace(op.reading(names), name=new(op.name), results=tuple(map(new, op.results)))
@@ -182,7 +187,9 @@ def number_names(graph: Graph) -> Graph:
             count = counts[stem] = counts.get(stem, -1) + 1
             name = f"{stem}_{count}" if count else stem
         names[old] = name
-    return call_by(graph, names)
+    known = {*names, *fixed}
+    # Types of values that were dropped may stay behind, and have names that others get now.
+    return call_by(replace(graph, types={name: kind for name, kind in graph.types.items() if name in known}), names)
 
 
 def check(graph: Graph) -> None:

@@ -41,6 +41,7 @@ from autopar.errors import (
     TraceError,
 )
 from autopar.lower.compat import make_mesh
+from autopar.planning import mesh_cluster
 from tests.end_to_end.harness import (
     OPTIMIZERS,
     assert_near,
@@ -224,7 +225,7 @@ def check_full_cache(cache: str) -> None:
     measured = Profile("cpu", 2, "2026", {}, {"optimizer": Curve((Point(1.0, 1e-3), Point(1e9, 10.0)))})
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
         patched.setattr(api, "_CACHE", Path(cache))
-        patched.setattr(api, "measure_profile", lambda *_, **__: measured)
+        patched.setattr(mesh_cluster, "measure_profile", lambda *_, **__: measured)
         patched.setattr(Profile, "save", fail)
         warnings.simplefilter("always")
         parallelize(Linear(), (X,), profile=None)(X).backward()

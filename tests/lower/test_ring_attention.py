@@ -87,6 +87,32 @@ def test_rings_inside_of_rings(world: int, axes: tuple[Axis, ...], is_causal: bo
             assert back == rounds * (2 * axis.size - 1) + 4 * is_causal
 
 
+def test_rows_that_another_axis_splits_further():
+    """A plan may split the query's rows on an axis more than columns, where no mask says which rows see which."""
+    inputs = operands()
+    incoming = torch.randn(2, 4, ROWS, 8, dtype=torch.float64)
+
+    def on_rank(c: Communicator) -> list[Tensor]:
+        ring = Shards(c, (Axis(2, 1),))
+        own = c.rank % 2 * 2 + c.rank // 2  # of four slices of rows, in the half that this device has of the ring's
+        query = inputs[0].chunk(4, 2)[own].clone().requires_grad_()
+        key, value = (x.chunk(2, 2)[ring.index].clone().requires_grad_() for x in inputs[1:])
+        out = KERNELS["ring_attention"](ring, query, key, value, None, 0.0, False)
+        out.backward(incoming.chunk(4, 2)[own])
+        return [out.detach(), *(x.grad for x in (query, key, value))]
+
+    found = simulate(4, on_rank)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = scaled_dot_product_attention(*leaves)
+    out.backward(incoming)
+    order = [0, 2, 1, 3]  # of ranks, by their rows
+    for part, wanted in ((0, out.detach()), (1, leaves[0].grad)):
+        torch.testing.assert_close(torch.cat([found[rank][part] for rank in order], 2), wanted, rtol=1e-12, atol=1e-12)
+    for part, leaf in ((2, leaves[1]), (3, leaves[2])):  # the other axis adds the terms up
+        halves = [found[0][part] + found[2][part], found[1][part] + found[3][part]]
+        torch.testing.assert_close(torch.cat(halves, 2), leaf.grad, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_dtypes(dtype: torch.dtype):
     inputs = operands(few=2, dtype=dtype)

@@ -103,9 +103,12 @@ def main(prepare: Callable[..., Any], folder: Path, master: bool) -> dict[str, A
 
     first = start()
     train_epoch(*first)
-    whole = first[0].full_state_dict if hasattr(first[0], "plan") else first[0].state_dict
-    file = folder / f"checkpoint-{dist.get_rank() if dist.is_initialized() else 0}.pth"  # as of FSDP's local states
-    torch.save({"state_dict": whole(), "optimizer": first[2].state_dict()}, file)
+    if hasattr(first[0], "plan"):
+        state = {"state_dict": first[0].full_state_dict(), "optimizer": first[0].full_optimizer_state_dict(first[2])}
+    else:
+        state = {"state_dict": first[0].state_dict(), "optimizer": first[2].state_dict()}
+    file = folder / f"checkpoint-{dist.get_rank() if dist.is_initialized() else 0}.pth"  # each rank a whole one
+    torch.save(state, file)
     second = start()
     checkpoint = torch.load(file, weights_only=False)
     second[0].load_state_dict(checkpoint["state_dict"])

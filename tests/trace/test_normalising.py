@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from autopar.ops.attention import WINDOWS
 from autopar.trace import constants, trace
 from tests.models import make_llama
+from tests.scripts.torchtune_recipe import RotaryPositionalEmbeddings
 from tests.trace.interpreter import check_equals_model
 
 
@@ -611,3 +612,21 @@ def test_a_cache_that_nothing_reads_changes_no_name() -> None:
         return [name for layer in trace(model, (), inputs).program.layers for op in layer.ops for name in op.results]
 
     assert names(use_cache=True) == names(use_cache=False)
+
+
+def test_names_of_dropped_values_change_no_type() -> None:
+    """Values that folding took out of the program leave gaps in numbers, which others get."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.tables = nn.ModuleList(RotaryPositionalEmbeddings(4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for linear, table in zip(self.linears, self.tables, strict=True):
+                query, key = (table(linear(y).view(*x.shape[:2], 4, 4)) for y in (x, x.sin()))
+                x = x + (query * key).flatten(2)
+            return x.sum()
+
+    check_equals_model(Layers(), {"x": torch.randn(2, 6, 16)})

@@ -48,7 +48,7 @@ def ring_attention(
     is_causal: bool = False,
     **settings: Any,
 ) -> Tensor:
-    """``aten.scaled_dot_product_attention`` of this device's rows to all columns, of which it has as many.
+    """``aten.scaled_dot_product_attention`` of this device's rows to all columns, of which it has a slice.
 
     Communicates with its neighbours on the axes of `shards`: forward `key` and `value`, once for each other device;
     backward these, and the gradients of both in float32 at least, which take one step more on each axis.  Causal, also
@@ -57,8 +57,8 @@ def ring_attention(
 
     Args:
         shards: of the rows and columns.
-        query: ``[batch, heads, rows, size]``, this device's slice; an even number of rows.
-        key: ``[batch, heads or fewer, rows, size]``, likewise.
+        query: ``[batch, heads, rows, size]``, this device's slice; causal, an even number of rows.
+        key: ``[batch, heads or fewer, columns, size]``, its slice of the columns; causal, as many as rows.
         value: likewise.
         attn_mask: None.
         dropout_p: 0.
@@ -105,8 +105,10 @@ class _Ring:
         whether each row sees those up to its own only.
         """
         whole, half = slice(0, rows), rows // 2
-        if not self.is_causal or source == self.shards.index:
-            return whole, whole, self.is_causal
+        if not self.is_causal:
+            return whole, slice(None), False  # columns may be more than rows, which another axis can split further
+        if source == self.shards.index:
+            return whole, whole, True
         if self._first_half(source) < self._first_half(self.shards.index):
             return whole, slice(0, half), False
         return slice(half, rows), whole, False
