@@ -192,7 +192,7 @@ def test_slices_of_all_operands_train_as_one_device_does(
         for factors in plan.strategies[planned.strategy].assignments for factor in factors
     }  # fmt: skip
     assert "r" in used
-    assert_parity(who, plan, priced=kernel == "neighbour_documents")  # what travels in a ring depends on the documents
+    assert_parity(who, plan)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
