@@ -121,7 +121,7 @@ def _pcie(generation: int, bytes_per_s: float, source: str) -> Link:
 
 
 def _ethernet(gigabits: float) -> Link:
-    """Sockets without remote memory access: a core copies what is sent, and each step wakes a process."""
+    """A TCP link without RDMA: a core copies what is sent, and each step wakes a process."""
     rate = 0.7 * gigabits / 8 * 1e9
     name = f"{gigabits:.0f} Gb/s per device, Ethernet over TCP"
     sources = _sources("estimate: 0.7 of the NIC's rate, for copies by the host", "estimate: socket transports")

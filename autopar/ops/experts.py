@@ -244,7 +244,7 @@ def _dims(kinds: Types, first: str) -> str:
     return "[" + ", ".join(" ".join([first, *"_" * (len(kind.shape) - 1)]) for kind in kinds) + "]"
 
 
-# ---------------------------------------------------------------- what it computes, keeps and sends
+# ---------------------------------------------------------------- its work, memory and collectives
 
 
 def _work(op: Op, operands: Types, results: Types) -> Work:

@@ -94,7 +94,7 @@ def _grouped_mm(op: Op, operand_types: Types, result_types: Types) -> str | None
     return "_ k, _ k n, offs: _ -> _ n | sum k"
 
 
-# ---------------------------------------------------------------- what they compute
+# ---------------------------------------------------------------- their work
 
 
 def _product(

@@ -159,7 +159,7 @@ def _convolution(dtype: str, shape: tuple[int, ...], device: torch.device) -> Ca
 
 
 def _attention(dtype: str, shape: tuple[int, ...], how: str, device: torch.device) -> Call:
-    """``plain`` is what CPUs run where the mask takes a gradient."""
+    """A call of attention; ``plain`` has a mask that needs a gradient, for which CPUs run plain products."""
     target = "aten.scaled_dot_product_attention.default"
     attend = aten(target)
     inputs = tuple(_random(shape, dtype, device) for _ in range(3))
