@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Block", "attend_block", "block_gradients", "join_blocks", "packed", "score_scale", "sum_dtype", "unpacked",
+    "Block", "attend_block", "block_gradients", "empty_block", "join_blocks", "packed", "score_scale", "sum_dtype",
+    "unpacked",
 ]  # fmt: skip
 
 _aten: Any = torch.ops.aten  # these ops are how torch's own attention is split in forward and backward
@@ -34,6 +35,14 @@ class Block(NamedTuple):
 
     out: Tensor
     log_sum: Tensor
+
+
+def empty_block(query: Tensor, value: Tensor, dtype: torch.dtype) -> Block:
+    """The attention of each row of `query` ``[..., size]`` to nothing, to join blocks to; its result in `dtype`."""
+    rows = query.shape[:-1]
+    return Block(
+        query.new_zeros(*rows, value.shape[-1], dtype=dtype), query.new_full(rows, -torch.inf, dtype=sum_dtype(query))
+    )
 
 
 def score_scale(query: Tensor, scale: float | None) -> float:

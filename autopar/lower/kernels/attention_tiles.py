@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.lower.autograd import call_function
-from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, join_blocks, sum_dtype
+from autopar.lower.kernels.attention_blocks import Block, attend_block, block_gradients, empty_block, join_blocks
 
 __all__ = [
-    "Band", "Tiles", "add_tile_gradients", "add_tiles", "attend_tiles", "band_parts", "joined_tiles", "rows_of",
-    "takes_varlen", "tokens_of",
+    "Band", "Tiles", "add_tile_gradients", "add_tiles", "attend_tiles", "band_parts", "joined_tiles", "numbers",
+    "rows_of", "takes_varlen", "tiles_on", "tokens_of",
 ]  # fmt: skip
 
 _VARLEN_MOST, _VARLEN_UNIT = 256, 8
@@ -110,6 +110,16 @@ def _before(start: int, stop: int, window: int, *, is_strict: bool) -> tuple[lis
     return squares, shared, corners
 
 
+def numbers(places: range, shift: int = 0) -> Tensor:
+    """The numbers of `places`, each `shift` more, for tiles."""
+    return torch.arange(places.start, places.stop, places.step) + shift
+
+
+def tiles_on(device: torch.device, tiles: Iterable[Tiles]) -> list[Tiles]:
+    """The same tiles with their numbers on `device`."""
+    return [Tiles(rows.to(device), columns.to(device), is_causal) for rows, columns, is_causal in tiles]
+
+
 def takes_varlen(query: Tensor, value: Tensor) -> bool:
     """Whether torch's attention of variable lengths runs on tensors like these."""
     is_narrow = query.dtype in (torch.float16, torch.bfloat16)
@@ -184,9 +194,8 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tiles], scale: float) -> Tensor:
         q, k, v = map(tokens_of, (query, key, value))
-        out = q.new_zeros(*q.shape[:2], v.shape[2])
-        log_sum = q.new_full(q.shape[:2], -torch.inf, dtype=sum_dtype(query))
-        add_tiles(Block(out, log_sum), (q, k, v), tiles, scale)
+        out, log_sum = total = empty_block(q, v, q.dtype)
+        add_tiles(total, (q, k, v), tiles, scale)
         result = rows_of(out, query)
         ctx.save_for_backward(query, key, value, result, log_sum)
         ctx.tiles, ctx.scale = tiles, scale

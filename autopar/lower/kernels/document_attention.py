@@ -24,6 +24,7 @@ from autopar.lower.kernels.attention_tiles import (
     attend_tiles,
     band_parts,
     joined_tiles,
+    numbers,
     takes_varlen,
     tokens_of,
 )
@@ -169,15 +170,11 @@ def _tiles(tokens: Tensor, window: int, *, is_causal: bool) -> list[Tiles]:
         tile
         for part in parts
         for tile in joined_tiles(
-            (document[_places(own)], document[_places(seen)], causal)
+            (document[numbers(own)], document[numbers(seen)], causal)
             for own, seen, causal in part
             for document in tokens
         )
     ]
-
-
-def _places(own: range) -> Tensor:
-    return torch.arange(own.start, own.stop, own.step)
 
 
 def _tiles_of_slices(
@@ -211,7 +208,7 @@ def _tiles_of_slices(
             if window:
                 for place, part in enumerate(band_parts(Band(length, window, is_causal, before), count)):
                     bands.setdefault(place, []).extend(
-                        (rows[_places(each) - before], document[_places(seen)], causal) for each, seen, causal in part
+                        (rows[numbers(each) - before], document[numbers(seen)], causal) for each, seen, causal in part
                     )
                 continue
             if not is_causal:

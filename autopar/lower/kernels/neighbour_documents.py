@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from autopar.lower.communication.shards import Shards
 from autopar.lower.kernels.attention_blocks import score_scale
-from autopar.lower.kernels.attention_tiles import Band, Tiles, attend_tiles, band_parts, joined_tiles
+from autopar.lower.kernels.attention_tiles import Band, Tiles, attend_tiles, band_parts, joined_tiles, numbers, tiles_on
 from autopar.lower.kernels.document_attention import document_order
 from autopar.lower.kernels.window_attention import with_previous
 
@@ -57,8 +56,7 @@ def neighbour_documents(  # noqa: PLR0913  (its arguments)
     key, value = with_previous(shards, key, value, window - 1)
     _, lengths = document_order(ids, batch, tokens, is_sorted=True)
     tiles = _tiles(lengths, tokens, range(first, first + rows), key.shape[2], window)
-    placed = [Tiles(own.to(query.device), seen.to(query.device), causal) for own, seen, causal in tiles]
-    return attend_tiles(query, key, value, placed, score_scale(query, scale))
+    return attend_tiles(query, key, value, tiles_on(query.device, tiles), score_scale(query, scale))
 
 
 def _tiles(lengths: list[int], tokens: int, own: range, num_columns: int, window: int) -> list[Tiles]:
@@ -78,10 +76,6 @@ def _tiles(lengths: list[int], tokens: int, own: range, num_columns: int, window
         to_column = entry * num_columns + begin - (own.stop - num_columns)
         for place, part in enumerate(band_parts(Band(length, window, True, start - begin), stop - start)):
             bands.setdefault(place, []).extend(
-                (_numbers(rows, to_row), _numbers(seen, to_column), is_causal) for rows, seen, is_causal in part
+                (numbers(rows, to_row), numbers(seen, to_column), is_causal) for rows, seen, is_causal in part
             )
     return [tile for each in bands.values() for tile in joined_tiles(each)]
-
-
-def _numbers(places: range, shift: int) -> Tensor:
-    return torch.arange(places.start, places.stop, places.step) + shift

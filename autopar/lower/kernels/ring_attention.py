@@ -28,6 +28,7 @@ from autopar.lower.kernels.attention_blocks import (
     Block,
     attend_block,
     block_gradients,
+    empty_block,
     join_blocks,
     packed,
     score_scale,
@@ -123,8 +124,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring, scale: float) -> Tensor:
         q, k, v = map(ring.balanced, (query, key, value))
         rows = q.shape[2]
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=sum_dtype(q))
-        log_sum = q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
+        out, log_sum = empty_block(q, v, sum_dtype(q))
         for source, held in passing(ring.shards, packed(k, v)):
             keys, values = unpacked(held, k, v)
             own, columns, is_causal = ring.seen(source, rows)

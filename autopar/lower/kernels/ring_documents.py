@@ -9,7 +9,6 @@ return to the devices that own their rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -21,13 +20,15 @@ from torch.autograd.function import once_differentiable
 from autopar.lower.autograd import call_function
 from autopar.lower.communication.rings import passing, terms_of_passing
 from autopar.lower.communication.shards import Shards
-from autopar.lower.kernels.attention_blocks import Block, packed, score_scale, sum_dtype, unpacked
+from autopar.lower.kernels.attention_blocks import Block, empty_block, packed, score_scale, sum_dtype, unpacked
 from autopar.lower.kernels.attention_tiles import (
     Tiles,
     add_tile_gradients,
     add_tiles,
     joined_tiles,
+    numbers,
     rows_of,
+    tiles_on,
     tokens_of,
 )
 from autopar.lower.kernels.document_attention import document_order
@@ -160,7 +161,7 @@ class _Places:
         for at, length in self._split[1]:
             cuts = self._cuts(length)
             for chunk in (device, 2 * self.count - 1 - device):
-                parts.append(torch.arange(at + cuts[chunk], at + cuts[chunk + 1]))
+                parts.append(numbers(range(cuts[chunk], cuts[chunk + 1]), at))
         return torch.cat(parts)
 
     @cached_property
@@ -200,16 +201,8 @@ class _Places:
             elif self.is_causal and source > me:
                 rows = rows[head:]
             if rows and columns:
-                found.append((_numbers(rows), _numbers(columns), is_square))
+                found.append((numbers(rows), numbers(columns), is_square))
         return joined_tiles(found)
-
-
-def _numbers(places: range) -> Tensor:
-    return torch.arange(places.start, places.stop)
-
-
-def _on(device: torch.device, tiles: Sequence[Tiles]) -> list[Tiles]:
-    return [Tiles(rows.to(device), columns.to(device), is_causal) for rows, columns, is_causal in tiles]
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,21 +241,17 @@ class _RingDocuments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: _Places, scale: float) -> Tensor:
         q, k, v = map(tokens_of, (query, key, value))
-        wide, shared = sum_dtype(query), _Shared(places, query.device)
-        out = q.new_zeros(*q.shape[:2], v.shape[2])
-        log_sum = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-        add_tiles(Block(out, log_sum), (q, k, v), _on(q.device, places.local_tiles), scale)
+        shared = _Shared(places, query.device)
+        out, log_sum = local = empty_block(q, v, q.dtype)
+        add_tiles(local, (q, k, v), tiles_on(q.device, places.local_tiles), scale)
         kept: list[Tensor] = []
         if places.has_shared:
             moved = shared.there(q)
             keys, values = shared.padded(shared.there(k)), shared.padded(shared.there(v))
-            total = Block(
-                moved.new_zeros(*moved.shape[:2], v.shape[2], dtype=wide),
-                moved.new_full(moved.shape[:2], -torch.inf, dtype=wide),
-            )
+            total = empty_block(moved, values, sum_dtype(moved))
             for source, held in passing(places.shards, packed(keys, values)):
                 columns = unpacked(held, keys, values)
-                add_tiles(total, (moved, *columns), _on(q.device, places.tiles(source)), scale)
+                add_tiles(total, (moved, *columns), tiles_on(q.device, places.tiles(source)), scale)
             result = total.out.to(query.dtype)
             rows, found = shared.back(result)
             out[rows] = found
@@ -281,7 +270,7 @@ class _RingDocuments(torch.autograd.Function):
         places: _Places = ctx.places
         q, k, v, whole, incoming = map(tokens_of, (query, key, value, out, gradients[0]))
         found = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-        tiles = _on(q.device, places.local_tiles)
+        tiles = tiles_on(q.device, places.local_tiles)
         add_tile_gradients(found, incoming, (q, k, v), Block(whole, log_sum), tiles, ctx.scale)
         if places.has_shared:
             for total, (rows, terms) in zip(found, _shared_gradients(ctx, incoming, kept), strict=True):
@@ -301,7 +290,7 @@ def _shared_gradients(ctx: Any, incoming: Tensor, kept: list[Tensor]) -> list[tu
     def terms(source: int, held: Tensor) -> Tensor:
         columns = unpacked(held, keys, values)
         own = tuple(torch.zeros_like(x, dtype=wide) for x in (keys, values))
-        tiles = _on(q.device, places.tiles(source))
+        tiles = tiles_on(q.device, places.tiles(source))
         add_tile_gradients((for_q, own[0], own[1]), gradient, (q, *columns), Block(result, log_sum), tiles, ctx.scale)
         return packed(*own)
 

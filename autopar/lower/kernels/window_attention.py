@@ -24,7 +24,9 @@ from autopar.lower.kernels.attention_tiles import (
     attend_tiles,
     band_parts,
     joined_tiles,
+    numbers,
     takes_varlen,
+    tiles_on,
     tokens_of,
 )
 
@@ -166,12 +168,8 @@ def _tiles(query: Tensor, key: Tensor, band: Band) -> list[Tiles]:
     found: list[Tiles] = []
     for parts in band_parts(band, num_rows):
         numbered = (
-            (_numbers(own, entry * num_rows - band.first), _numbers(seen, entry * num_columns - band.low), is_causal)
+            (numbers(own, entry * num_rows - band.first), numbers(seen, entry * num_columns - band.low), is_causal)
             for own, seen, is_causal in parts for entry in range(batch)
         )  # fmt: skip
         found += joined_tiles(numbered)
-    return [Tiles(rows.to(query.device), columns.to(query.device), is_causal) for rows, columns, is_causal in found]
-
-
-def _numbers(places: range, shift: int) -> Tensor:
-    return torch.arange(places.start, places.stop, places.step) + shift
+    return tiles_on(query.device, found)
