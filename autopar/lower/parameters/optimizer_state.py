@@ -17,7 +17,8 @@ from autopar.lower.parameters.known_meshes import is_known, laid_as, read_whole
 
 __all__ = ["fit_loaded_state", "refuse_file", "whole_optimizer_state"]
 
-_FITTED: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # the id of the state that was looked at
+# The list of groups when the state was looked at: ``load_state_dict`` makes a new one, and it holds no state.
+_FITTED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -> dict[str, Any]:
@@ -43,9 +44,9 @@ def whole_optimizer_state(optimizer: Optimizer, *, keeps: bool, on_host: bool) -
 
 def fit_loaded_state(optimizer: Optimizer) -> None:
     """Keep this rank's parts of whole tensors that ``optimizer.load_state_dict`` has loaded for sharded parameters."""
-    if _FITTED.get(optimizer) == id(optimizer.state):
+    if _FITTED.get(optimizer) is optimizer.param_groups:
         return
-    _FITTED[optimizer] = id(optimizer.state)
+    _FITTED[optimizer] = optimizer.param_groups
     for parameter, own in optimizer.state.items():
         if isinstance(parameter, DTensor) and is_known(parameter):
             for name, x in own.items():
